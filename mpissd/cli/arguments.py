@@ -100,13 +100,13 @@ class CompareConfig(Checked):
     """Flags of `compare`: the results, and what to show of them."""
 
     a: str | None = flag(
-        None, words, "a run id in OUT, a runs.jsonl or a folder; best, claims: several, by commas"
+        None, words, "a run id in OUT, a runs.jsonl or a folder; best: several, by commas"
     )
     b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
     show: str | None = flag(
         None,
-        choice("pair", "best", "claims"),
-        "pair: B over A; best: the fastest method; claims: SSD over the strongest other use of its "
+        choice("pair", "best"),
+        "pair: B over A; best: the fastest methods, and SSD over the strongest other use of its "
         "GPUs (default: pair where there are two configurations, else best)",
     )
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
@@ -139,9 +139,7 @@ SPECS = {
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),
     "plan": Spec(PlanConfig, "Advises how to run on given GPUs; with mode, predicts a run."),
-    "compare": Spec(
-        CompareConfig, "Compares results: a pair, the best methods, claims.", ("a", "b")
-    ),
+    "compare": Spec(CompareConfig, "Compares results: a pair, or the best methods.", ("a", "b")),
     "pair": Spec(
         PairConfig,
         "Records a real pair for --workload=replay, or measures its laws for --laws.",

@@ -117,20 +117,10 @@ def compare(config: CompareConfig) -> int:
             )
         print(Pair.of(*named))
         return 0
-    places_of = config.a or ("results" if show == "claims" else config.out)
+    places_of = config.a or config.out
     rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
-    if show == "claims":
-        for group in claims.tables_of(claims.claims(rows)).values():
-            known = group[0].setting
-            pair = f"{known['target']}/{known['draft']}"
-            print(f"{pair}, {known['device_name']}, hits by {group[0].hit_law}:")
-            for claim in group:
-                head = ", LM head" * bool(claim.setting["lm_head"])
-                print(f"  {claim.setting['acceptance']}{head}: {claim}")
-        return 0
     comparisons = best.compare_methods(rows)
     if not comparisons:
         raise ConfigError(f"results {places_of!r}: no rows there")
-    judged = {n: claims.judged(one.setting, rows) for n, one in enumerate(comparisons)}
-    print(best.render(comparisons, judged))
+    print(best.render(comparisons, claims.claims([one.setting for one in comparisons], rows)))
     return 0

@@ -4,11 +4,11 @@ from typing import Any
 
 from mpissd.common.compare import DRIFT
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import setting_of
+from mpissd.lab.tables.best import compare_methods, setting_of
 from mpissd.lab.tables.claims import Claim, claims, judged
-from tests.scripts import ROOT, load
+from mpissd.lab.tables.load import load_rows
+from tests.scripts import ROOT
 
-TABLES = load("docs/tables.py")
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)
 FLAT = dict.fromkeys(("mean", "p50", "p90", "p99"), 1e4)
 Uses = dict[tuple[str, int, int], dict[int, float]]
@@ -61,23 +61,23 @@ def without(*names: tuple[str, int, int]) -> Uses:
     return {key: of for key, of in USES.items() if key not in names}
 
 
+def every(found: list[Row]) -> list[Claim]:
+    """The claims that `compare` prints below its tables."""
+    settings = [comparison.setting for comparison in compare_methods(found)]
+    return [claim for of in claims(settings, found) for claim in of]
+
+
 def one(found: list[Row]) -> Claim:
-    (claim,) = claims(found)
+    (claim,) = every(found)
     return claim
 
 
-def lines(found: list[Row]) -> list[str]:
-    return [line for line in TABLES.rendered(claims(found)).splitlines() if line.startswith("| 0")]
-
-
 def test_ssd_stands_beside_the_strongest_other_use_and_independent_copies() -> None:
-    assert lines(rows()) == [
-        "| 0.8 | yes | T=1 D=1 K=4 | 770 (385) | SD inline T=2 K=3 | 700 (350) | 1.10× (1.10–1.10) "
-        "| 2 × SD inline T=1 K=4 | 800 (400) |"
-    ]
-    head = TABLES.rendered(claims(rows())).splitlines()[0]
-    assert "2 × H200 (float16, fused, context 0, batch 1)" in head
-    assert "hits by power:A=0.75,r=1.0, assumed. 5 seeds × 400 rounds" in head
+    assert str(one(rows())) == (
+        "SSD fan_out=uniform:3 power:A=0.75,r=1.0, SSD T=1 D=1 K=4: 770.0 tok/s, 385.0 a GPU; "
+        "strongest other use of 2 GPUs, SD inline T=2 K=3: 700.0 tok/s, SSD over it "
+        "1.10× (1.10–1.10); 2 copies of SD inline T=1 K=4: 800.0 tok/s in all"
+    )
 
 
 def test_a_tree_is_a_use_of_its_own() -> None:
@@ -131,7 +131,7 @@ def test_where_a_recording_decides_each_lookup_is_a_use_of_its_own() -> None:
 
 def test_a_loss_to_a_measured_use_holds_whatever_else_was_not_measured() -> None:
     slow = {**without(("lookup", 2, 0)), ("ssd", 1, 1): {4: 350.0}}
-    assert lines(rows(slow))[0].count("loses, at most 0.50× (0.50–0.50): lookup T=2 not") == 1
+    assert one(rows(slow)).text.startswith("loses, at most 0.50× (0.50–0.50): lookup T=2 not")
 
 
 def test_verdicts_of_a_table_are_corrected_together() -> None:
@@ -152,7 +152,7 @@ def test_verdicts_of_a_table_are_corrected_together() -> None:
         and 0.01 < alone.gain.p_value < 0.05
         and "no verdict" not in alone.text
     )
-    many = claims([r for a in (0.8, 0.6, 0.65, 0.7, 0.75) for r in line(a, 1 - 0.048 * (a != 0.8))])
+    many = every([r for a in (0.8, 0.6, 0.65, 0.7, 0.75) for r in line(a, 1 - 0.048 * (a != 0.8))])
     held = next(claim for claim in many if claim.setting["acceptance"] == "alpha:0.8")
     assert held.text.endswith("no verdict after Holm's correction")
 
@@ -171,22 +171,19 @@ def test_predictions_choose_ssd_s_k_and_no_weak_rival() -> None:
 
 
 def test_imposed_hits_claim_nothing() -> None:
-    """They cost no branches, so their rows neither make a line nor count in another's."""
+    """They cost no branches, so their line says so, and they count in no other's."""
     imposed = [
         row | {"run_id": f"{row.run_id}-p", "hit_law": "p_hit:0.9", "tok_per_s": 950.0}
         for row in rows()
         if row.mode == "ssd"
     ]
-    assert lines([*rows(), *imposed]) == lines(rows())
-    told = [str(claim) for claim in judged(setting_of(imposed[0]), [*rows(), *imposed])]
-    assert len(told) == 2 and sum("cost no branches" in line for line in told) == 1
+    told = [str(claim) for claim in every([*rows(), *imposed])]
+    assert len(told) == 2 and str(one(rows())) in told
+    assert sum("cost no branches" in line for line in told) == 1
 
 
-def test_a_page_s_table_is_made_of_its_rows() -> None:
-    """Every number is recomputed."""
-    block = "<!-- claims results/two-gpus/h100.jsonl lm_head real -->\n<!-- /claims -->"
-    made = TABLES.with_claims(block)
-    assert TABLES.with_claims(made) == made and made.count("\n| 0.") == 4
+def test_the_study_s_claims_are_made_of_its_rows() -> None:
     study = (ROOT / "docs/study.md").read_text()
+    told = [claim.text for claim in every(load_rows([ROOT / "results/two-gpus/h100.jsonl"]))]
     for bounds in ("1.07× (1.001–1.15)", "1.12× (1.09–1.14)"):
-        assert bounds in made and bounds in study
+        assert bounds in told and bounds in study

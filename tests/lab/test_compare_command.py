@@ -52,7 +52,6 @@ def test_a_pair_is_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
         (("empty",), "result 'empty': no such row in 'empty'"),
         (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
-        (("one", "--show=claims"), "claims: no SSD with another use of its GPUs"),
     ],
 )
 def test_what_it_refuses_is_one_line(

@@ -258,13 +258,15 @@ def flags_of(row: Row) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def render(comparisons: Iterable[Comparisons], below: Mapping[int, Sequence[object]] = {}) -> str:
+def render(
+    comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
+) -> str:
     """Renders a table for each setting: tok/s by method and K, each method's best K, and its gain.
 
-    below: by a table's number, lines to print below it (claims.py).
+    below: lines to print below each table (claims.py).
     """
     tables = []
-    for number, comparison in enumerate(comparisons):
+    for comparison, lines_below in zip(comparisons, below or [()] * len(comparisons), strict=True):
         known, methods = comparison.setting, comparison.methods
         drafts = f"/{known['draft']}" if known.get("draft") else ""
         about = ", ".join(f"{name} {known[name]}" for name in _SHOWN if known.get(name))
@@ -288,7 +290,7 @@ def render(comparisons: Iterable[Comparisons], below: Mapping[int, Sequence[obje
             missed = missed_by(row.prediction_error for use in uses for row in use.rows)
             far += [f"{name} {missed:.0%}"] * (missed > MOST_MISSED)
         lines += [_WARNING.format(", ".join(far))] * bool(far)
-        tables.append("\n".join([*lines, *map(str, below.get(number, ()))]))
+        tables.append("\n".join([*lines, *map(str, lines_below)]))
     return "\n\n".join([*tables, _LEGEND])
 
 

@@ -16,21 +16,17 @@ from typing import Any
 
 from mpissd.common.compare import (
     DRIFT,
-    HEADLINE_ROUNDS,
     HEADLINE_SEEDS,
     Comparison,
     holm,
     same_visit,
 )
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError
-from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.common.rivals import LOOKUPS, Family, tps_of, widest
 from mpissd.common.row import Row
 from mpissd.lab.tables.best import (
     Use,
     best_use,
-    compare_methods,
     is_in,
     is_lookup,
     is_row,
@@ -63,16 +59,14 @@ class Open:
 class Claim:
     """SSD in one setting against the strongest other measured use of its GPUs.
 
-    others: the fastest measured use of each other family, of any visit. unknown: uses that may be
-    stronger. copies: the best number of independent copies, and their use. p_value: after Holm's
-    correction.
+    unknown: uses that may be stronger. copies: the best number of independent copies, and their
+    use. p_value: after Holm's correction.
     """
 
     setting: dict[str, Any]
     ssd: Use
     other: Use | None
     gain: Comparison | None
-    others: tuple[Use, ...]
     unknown: tuple[Open, ...]
     copies: tuple[int, Use] | None
     p_value: float = 1.0
@@ -83,14 +77,11 @@ class Claim:
         return self.ssd.family.gpus
 
     @property
-    def hit_law(self) -> str | None:
-        """SSD's hit model."""
-        return self.ssd.rows[0].hit_law
-
-    @property
-    def is_assumed(self) -> bool:
-        """Whether SSD's hits follow the assumed model, of no real pair."""
-        return self.hit_law == ASSUMED_LAW
+    def table(self) -> tuple[Any, ...]:
+        """What the lines of a table share: pair, device, batch, GPUs and hit model."""
+        names = "target draft device_name dtype forward batch_size context fuse".split()
+        shared = (self.setting.get(name) for name in names)
+        return (*shared, self.gpus, self.ssd.rows[0].hit_law)
 
     @property
     def text(self) -> str:
@@ -132,42 +123,26 @@ def _is_imposed(row: Row) -> bool:
     return str(row.hit_law).startswith("p_hit:")
 
 
-def claims(rows: Iterable[Row]) -> list[Claim]:
-    """Returns the claims of rows of 400 rounds without imposed hits, those with the LM head first.
-
-    Raises ConfigError without an SSD of five seeds.
-    """
-    kept = [row for row in rows if is_row(row) and not _is_imposed(row)]
-    long = [row for row in kept if (row.num_rounds or 0) >= HEADLINE_ROUNDS]
-    settings = [one.setting for one in compare_methods(long)]
-    every = [claim for setting in settings for claim in judged(setting, long, HEADLINE_SEEDS)]
-    every = [claim for claim in every if claim.gain is not None]
-    if not every:
-        least = f"{HEADLINE_SEEDS} seeds of {HEADLINE_ROUNDS} rounds"
-        raise ConfigError(f"claims: no SSD with another use of its GPUs: allowed: {least} or more")
-    every.sort(key=lambda c: (not c.setting["lm_head"], str(c.setting["acceptance"])))
-    corrected = []
-    for group in tables_of(every).values():
-        adjusted = holm([claim.gain.p_value if claim.gain else 1.0 for claim in group])
-        corrected += [replace(c, p_value=p) for c, p in zip(group, adjusted, strict=True)]
-    return corrected
+def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[list[Claim]]:
+    """Returns the claims of each setting, with p-values after Holm's correction over each table."""
+    every = [judged(setting, rows) for setting in settings]
+    tables: dict[tuple[Any, ...], list[tuple[int, int, float]]] = {}
+    for n, of in enumerate(every):
+        for m, claim in enumerate(of):
+            if claim.gain is not None and claim.gain.is_headline:
+                tables.setdefault(claim.table, []).append((n, m, claim.gain.p_value))
+    for lines in tables.values():
+        adjusted = holm([p_value for *_, p_value in lines])
+        for (n, m, _), p_value in zip(lines, adjusted, strict=True):
+            every[n][m] = replace(every[n][m], p_value=p_value)
+    return every
 
 
-def tables_of(every: Iterable[Claim]) -> dict[tuple[Any, ...], list[Claim]]:
-    """Groups claims by the common values of a table: pair, device, batch, GPUs and hit model."""
-    names = "target draft device_name dtype forward batch_size context fuse".split()
-    groups: dict[tuple[Any, ...], list[Claim]] = {}
-    for claim in every:
-        shared = (*(claim.setting.get(n) for n in names), claim.gpus, claim.hit_law)
-        groups.setdefault(shared, []).append(claim)
-    return groups
-
-
-def judged(setting: Mapping[str, Any], rows: Iterable[Row], seeds: int = 1) -> list[Claim]:
+def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
     """Returns a claim for each number of GPUs, hit model and schedule of SSD at a setting's T.
 
     rows: of any setting. Rows that differ only in T are compared too; rows whose drafts run on
-    another kind of device are not. seeds: the seeds that a use needs on its visit.
+    another kind of device are not.
     """
     visits: dict[tuple[Any, ...], list[list[Row]]] = {}  # of each method, T, D and K
     for row in rows:
@@ -182,15 +157,20 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row], seeds: int = 1) -> l
     uses = [Use.of(visit) for known in visits.values() for visit in known]
     cases: dict[tuple[int, str | None, str | None], list[Use]] = {}
     for use in uses:
-        wanted = use.family.mode == "ssd" and use.family.tp == setting["tp"]
-        if wanted and len(use.seeds) >= seeds:
+        if use.family.mode == "ssd" and use.family.tp == setting["tp"]:
             first = use.rows[0]
             case = first.world_size, first.hit_law, first.schedule
             cases.setdefault(case, []).append(use)
-    return [_claim(dict(setting), best_use(of), uses, seeds) for of in cases.values()]
+    return [_claim(dict(setting), best_use(_of_most_seeds(of)), uses) for of in cases.values()]
 
 
-def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -> Claim:
+def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
+    """Returns the uses that have the seeds of a claim, or all if none has."""
+    return [use for use in uses if len(use.seeds) >= HEADLINE_SEEDS] or uses
+
+
+def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
+    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # that a rival needs
     gpus, first = ssd.family.gpus, ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
     if first.acceptance is not None:  # an imposed lookup may assume no more than SSD may
@@ -200,9 +180,6 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -
     gains = [(gain, use) for use in here if (gain := ssd.over(use)) is not None]
     gains.sort(key=lambda one: one[0].low if one[0].has_interval else one[0].speedup)
     gain, other = next(iter(gains), (None, None))
-    fastest: dict[Family, Use] = {}
-    for use in sorted(rivals, key=lambda use: -use.tok_per_s):
-        fastest.setdefault(use.family, use)
     best = max((use.tok_per_s for use in here), default=0.0)
     every, unknown = [row for use in uses for row in use.rows], list[Open]()
     lookups = LOOKUPS if first.acceptance is None else LOOKUPS[:1]
@@ -222,7 +199,7 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use], seeds: int) -
     unknown.sort(key=lambda one: -(one.rate or 0.0))
     several = [(gpus // use.family.gpus, use) for use in rivals if 2 * use.family.gpus <= gpus]
     copies = max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
-    return Claim(setting, ssd, other, gain, tuple(fastest.values()), tuple(unknown), copies)
+    return Claim(setting, ssd, other, gain, tuple(unknown), copies)
 
 
 def _fast_of(row: Row) -> str:
