@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from mpissd.learn.draft import Draft, ModelDraft, StateDraft
 from mpissd.learn.sample import Samples
 
-FAN_OUTS = (1, 2, 4, 8, 16)
 LOOKAHEADS = (4, 7)
 AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
@@ -42,64 +41,44 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
         "alpha": _mean(overlaps[0]),
         "agreement_by_place": by_place,
         "alpha_by_place": [_mean(part) for part in overlaps],
-        "by_lookahead": {
-            str(k): {"tokens_per_round": _mean([n for one in agrees for n in chain_rounds(one, k)])}
-            for k in LOOKAHEADS
-            if k <= steps
-        },
+        "by_lookahead": _by_lookahead(agrees, steps),
     }
 
 
 def summary(
-    answers: Sequence[Sequence[int]], overlaps: Sequence[float], surprises: Sequence[float]
+    answers: Sequence[Sequence[bool]], overlaps: Sequence[float], surprises: Sequence[float]
 ) -> dict[str, Any]:
-    """Returns a model's figures: agreement, alpha, tokens a round and hits; as `judge`."""
-    ranks = [rank for answer in answers for rank in answer]
-    by_lookahead = {}
-    for lookahead in LOOKAHEADS:
-        rounds = [outcome for answer in answers for outcome in rounds_of(answer, lookahead)]
-        # After a rejection the rank counts the proposed token, which is no key.
-        keys = [rank - (k < lookahead) for k, rank in rounds if rank is not None]
-        by_lookahead[str(lookahead)] = {
-            "tokens_per_round": _mean(k + (rank is not None) for k, rank in rounds),
-            "hits": {str(f): _mean(key < f for key in keys) for f in FAN_OUTS},
-        }
+    """Returns a model's figures: agreement, alpha and tokens a round; as `judge`."""
+    most, flat = max(LOOKAHEADS), [agrees for answer in answers for agrees in answer]
+    steps = [[answer[n : n + most] for n in range(len(answer))] for answer in answers]
     return {
         "answers": len(answers),
-        "tokens": len(ranks),
-        "greedy_agreement": _mean(rank == 0 for rank in ranks),
+        "tokens": len(flat),
+        "greedy_agreement": _mean(flat),
         "alpha": _mean(overlaps),
         "cross_entropy": _mean(surprises),
-        "by_lookahead": by_lookahead,
+        "by_lookahead": _by_lookahead(steps, most),
     }
 
 
-def rounds_of(ranks: Sequence[int], lookahead: int) -> Iterator[tuple[int, int | None]]:
-    """Yields (accepted tokens, rank of the target's own token) of each round of an answer.
-
-    The rank is None if the answer ends with an accepted token.
-    """
-    at = 0
-    while at < len(ranks):
-        accepted = 0
-        while accepted < lookahead and at + accepted < len(ranks) and not ranks[at + accepted]:
-            accepted += 1
-        at += accepted
-        yield accepted, ranks[at] if at < len(ranks) else None
-        at += 1
+def _by_lookahead(answers: Sequence[Sequence[Sequence[bool]]], most: int) -> dict[str, Any]:
+    return {
+        str(k): {"tokens_per_round": _mean([n for one in answers for n in chain_rounds(one, k)])}
+        for k in LOOKAHEADS
+        if k <= most
+    }
 
 
 def judge(
     draft: ModelDraft, samples: Samples, deadline: float
-) -> tuple[list[list[int]], list[float], list[float]]:
-    """Returns (ranks, overlaps, surprises) on the answers judged before the deadline.
+) -> tuple[list[list[bool]], list[float], list[float]]:
+    """Returns (agreements, overlaps, surprises) on the answers judged before the deadline.
 
-    ranks: by answer, how many tokens the draft finds likelier than the true one; the size of the
-    whole vocabulary for one that it cannot name. overlaps: sum of min(p, q) at temperature 1, by
-    token. surprises: −log q of each true token that the draft can name, in nats. deadline: of
-    time.monotonic().
+    agreements: by answer, whether the draft finds no token likelier than each true one. overlaps:
+    sum of min(p, q) at temperature 1, by token. surprises: −log q of each true token that the draft
+    can name, in nats. deadline: of time.monotonic().
     """
-    answers, overlaps, surprises = list[list[int]](), list[float](), list[float]()
+    answers, overlaps, surprises = list[list[bool]](), list[float](), list[float]()
     models = (draft.target, draft.blocks), (draft.weights, draft.own_blocks)
     with torch.no_grad():
         for part in _parts(samples, deadline):
@@ -114,10 +93,10 @@ def judge(
             places[draft.head_ids] = torch.arange(len(draft.head_ids), device=tokens.device)
             place = places[true]
             mine = q.gather(1, place.clamp(min=0)[:, None])
-            ranks = torch.where(place < 0, p.shape[1], (q > mine).sum(-1))
+            agrees = (place >= 0) & ~(q > mine).any(-1)
             overlap = torch.minimum(p.softmax(-1)[:, draft.head_ids], q.softmax(-1)).sum(-1)
             surprise = q.logsumexp(-1) - mine[:, 0]
-            answers += [each.tolist() for each in ranks.split(before.sum(-1).tolist())]
+            answers += [each.tolist() for each in agrees.split(before.sum(-1).tolist())]
             overlaps += overlap.tolist()
             surprises += surprise[place >= 0].tolist()
     return answers, overlaps, surprises

@@ -71,7 +71,6 @@ class TrainerProcess:
         self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
         self._newest: deque[tuple[int, bytes]] = deque(maxlen=1)
         self.report: dict[str, Any] = {"state": "starting"}
-        self._reported_at = time.monotonic()
         self.dropped = 0
         path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         env = {**guard.without_ranks(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, path))}
@@ -107,23 +106,17 @@ class TrainerProcess:
         """Ends the trainer; returns its last report.
 
         Its `state` is "lost" if it had ended before, "silent" if it does not end in time, as one
-        that hangs or is in a long step does not; then `last_state` is the one that it reported
-        last, `unheard_s` seconds before.
+        that hangs or is in a long step does not.
         """
-        was_alive, unheard_s = self.is_alive, round(time.monotonic() - self._reported_at, 1)
+        more = {} if self.is_alive else {"state": "lost"}
         self._waiting.put(None) if not self._waiting.full() else self._process.kill()
-        more: dict[str, Any] = {}
         try:
             self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            more = {"state": "silent", "unheard_s": unheard_s}
+            more = {"state": "silent"}
         self._reader.join(_PATIENCE_S)
-        if more:
-            more["last_state"] = self.report["state"]
-        if not was_alive:
-            more = {"state": "lost"}
         return {**self.report, "dropped_examples": self.dropped, **more}
 
     def _write(self) -> None:
@@ -142,7 +135,6 @@ class TrainerProcess:
                 self.report = message
             else:
                 self._newest.append(message)
-            self._reported_at = time.monotonic()
 
 
 def learn(config: RunConfig, comms: LearnerComms) -> int:

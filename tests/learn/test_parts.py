@@ -1,4 +1,4 @@
-"""Parts of distil without PyTorch: quantised weights, rounds from ranks, and chat templates."""
+"""Parts of distil without PyTorch: quantised weights, rounds of answers, and chat templates."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tests.needs import module
 
 module("torch", "PyTorch")
 
-from mpissd.learn.evaluate import rounds_of, summary  # noqa: E402
+from mpissd.learn.evaluate import summary  # noqa: E402
 
 
 def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
@@ -26,14 +26,9 @@ def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
     assert np.abs((mean - made) / steps)[~largest].max() < 0.13  # 5 sigma
 
 
-def test_rounds_read_off_ranks_are_those_of_the_rule() -> None:
-    # Accepted 0, 0; then rank 3. All four accepted; then rank 1. The end, with one accepted.
-    ranks = [0, 0, 3, 0, 0, 0, 0, 1, 0]
-    assert list(rounds_of(ranks, 4)) == [(2, 3), (4, 1), (1, None)]
-    told = summary([ranks], [0.5] * 9, [])
+def test_rounds_read_off_agreements_are_those_of_the_rule() -> None:
+    """Two are accepted, and the next not. All four are. The end, with one accepted."""
+    agrees = [rank == 0 for rank in (0, 0, 3, 0, 0, 0, 0, 1, 0)]
+    told = summary([agrees], [0.5] * 9, [])
     assert told["greedy_agreement"] == pytest.approx(7 / 9, abs=1e-4) and told["alpha"] == 0.5
-    four = told["by_lookahead"]["4"]
-    assert four["tokens_per_round"] == pytest.approx(9 / 3)
-    # After the rejection, the third likeliest besides the proposed one: a key from F = 3 on.
-    # After all accepted, the second likeliest of all: a key from F = 2 on.
-    assert four["hits"] == {"1": 0, "2": 0.5, "4": 1, "8": 1, "16": 1}
+    assert told["by_lookahead"]["4"]["tokens_per_round"] == pytest.approx(9 / 3)
