@@ -39,7 +39,6 @@ HOST = HostCosts(
     lead_sample=60e-6,
     lead_record=7e-6, link=40e-6, draft_read=44e-6, draft_commit=12e-6, draft_lookup=21e-6,
     draft_send=8e-6, draft_record=4e-6, glue=50e-6, keys=65e-6, step=45e-6, wake=55e-6,
-    nap=120e-6, patience=500e-6,
 )  # fmt: skip
 WARMUP, WARM_ID = 3, 1 << 20
 
@@ -56,8 +55,7 @@ class Clock(Waiter):
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         if not test():
-            waited = self.next_event - self.now
-            self.spend(waited + HOST.nap * (waited > HOST.patience))
+            self.now = self.next_event
 
 
 class VirtualOutbox(Outbox):
@@ -343,7 +341,7 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
     jobs += [make_job(mode=mode, batch_size=3) for mode in ("ar", "sd")]
     lists = {1: {1: 9e-4, 90: 2e-3}, 9: {1: 1.1e-3, 90: 3e-3}}
     device = DeviceCosts.from_points({1: 5e-3, 64: 7e-3}, {1: 9e-4, 90: 2e-3}, lists)
-    host = HostCosts(link=2e-5, keys=5e-5, step=4e-5, nap=1e-4, patience=2e-4)
+    host = HostCosts(link=2e-5, keys=5e-5, step=4e-5)
     together = expect(Grid.of(jobs, device, host))
     alone = [expect(Grid.of([job], device, host)) for job in jobs]
     for name in ("tok_per_s", "round_s", "tokens", "hit_rate", "wait_s"):

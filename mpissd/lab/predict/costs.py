@@ -6,8 +6,7 @@ HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trac
                   UPLOAD lead_upload · LAUNCH lead_launch · SAMPLE lead_sample
                   RECORD lead_record
                   DRAFT_WAIT  2·link + the draft's work from `draft_read` to `draft_send`
-                              − lead_commit + nap for each end that napped
-                              (+ delays by growth, which the recurrence computes)
+                              − lead_commit (+ delays by growth, which the recurrence computes)
                   DEVICE_WAIT verify_s + wake (and `follower` beyond upload and launch)
     DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
                   SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
@@ -41,16 +40,15 @@ EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the 
 class HostCosts:
     """Median seconds of host work and of the link; the module's docstring lists each field's phase.
 
-    link: one way to a polling rank (draft → lead: including reading the message). nap: the added
-    delay until a rank finds a message after waiting longer than `patience` (wait.Waiter naps then;
-    0 if ranks spin). draft_read: from finding OUTCOME to having read it, as WAIT measures it in
-    rounds where growth kept the message waiting (0 if there are none: the link then includes it).
-    follower: from the plan's publication to the launch on the slowest follower (0 at T = 1, and
-    where ranks do not wait for each other, as on the emulated backend). glue, step: the host's part
-    of a glue forward and of one draft step (launch, delay of the wait's end, collect). keys_lane:
-    for each of the b·ΣF lanes (0 in a job's own costs, whose keys were measured with the same
-    fan-out). joined: seconds by which a growth step is shorter than a backup's, where the device
-    joins growth steps. wake: the delay with which a wait for the target's forward ends.
+    link: one way to a polling rank (draft → lead: including reading the message). draft_read: from
+    finding OUTCOME to having read it, as WAIT measures it in rounds where growth kept the message
+    waiting (0 if there are none: the link then includes it). follower: from the plan's publication
+    to the launch on the slowest follower (0 at T = 1, and where ranks do not wait for each other,
+    as on the emulated backend). glue, step: the host's part of a glue forward and of one draft step
+    (launch, delay of the wait's end, collect). keys_lane: for each of the b·ΣF lanes (0 in a job's
+    own costs, whose keys were measured with the same fan-out). joined: seconds by which a growth
+    step is shorter than a backup's, where the device joins growth steps. wake: the delay with which
+    a wait for the target's forward ends.
     """
 
     lead_send: float = 0.0
@@ -61,8 +59,6 @@ class HostCosts:
     lead_sample: float = 0.0
     lead_record: float = 0.0
     link: float = 0.0
-    nap: float = 0.0
-    patience: float = 0.0
     follower: float = 0.0
     draft_read: float = 0.0
     draft_commit: float = 0.0
@@ -123,10 +119,12 @@ class HostCosts:
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
         """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
 
-        lead_upload and joined may be missing: older profiles count the former in lead_launch.
+        lead_upload and joined may be missing: older profiles count the former in lead_launch, and have
+        costs of naps as well, which are 0 on GPUs.
         """
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
+        values = {name: value for name, value in values.items() if name not in ("nap", "patience")}
         for name in values:
             if name not in names:
                 raise unknown("host cost", name, names)

@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 _LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
 # Properties of HostCosts, in a Grid's order.
-_HOST = "ask_s lead_s send_s link reply_s inline_s draft_record nap patience".split()
+_HOST = "ask_s lead_s send_s link reply_s inline_s draft_record".split()
 
 
 _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
@@ -55,7 +55,7 @@ class Grid:
     step_s: Floats
     most_steps: Ints
     lanes_s: Floats
-    host: Floats  # [G, 9], of _HOST
+    host: Floats  # [G, 7], of _HOST
 
     def __len__(self) -> int:
         return len(self.lookahead)

@@ -47,7 +47,7 @@ class Rounds:
         self._grid, self._draws = grid, draws
         hosts = grid.host.T[:, :, None]  # each [G, 1]
         self._ask_s, self._lead_s, self._send_s, self._link_s, self._reply_s = hosts[:5]
-        self._inline_s, self._record_s, self._nap_s, self._patience_s = hosts[5:]
+        self._inline_s, self._record_s = hosts[5:]
         count, batch = len(grid), grid.batch_size
         shape = count, draws.chains, batch
         self._first = np.arange(count)[:, None] * grid.verify_s[0].size
@@ -86,11 +86,10 @@ class Rounds:
                 begun = np.ceil(np.where(grown_s > 0, grown_s / step_s, 0.0))
             steps = np.minimum(begun, grid.most_steps.ravel()[grown]).astype(np.int64)
             free = free + steps * step_s + self._record_s
-            noticed = np.maximum(free, asked + self._late_s(asked - free))
+            noticed = np.maximum(free, asked)
             drafting_s = self._drafting_s(won, live, steps)
             self._sent, self._grown = noticed + drafting_s + self._reply_s, place
-            arrived = self._sent + self._link_s
-            seen = np.maximum(ready, arrived + self._late_s(arrived - ready))
+            seen = np.maximum(ready, self._sent + self._link_s)
             if inline.any():
                 seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
@@ -103,16 +102,6 @@ class Rounds:
         self._clock = over
         tokens = np.where(self.live, accepted + 1, 0).sum(axis=2)
         return {"hit": hit, "wait_s": seen - ready, "round_s": round_s, "tokens": tokens}
-
-    def _late_s(self, waited: Floats) -> Floats:
-        """Returns the delay from a message's arrival until a rank that waited so long sees it.
-
-        A rank that begins to wait after the arrival (waited ≤ 0) sees it at once: 0.
-        """
-        if not self._nap_s.any():
-            return np.zeros(1)
-        napped = (waited > self._patience_s) & (waited > 0)
-        return np.where(napped, self._nap_s, 0.0)
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
         """Returns the seconds of draft steps between an outcome and its answer, [G, R].
