@@ -119,8 +119,8 @@ class HostCosts:
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
         """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
 
-        lead_upload and joined may be missing: older profiles count the former in lead_launch, and have
-        costs of naps as well, which are 0 on GPUs.
+        lead_upload and joined may be missing: older profiles count the former in lead_launch, and
+        have costs of naps as well, which are 0 on GPUs.
         """
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
