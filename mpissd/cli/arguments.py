@@ -30,7 +30,7 @@ from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor import DoctorConfig
 from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
-_ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups"}
+_ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups", "tree_shape"}
 
 
 def _file_name(name: str, text: str) -> str:

@@ -129,6 +129,13 @@ class MethodFlags(Checked):
         "tokens drafted in a round, as the best tree of K levels, or auto (default: a chain)",
         needs="backup=jit learners=0",
     )
+    tree_shape: str = drafting(
+        "fixed",
+        choice("fixed", "dynamic"),
+        "fixed, or dynamic: each round's own by the draft's probabilities (inline sd)",
+        workloads="text",
+        needs="tree>0 mode=sd num_drafts=0 temperature=0.0 grammar=None",
+    )
     fan_out: str = growing(
         "uniform:3",
         words,

@@ -128,7 +128,7 @@ class Need:
         if not self.allowed:
             return value is not None
         if self.allowed.startswith(">"):
-            return bool(value > float(self.allowed[1:]))
+            return value is not None and bool(value > float(self.allowed[1:]))
         return str(value) in self.allowed.split("|")
 
     def __str__(self) -> str:

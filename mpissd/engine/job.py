@@ -27,6 +27,7 @@ from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
+from mpissd.engine.model.transformer.shapes import MOST_LEVELS, MOST_NODES, WIDTH, Size
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
@@ -134,6 +135,8 @@ class Job(Resolved):
     @property
     def grown_rows(self) -> int:
         """The rows of the draft's largest growth step, at least one a sequence."""
+        if self.dynamic is not None:
+            return self.config.batch_size * WIDTH
         return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
     @property
@@ -359,7 +362,10 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         backup = (fast if config.backup == "fast" else primary).hazards
         cut = [rate * (n < backup_lookahead) for n, rate in enumerate(backup)]
         fan_outs = FanOuts(after_hit, fan_out(text_after_miss or text, backup_lookahead, cut))
-    if config.tree is not None and lookahead:  # AR drafts nothing
+    dynamic = None
+    if config.tree_shape == "dynamic" and config.tree and lookahead:
+        dynamic = _dynamic(config.tree, lookahead, backup_lookahead)
+    elif config.tree is not None and lookahead:  # AR drafts nothing
         tree = shape(config.tree, primary.hazards, hit_law)
         if fan_outs.branches and backup_lookahead < lookahead:
             what = f"backup_lookahead={backup_lookahead} with tree={config.tree} and mode=ssd"
@@ -385,6 +391,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         target_where=where,
         draft_where=draft_where or "",
         tree=tree,
+        dynamic=dynamic,
         prefill_rows=_PREFILL_ROWS.get(backend, _PREFILL_ROWS["cupy"]) if config.is_text else 0,
     )
     most = min(MOST_CANDIDATES, draft.vocab_size if draft else MOST_CANDIDATES) - 1
@@ -397,11 +404,23 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         if lanes > allowed:
             what = f"fan_out {config.fan_out} with tree={config.tree}: {lanes} lanes a sequence"
             raise ConfigError(f"{what}: allowed: at most {allowed}")
-    if tree is not CHAIN and (job.reads_states or (draft and draft.head)):
+    if (dynamic or tree is not CHAIN) and (job.reads_states or (draft and draft.head)):
         what = f"tree={config.tree} with draft={draft_where}"
         raise ConfigError(f"{what}: allowed: a draft model of its own")
     job.workload.check()
     return job
+
+
+def _dynamic(nodes: int, levels: int, backup: int) -> Size:
+    """Returns the sizes of dynamic trees; raises ConfigError for those that no round can decide."""
+    size = Size(nodes, levels)
+    asked = f"tree={nodes} with tree_shape=dynamic and lookahead={levels}"
+    if levels > MOST_LEVELS or backup < levels:
+        allowed = f"at most {MOST_LEVELS} levels, backup_lookahead={levels}"
+        raise ConfigError(f"{asked}: allowed: {allowed}")
+    if nodes > (most := min(MOST_NODES, size.most_found)):
+        raise ConfigError(f"{asked}: allowed: at most tree={most}")
+    return size
 
 
 def check_draft_device(config: RunConfig, backend: str) -> None:

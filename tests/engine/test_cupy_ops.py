@@ -11,6 +11,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.cupy_ops import ops as gpu_ops
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
+from mpissd.engine.model.transformer.shapes import Size
 from mpissd.engine.spec.tree import Tree
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
@@ -78,9 +79,15 @@ def test_a_tree_is_its_paths(gpu: Any) -> None:
         check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=8), 126)
 
 
-@pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
-def test_every_stage_of_a_chained_round_is_its_twins(gpu: Any, tree: Tree) -> None:
-    check_stages(gpu, tree)
+@pytest.mark.parametrize(
+    ("tree", "dynamic"),
+    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
+    ids=["chain", "tree", "dynamic"],
+)
+def test_every_stage_of_a_chained_round_is_its_twins(
+    gpu: Any, tree: Tree, dynamic: Size | None
+) -> None:
+    check_stages(gpu, tree, dynamic)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(gpu: Any) -> None:

@@ -26,6 +26,7 @@ from tests.tiny_pair import config, tiny_pair
 COMM = MPI.COMM_WORLD
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
+DYNAMIC = {"tree": 12, "tree_shape": "dynamic", "batch_size": 2}
 REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 30}
 LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
 SSD = [{}, {"lookahead": 4, "fan_out": "geometric:9"}, {"batch_size": 3, "lookahead": 2}]
@@ -58,8 +59,10 @@ def main(backend: str, folder: Path) -> None:
     every = {"backend": backend, "deadline_s": 40}
     text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
     alone = check(counts, "AR", mode="ar", **text, target=pair["target"], batch_size=2)
-    for flags in TEXTS:
-        tokens = check(counts, str(flags), **{**text, **SD, **pair, **flags})
+    for flags in (*TEXTS, DYNAMIC):
+        told = {**text, **SD, **pair, **flags}
+        # The host issues chains where the device decides dynamic trees.
+        tokens = decode(**told).tokens() if flags is DYNAMIC else check(counts, str(flags), **told)
         for n, expected in alone.items():
             assert tokens[n][:40] == expected[:40], f"{flags}: not AR's"
     models = dict.fromkeys(pair, folder / "shape.json")

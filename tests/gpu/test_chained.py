@@ -12,6 +12,7 @@ from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.shapes import Size
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.spec.tree import Tree
@@ -121,9 +122,40 @@ def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, 
     assert found.sequences().tolist() == by_host.sequences().tolist()
 
 
-@pytest.mark.parametrize("tree", [Tree(range(3)), FORKED], ids=["chain", "tree"])
-def test_every_stage_is_its_twins(backend: Any, tree: Tree) -> None:
-    check_stages(backend, tree)
+@pytest.mark.parametrize("dynamic", [{"tree": 15}, {"tree": 9, "batch_size": 3}], ids=str)
+def test_dynamic_trees_say_the_same_tokens(
+    pair: TinyPair, dynamic: dict[str, Any], counts: Counter[str]
+) -> None:
+    """On a CPU another test compares their shapes with an independent search."""
+    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
+    alone = decode(chains=False, mode="ar", **text)
+    sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **dynamic}
+    sd["tree_shape"] = "dynamic"
+    found = decode(**text, **sd)
+    assert counts["ahead"] > 0.3 * counts["rounds"] > 5
+    for n, tokens in alone.tokens().items():
+        assert found.tokens()[n][: len(tokens)] == tokens
+    on_cpu = decode(**text, **sd | {"backend": "numpy"})
+    means = [records.sequences()[:, 3].mean() for records in (found, on_cpu)]
+    assert abs(means[0] - means[1]) < 0.15, means
+
+
+def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counter[str]) -> None:
+    text = {"workload": "text", "prompt_ids": "1,2,3", "num_tokens": 12, "context": 64}
+    text["target"] = "llama-3.1-8b@1L"
+    alone = decode(chains=False, mode="ar", **text).tokens()
+    sd = {"mode": "sd", "num_drafts": 0, "draft": "llama-3.2-1b@1L", "tree": 15}
+    assert decode(**text, **sd, tree_shape="dynamic").tokens()[0][:12] == alone[0][:12]
+    assert counts["ahead"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "dynamic"),
+    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
+    ids=["chain", "tree", "dynamic"],
+)
+def test_every_stage_is_its_twins(backend: Any, tree: Tree, dynamic: Size | None) -> None:
+    check_stages(backend, tree, dynamic)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(backend: Any) -> None:

@@ -24,6 +24,7 @@ from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.growing import GrowthSheet
+from mpissd.engine.model.transformer.shapes import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.spec.tree import Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Placement
@@ -197,8 +198,8 @@ def check_tree(rig: Rig, trunk: int) -> None:
         assert np.array_equal(found[node], after), f"a branch after node {node}"
     ((lane, gap),) = batch.apply(Outcome(0, np.array([[0, 0, 0, 7, 7]], np.int32))).moves
     moves = rig.backend.host_ints(4).reshape(1, 4)
-    moves[0] = lane, gap.slot, gap.start, gap.size - 1
-    ways = partial(rig.stack.move, lane, *gap), partial(rig.ops.adopt, rig.stack.cache, moves, 1)
+    moves[0] = lane, gap.slot, gap.start, gap.size
+    ways = partial(rig.stack.move, lane, *gap), partial(rig.ops.adopt, rig.stack.cache, moves)
     for move in ways:
         rig.fill(tokens[:3], 3, start=trunk + 1)  # another path is in the trunk
         move()
@@ -206,22 +207,27 @@ def check_tree(rig: Rig, trunk: int) -> None:
         assert np.array_equal(after[0], expected[7][1])
 
 
-def check_stages(backend: Any, tree: Tree) -> None:
+def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:
     """Every stage of a chained round writes on the device what its twin writes on the host.
 
     In the last turn, on a rank that does not draft.
     """
-    draft, target = (Rig(backend, tiny(family), max_rows=32) for family in ("llama", "smollm2"))
+    draft, target = (Rig(backend, tiny(family), max_rows=64) for family in ("llama", "smollm2"))
     rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
-    sheet = Sheet(backend.host_ints(Sheet.size(4, tree)), 4, tree)
+    sheet = Sheet(backend.host_ints(Sheet.size(4, tree, dynamic)), 4, tree, dynamic)
+    k, kept, twin, shapes = 3, list[Any](), None, None
+    if dynamic:
+        k, shapes = CHOICES, Shapes.made(dynamic, 4, target.ops.ids)
+        kept, twin = [shapes.found, shapes.copies, shapes.tables], Shapes.made(dynamic, 4, np.array)
     parts = [sheet.ints]
     for rig in (draft, target):
         parts += [rig.stack.buffers.tokens, rig.stack.pages.seats.rows]
     firsts = np.array([0, 40], np.int32)  # as if the target had two ranks
-    both = Best(*backend.top_buffers(2 * 32, 1), None, None)
-    ends = Ends.of(draft.stack, 3), replace(Ends.of(target.stack), best=both)
+    both, wide = (Best(*backend.top_buffers(2 * 64, n), None, None) for n in (1, k))
+    ends = replace(Ends.of(draft.stack), best=wide), replace(Ends.of(target.stack), best=both)
     tables = [target.ops.ids(values) for values in (sheet.table, firsts, ids)]
-    for turn, number in product(range(3), range(tree.depth + 2)):
+    numbers = [*range(tree.depth + 1), *[PLANT][: dynamic is not None], tree.depth + 1]
+    for turn, number in product(range(3), numbers):
         drafts = turn < 2
         if not drafts and 0 < number <= tree.depth:
             continue
@@ -233,6 +239,7 @@ def check_stages(backend: Any, tree: Tree) -> None:
         twins = []
         for one in ends:
             values = rng.integers(-2, 3, one.best.values.shape).astype(np.float32)
+            values = -np.sort(-values, axis=1)
             values[rng.random(values.shape) < 0.02] = np.inf
             backend.from_host(rng.integers(0, 3, values.shape), one.best.ids)
             backend.from_host(values, one.best.values)
@@ -240,14 +247,24 @@ def check_stages(backend: Any, tree: Tree) -> None:
             twins.append(replace(one, best=replace(one.best, ids=on_host[0], values=on_host[1])))
         before = [part.copy() for part in parts]
         target.ops.chained(
-            Stage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables)
+            Stage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables, shapes)
         )
         backend.synchronize()
         found = [part.copy() for part in parts]
         for part, value in zip(parts, before, strict=True):
             part[...] = value
-        Stage(number, turn, sheet, twins[0] if drafts else None, twins[1], None, firsts, ids).run()
+        of = twins[0] if drafts else None
+        Stage(number, turn, sheet, of, twins[1], None, firsts, ids, twin).run()
         assert all(map(np.array_equal, found, parts)), f"stage {number}"
+        if twin is None:
+            continue
+        for name, one in zip(("found", "copies", "tables"), kept, strict=True):
+            expected, known = getattr(twin, name), backend.to_host(one)
+            if name == "found":
+                sure = known[:, SURE].view(np.float32), expected[:, SURE].view(np.float32)
+                assert np.allclose(*sure, rtol=1e-5, atol=1e-5), f"stage {number}"
+                known[:, SURE] = expected[:, SURE]
+            assert np.array_equal(known, expected), f"{name}, stage {number}"
 
 
 def check_growing(backend: Any) -> None:

@@ -14,8 +14,11 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.decode.chained import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.lab.measure import run
+from tests import transformer_reference
 from tests.text.decoded import PROMPTS, V
 from tests.tiny_pair import TinyPair, config, tiny_pair
 
@@ -169,3 +172,47 @@ def test_a_logit_that_is_not_finite_is_a_fault(
     monkeypatch.setattr(ChainedTarget, "launch", spoilt)
     with pytest.raises(FaultError, match="not finite"), np.errstate(all="ignore"):
         decode(**text(pair))
+
+
+@pytest.mark.parametrize("flags", [
+    {"tree": 15}, {"tree": 4, "lookahead": 1},
+    {"tree": 64, "batch_size": 3}, {"tree": 9, "lookahead": 6, "batch_size": 2},
+], ids=str)  # fmt: skip
+def test_dynamic_trees_are_the_likeliest_nodes(
+    pair: TinyPair, flags: dict[str, Any], chained: dict[str, int]
+) -> None:
+    """Tokens are AR's, and each round accepts what an independent search for the tree finds."""
+    found = decode(**text(pair, tree_shape="dynamic", **flags))
+    assert chained["ahead"] > 0.6 * chained["rounds"] > 5
+    alone = decode(**text(pair, mode="ar", draft=None))
+    draft, levels = open_checkpoint(str(pair.draft)), flags.get("lookahead", 4)
+    rows = found.records.sequences()
+    full = np.bincount(rows[:, 0])[rows[:, 0]] == flags.get("batch_size", 1)  # the others: chains
+    right = list[bool]()  # two of float32's roundings may differ
+    for n, prompt in enumerate(PROMPTS.split(";")):
+        answer, given = found.tokens[n], [int(token) for token in prompt.split(",")]
+        assert alone.tokens[n][:TOKENS] == answer[:TOKENS]
+        at = 0
+        for count, is_tree in zip(rows[rows[:, 1] == n][:, 3], full[rows[:, 1] == n], strict=True):
+            tree = likeliest(draft, [*given, *answer[:at]], levels, flags["tree"])
+            left = answer[at:]
+            hits = [tuple(left[:k]) in tree for k in range(1, levels + 1)]
+            if is_tree and len(left) > count:
+                right.append([*hits, False].index(False) == count)
+            at += count + 1
+    assert len(right) > 30 and np.mean(right) > 0.95
+
+
+def likeliest(draft: Checkpoint, given: list[int], levels: int, nodes: int) -> set[tuple[int, ...]]:
+    """The paths of the `nodes` likeliest nodes; 4 of a level are continued by 8 candidates each."""
+    level, every = {(): 0.0}, dict[tuple[int, ...], float]()
+    for _ in range(levels):
+        following = dict[tuple[int, ...], float]()
+        for path, sure in level.items():
+            logits = transformer_reference.logits(draft, [*given, *path])[-1].astype(float)
+            best = np.argsort(-logits, kind="stable")[:8]
+            own = logits[best] - np.log(np.exp(logits[best]).sum())
+            following |= {(*path, int(token)): sure + p for token, p in zip(best, own, strict=True)}
+        every |= following
+        level = dict(sorted(following.items(), key=lambda one: -one[1])[:4])
+    return {path for path, _ in sorted(every.items(), key=lambda one: -one[1])[:nodes]}

@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import FaultError
+from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.chained import NOBODY, NOT_FINITE, ChainedForwards, Index
+from mpissd.engine.model.transformer.chained import NOT_FINITE, ChainedForwards, Index
 from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.model.transformer.shapes import NOBODY
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.oracle import Proposals, Rollout
@@ -46,12 +47,16 @@ def chained_forwards(
 
     leads: returns the lead's argument on every target rank. Collective over them.
     """
-    if target is None or not leads(_can_chain(job, target, draft)):
+    if target is None:
+        return None
+    if not leads(_can_chain(job, target, draft)):
+        if job.dynamic is not None:
+            raise ConfigError("tree_shape=dynamic where no rounds are chained: allowed: fixed")
         return None
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
     verifies: Any = target.stepper
-    tree = job.tree if job.tree_lanes else Tree(range(job.lookahead))
-    return ChainedForwards(drafts, verifies, job.config.batch_size, tree)
+    tree = job.tree if job.tree.num_lanes else Tree(range(job.lookahead))
+    return ChainedForwards(drafts, verifies, job.config.batch_size, tree, job.dynamic)
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
@@ -59,13 +64,16 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
     is_jit = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
     if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
         return False
-    return all(_chains(worker) for worker in (draft, target) if worker is not None)
+    is_dynamic = job.dynamic is not None
+    return all(_chains(worker, is_dynamic) for worker in (draft, target) if worker is not None)
 
 
-def _chains(worker: DraftWorker | TargetWorker) -> bool:
-    """Returns whether the device may decide the worker's tokens."""
+def _chains(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
+    """Returns whether the device may decide the worker's tokens; anywhere: also a CPU."""
     one = worker.stepper
-    if not (worker.oracle.chains and isinstance(one, Stepper) and one.backend.chains):
+    if not (worker.oracle.chains and isinstance(one, Stepper)):
+        return False
+    if not (one.backend.chains or anywhere):
         return False
     is_captured = one.stack.group.capturable or not one.backend.capture
     return isinstance(one.stack, TransformerStack) and is_captured
@@ -144,8 +152,8 @@ class ChainedTarget(TargetWorker):
         batch.grow(forwards.stored + 1, has_leaves=True)
         if self._drafter is not None and self._drafter.worker.placement is not None:
             self._drafter.batch.grow(forwards.stored, has_leaves=False)
-        # The next round may begin before the host knows this one's outcome.
-        self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(rollout))
+        if forwards.goes_ahead:  # the next round may begin before the host knows this one's outcome
+            self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(rollout))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
         """Launches a round if the lead may; last: the last positions that it may write."""
@@ -185,8 +193,15 @@ class ChainedTarget(TargetWorker):
         if drafter is not None:
             drafter.ledger.mark(DraftPhase.WAIT)
             drafter.draft_s = forwards.draft_s(speculation.round)
+            if forwards.sheet.dynamic:  # the draft may lack the last accepted token
+                self._hold_back(drafter.batch)
             drafter.verification_started(speculation)
             drafter.close_round(speculation)
+
+    def _hold_back(self, draft: Batch) -> None:
+        """Notes that the draft stores the accepted tokens without the last one."""
+        last, accepted = self._batch.last(), np.maximum(self._decision[:, 0], 0)
+        draft.filled[self._batch.slots] = last + accepted
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals

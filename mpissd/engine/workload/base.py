@@ -19,6 +19,7 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
+from mpissd.engine.model.transformer.shapes import CHOICES, Size
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts
@@ -63,6 +64,7 @@ class Resolved:
     target_where: str = ""  # the names that presets.files_of takes
     draft_where: str = ""
     tree: Tree = CHAIN  # the shape of a draft, of K levels
+    dynamic: Size | None = None  # of a tree whose shape each chained round decides
     prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
     serving: Serving | None = None  # settings of a server's job, or None
 
@@ -165,12 +167,17 @@ class Resolved:
     @property
     def verify_rows(self) -> int:
         """Number of rows of a full verification, b(N+1)."""
-        return self.config.batch_size * (self.num_nodes + 1)
+        return self.config.batch_size * (self.verified + 1)
 
     @property
     def num_nodes(self) -> int:
         """Number N of tokens that are drafted for a sequence: K in a chain."""
         return self.tree.ends[self.lookahead]
+
+    @property
+    def verified(self) -> int:
+        """The tokens that are verified for a sequence, N also of a dynamic tree."""
+        return self.num_nodes if self.dynamic is None else self.dynamic.nodes
 
     def rates(self, source: Source) -> tuple[float, ...]:
         """Returns the rates at which the levels of a source's drafts are accepted, K or fewer."""
@@ -182,7 +189,8 @@ class Resolved:
     @property
     def tree_lanes(self) -> int:
         """The lanes in which the side paths of a batch's trees are stored."""
-        return self.config.batch_size * self.tree.num_lanes
+        each = self.tree.num_lanes if self.dynamic is None else self.verified
+        return self.config.batch_size * each
 
     @cached_property
     def layout(self) -> Branched | None:
@@ -196,6 +204,8 @@ class Resolved:
         """The lanes of a target group in the draft's cache: of side paths, and of branches."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
+        if self.dynamic is not None:
+            return self.config.batch_size * max(1, self.dynamic.draft_lanes)
         return self.group_lanes if self.fan_out else self.tree_lanes
 
     @property
@@ -217,6 +227,8 @@ class Resolved:
     def widest(self) -> int:
         """The largest number of candidates that a row may keep, at least 1; in a tree, with the
         siblings of a node's first child."""
+        if self.dynamic is not None:
+            return CHOICES - 1
         if self.layout is None:
             return max(1, self.fan_outs.widest, self.tree.width - 1)
         each = zip(self.fan_outs.widest_each, self.tree.children, strict=True)

@@ -26,7 +26,7 @@ def print_card(session: Session) -> None:
     ]
     mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
     if config.tree and job.lookahead:
-        mode += f", a tree of {job.num_nodes} tokens"
+        mode += f", a {'dynamic ' * (job.dynamic is not None)}tree of {job.verified} tokens"
     if "tree" in (known := chosen(session) or {}):
         mode += " (tree=auto)" if known["tree"] else ", a chain (tree=auto)"
     if job.fan_out:

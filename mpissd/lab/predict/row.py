@@ -28,7 +28,8 @@ def is_followable(job: Job) -> bool:
     Of text and of replays: acceptance and hits are a pair's own.
     """
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
-    return is_predictable(job) or (job.workload.reports_outcomes and has_steps)
+    reports = job.workload.reports_outcomes and job.dynamic is None
+    return is_predictable(job) or (reports and has_steps)
 
 
 def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:

@@ -143,13 +143,13 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
 }
 
 // Copies the first nodes of accepted lanes to the pages, all layers at once. grid (layers, sequences).
-// moves: like Sheet.moves of chained.py, in page-locked host memory; `more` is added to their counts.
-extern "C" __global__ void adopt(const int* moves, int more, CACHE, long long page_layer,
+// moves: like Sheet.moves of chained.py, of one cache, in page-locked host memory.
+extern "C" __global__ void adopt(const int* moves, CACHE, long long page_layer,
                                  long long lane_layer) {
   may_start_next();
   wait_for_last();
   const int* move = moves + 4 * blockIdx.y;
-  const int lane = move[0], slot = move[1], start = move[2], count = move[3] + more;
+  const int lane = move[0], slot = move[1], start = move[2], count = move[3];
   if (lane < 0) return;
   const Cache cache = THE_CACHE;
   const long long pages = blockIdx.x * page_layer, scratch = blockIdx.x * lane_layer;
@@ -159,6 +159,24 @@ extern "C" __global__ void adopt(const int* moves, int more, CACHE, long long pa
     const long long from = scratch + cache.in_lane(lane, head, step) + word;
     *(uint4*)(keys + to) = *(const uint4*)(lane_keys + from);
     *(uint4*)(values + to) = *(const uint4*)(lane_values + from);
+  }
+}
+
+// Copies the beginnings of lanes to other lanes, all layers at once. grid (layers, copies). copies
+// [copies][3]: from lane (-1: none), to lane, and how many steps.
+extern "C" __global__ void inherit(const int* copies, CACHE, long long lane_layer) {
+  may_start_next();
+  wait_for_last();
+  const int* copy = copies + 3 * blockIdx.y;
+  if (copy[0] < 0) return;
+  const Cache cache = THE_CACHE;
+  for (int i = threadIdx.x; i < copy[2] * kv_heads * BLOCKS; i += blockDim.x) {
+    const int head = i / BLOCKS % kv_heads, step = i / BLOCKS / kv_heads, word = i % BLOCKS * 8;
+    const long long layer = blockIdx.x * lane_layer + word;
+    const long long from = layer + cache.in_lane(copy[0], head, step);
+    const long long to = layer + cache.in_lane(copy[1], head, step);
+    *(uint4*)(lane_keys + to) = *(const uint4*)(lane_keys + from);
+    *(uint4*)(lane_values + to) = *(const uint4*)(lane_values + from);
   }
 }
 

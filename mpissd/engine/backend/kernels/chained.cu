@@ -2,14 +2,15 @@
 // model/transformer/chained.py, whose NumPy twin says the same. One block.
 //
 // state [sequences][4]: slot (-1: none), position of the last committed token, that token, and the
-// token before it (-1: its keys and values are stored). moves [sequences][4]: see Sheet. told
-// [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens.
+// token before it (-1: its keys and values are stored). moves [2][sequences][4]: see Sheet.
+// told [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens; of
+// a dynamic tree [K + 2]: the number of accepted tokens, bonus token, accepted tokens.
 // forced [sequences][N + K + 1]: N drafted tokens, and K + 1 of the target by level, that replace the
 // forwards' own; -1: none. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
-enum { PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK };  // see table_of
+enum { PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT };  // see table_of
 
 struct Shape {
-  const int* table;
+  const int* table;  // of one sequence
   int nodes, lanes;
   __device__ __forceinline__ int of(int what, int node) const {
     return table[what * (nodes + 1) + node];
@@ -38,9 +39,10 @@ __device__ __forceinline__ int token_of(int forced, const int* ids, int found) {
 }
 
 // first, width: the stage's nodes of a sequence; reads, puts: its rows in the draft's forwards before
-// and after the stage.
-extern "C" __global__ void chained(int stage, int sequences, int nodes, int depth, int lanes, int first,
-                                   int width, int reads, int puts, const int* table, int* state,
+// and after the stage. stride: of the sequences' tables; 0: they have one tree.
+extern "C" __global__ void chained(int stage, int sequences, int nodes, int depth, int lanes,
+                                   int draft_lanes, int first, int width, int reads, int puts,
+                                   const int* tables, int stride, int* state,
                                    int* moves, const int* forced, int* told, const int* ids,
                                    const int* draft_best, int draft_k, int* draft_tokens,
                                    int* draft_seats, int draft_most, const int* target_best,
@@ -50,13 +52,13 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
   wait_for_last();
   const Side draft = {draft_tokens, draft_seats, draft_most};
   const Side target = {target_tokens, target_seats, target_most};
-  const Shape tree = {table, nodes, lanes};
-  const int rows = nodes + 1;
+  const int rows = nodes + 1, drafts = stride ? depth : nodes;
   for (int i = threadIdx.x; i < sequences * width; i += blockDim.x) {
     const int s = i / width, own = first + i % width;
+    const Shape tree = {tables + s * stride, nodes, lanes};
     int* at = state + 4 * s;
-    const int* force = forced + s * (rows + depth);
-    int* tell = told + s * (nodes + 2);
+    const int* force = forced + s * (drafts + 1 + depth);
+    int* tell = told + s * (drafts + 2);
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
       const int before = at[3];
@@ -81,27 +83,32 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         }
         return firsts[found / all] + target_best[found];
       };
-      int node = 0, bonus = token_of(force[nodes], nullptr, best(s * rows)), before = last;
+      int node = 0, bonus = token_of(force[drafts], nullptr, best(s * rows)), before = last;
+      for (int k = 0; stride && k < depth; ++k) tell[2 + k] = 0;
       for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
         const int token = target.tokens[s * rows + child], next = best(s * rows + child);
-        tell[1 + child] = token;
+        if (!stride) tell[1 + child] = token;
         if (tree.of(PARENT, child) != node || token != bonus) continue;
         node = child;
+        if (stride) tell[1 + tree.of(LEVEL, node)] = token;
         before = bonus;
-        bonus = token_of(force[nodes + tree.of(LEVEL, node)], nullptr, next);
+        bonus = token_of(force[drafts + tree.of(LEVEL, node)], nullptr, next);
       }
       const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
-      tell[0] = finite || slot < 0 ? node : -2;
+      tell[0] = finite || slot < 0 ? (stride ? level : node) : -2;
       tell[1] = bonus;
       at[3] = before;
       at[2] = bonus;
       at[1] = position + level + 1;
       if (!lanes) continue;
-      int* move = moves + 4 * s;
-      move[0] = lane < 0 ? -1 : slot * lanes + lane;
-      move[1] = slot;
-      move[2] = position + fork;
-      move[3] = level - fork;
+      const auto move = [&](int* to, int lane, int of, int count) {
+        to[0] = lane < 0 ? -1 : slot * of + lane;
+        to[1] = slot;
+        to[2] = position + fork;
+        to[3] = count;
+      };
+      move(moves + 4 * s, tree.of(KEPT_LANE, node), draft_lanes, tree.of(KEPT, node));
+      move(moves + 4 * (sequences + s), lane, lanes, level - fork + 1);
     }
   }
 }

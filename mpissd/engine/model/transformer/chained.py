@@ -14,6 +14,10 @@ committed one once more: the draft may lack its keys and values, elsewhere they 
 row's numbers never depend on other rows. Stage j = 1 … K takes the drafted tokens of level j; stage
 K + 1 walks the tree and begins the next round's state. Then an accepted path is copied from its
 lane into the trunk.
+
+The device may decide the tree's shape as well (shapes.py). Then stages 1 … K find its nodes, stage
+PLANT places the chosen ones before the target's forward, and the host sees a chain: the accepted
+path.
 """
 
 from __future__ import annotations
@@ -26,68 +30,88 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray, Program
-from mpissd.engine.model.forwards import SPAN
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import RowPlaces
+from mpissd.engine.model.transformer.shapes import (
+    ABOVE,
+    FORK,
+    KEPT,
+    KEPT_LANE,
+    LANE,
+    LEVEL,
+    LINE,
+    NOBODY,
+    PARENT,
+    PLANT,
+    RANK,
+    ROW,
+    SEAT,
+    SPANS,
+    TOKEN,
+    WIDTH,
+    Shapes,
+    Size,
+    choose,
+    find,
+    lay_out,
+    table_of,
+)
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.spec.tree import Tree
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
-PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK = range(8)  # rows of table_of
-NOBODY = -1  # an empty slot, or a token that is not given
 NOT_FINITE = -2  # the accepted tokens of a sequence with a logit that is not finite
 RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
 _IN_FLIGHT = 2  # rounds at once: one that runs, and the next one
-
-
-def table_of(tree: Tree) -> Ints:
-    """Returns what stages read of a tree by node, int32 [8, N + 1].
-
-    A node's parent (NOBODY: none), its level and its rank among its siblings; the rows, of one
-    sequence, that its parent and the node itself have in the draft's forwards (NOBODY: none); its
-    lane (NOBODY: the trunk), SPAN times the further lanes that hold it, and Tree.forks.
-    """
-    table = np.full((FORK + 1, len(tree.levels)), NOBODY, np.int32)
-    table[PARENT, 1:] = tree.parents
-    table[LINE, 1:] = np.concatenate([[], *tree.lines])
-    table[LINE, tree.depths == 1] = 1  # after the row of the token before the last one
-    for inner in tree.inner:
-        table[ROW, inner] = np.arange(len(inner))
-    table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
-    table[SPANS] = SPAN * (tree.spans - 1)
-    return table
 
 
 class Sheet:
     """Host arrays that stages read and write, views of one int32 buffer.
 
     state: [S, 4], each sequence's slot, the position of its last committed token, that token, and
-    the token before it (NOBODY: its keys and values are stored). moves: [S, 4], the lane of the
-    path that was accepted last (NOBODY: the trunk), its slot, the position of the lane's first
-    node, and the nodes of the lane before the accepted one. forced: [RING, S, N + K + 1], by round
-    modulo RING, imposed tokens of the draft's nodes and of the target by level (NOBODY: none).
-    decided: [RING, S, N + 2], also by round, the accepted node, the bonus and the drafts.
+    the token before it (NOBODY: its keys and values are stored). moves: [2, S, 4], of the draft's
+    cache and of the target's, the lane of the path that was accepted last (NOBODY: the trunk), its
+    slot, the position of the lane's first node, and how many nodes to copy. parents: [S, N], of a
+    dynamic tree. forced: [RING, S, N + K + 1], by round modulo RING, imposed tokens of the draft's
+    nodes and of the target by level (NOBODY: none). decided: [RING, S, N + 2], also by round, the
+    accepted node, the bonus and the drafts. Of a dynamic tree N is K here, and the accepted node
+    and the drafts are the accepted tokens.
     """
 
-    def __init__(self, ints: HostArray, sequences: int, tree: Tree) -> None:
-        """Lays the arrays out in `ints`, which has `size(sequences, tree)` elements."""
-        self.ints, self.sequences, self.tree, self.table = ints, sequences, tree, table_of(tree)
-        nodes = len(tree.parents)
-        widths = 4, 4, RING * (nodes + tree.depth + 1), RING * (nodes + 2)
-        ends = np.cumsum([sequences * width for width in widths[:3]])
-        state, moves, forced, decided = np.split(ints, ends)
+    def __init__(
+        self, ints: HostArray, sequences: int, tree: Tree, dynamic: Size | None = None
+    ) -> None:
+        """Lays the arrays out in `ints`, which has `size(sequences, tree, dynamic)` elements.
+
+        dynamic: the sizes of a dynamic tree, of which `tree` is the longest chain.
+        """
+        self.ints, self.sequences, self.tree, self.dynamic = ints, sequences, tree, dynamic
+        self.table, self.nodes = table_of(tree), dynamic.nodes if dynamic else len(tree.parents)
+        self.lanes = self.draft_lanes = tree.num_lanes
+        if dynamic:
+            self.lanes, self.draft_lanes = dynamic.nodes, dynamic.draft_lanes
+        ends = np.cumsum([sequences * width for width in self._widths(tree, dynamic)])
+        state, moves, parents, forced, decided, _ = np.split(ints, ends)
         self.state: Ints = state.reshape(sequences, 4)
-        self.moves: Ints = moves.reshape(sequences, 4)
+        self.moves: Ints = moves.reshape(2, sequences, 4)
+        self.parents: Ints = parents.reshape(sequences, -1)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
         self.decided: Ints = decided.reshape(RING, sequences, -1)
         ints[...] = NOBODY
+        self.parents[...] = 0
 
     @staticmethod
-    def size(sequences: int, tree: Tree) -> int:
+    def _widths(tree: Tree, dynamic: Size | None) -> tuple[int, ...]:
+        drafts, depth = len(tree.parents), tree.depth
+        parents = dynamic.nodes if dynamic else 0
+        return 4, 8, parents, RING * (drafts + depth + 1), RING * (drafts + 2)
+
+    @classmethod
+    def size(cls, sequences: int, tree: Tree, dynamic: Size | None = None) -> int:
         """Returns the number of elements of the buffer."""
-        return sequences * (8 + RING * (2 * len(tree.parents) + tree.depth + 3))
+        return sequences * sum(cls._widths(tree, dynamic))
 
 
 @dataclass(frozen=True)
@@ -116,9 +140,9 @@ class Ends:
 class Stage:
     """One stage of a round: what an Ops needs to compute it.
 
-    number: 0 … K + 1. turn: the round modulo 3. table: the sheet's, on the device. firsts: each
-    rank's first token of the target's vocabulary, on the device. ids: the tokens of the draft's
-    outputs on the device (None: output n is token n).
+    number: 0 … K + 1, or PLANT. turn: the round modulo 3. On the device: table, the sheet's;
+    firsts, each rank's first token of the target's vocabulary; ids, the tokens of the draft's
+    outputs (None: output n is token n); shapes, of dynamic trees.
     """
 
     number: int
@@ -129,6 +153,7 @@ class Stage:
     table: Any
     firsts: Any
     ids: Any = None
+    shapes: Shapes | None = None
 
     @property
     def level(self) -> tuple[int, int, int, int]:
@@ -136,21 +161,28 @@ class Stage:
         draft's forwards before and after it."""
         tree, number = self.sheet.tree, self.number
         if number == 0 or number > tree.depth:
-            return 0, 1 if number else len(tree.levels), 0, 0
+            return 0, 1 if number else self.sheet.nodes + 1, 0, 0
         first, rows = tree.ends[number - 1] + 1, [2, *map(len, tree.inner[1:]), 0]
         return first, tree.ends[number] + 1 - first, rows[number - 1], rows[number]
 
-    def _put(self, ends: Ends, row: int, node: int, token: int, slot: int, position: int) -> None:
-        """Sets a row of the next forward to a node; position: of node 0."""
-        level, lane, spans, fork = self.sheet.table[[LEVEL, LANE, SPANS, FORK], node].tolist()
-        lane = NOBODY if lane < 0 else slot * self.sheet.tree.num_lanes + lane + spans
+    def _table(self, s: int) -> Ints:
+        """Returns the table of sequence s's tree."""
+        table: Ints = self.sheet.table if self.shapes is None else self.shapes.tables[s]
+        return table
+
+    def _put(
+        self, ends: Ends, row: int, s: int, node: int, token: int, slot: int, position: int
+    ) -> None:
+        """Sets a row of the next forward to a node of sequence s; position: of node 0."""
+        level, lane, spans, fork = self._table(s)[[LEVEL, LANE, SPANS, FORK], node].tolist()
+        lane = NOBODY if lane < 0 else slot * self.sheet.lanes + lane + spans
         ends.tokens[row] = token
         ends.seats.rows[:, row] = slot, position + level, lane, position + fork
 
     def _best(self, rows: slice) -> tuple[Ints, bool]:
         """Returns the target's likeliest tokens, and whether the logits are finite."""
         best, ranks = self.target.best, len(self.firsts)
-        every = ranks * self.sheet.sequences * len(self.sheet.tree.levels)
+        every = ranks * self.sheet.sequences * (self.sheet.nodes + 1)
         both = best.ids, best.values
         ids, values = (part[:every, 0].reshape(ranks, -1)[:, rows] for part in both)
         own = values.argmax(axis=0)[None]  # of equal logits the lowest rank's
@@ -158,44 +190,96 @@ class Stage:
         return tokens, bool(np.isfinite(values).all())
 
     def run(self) -> None:
-        """Computes the stage on host arrays, as chained.cu does on a device."""
+        """Computes the stage on host arrays, as chained.cu and dynamic.cu do on a device."""
         sheet, number, draft, target = self.sheet, self.number, self.draft, self.target
         tree, forced, every = sheet.tree, sheet.forced[self.turn], sheet.decided[self.turn]
-        count, (first, width, reads, puts) = len(tree.levels), self.level
-        for row, decided in enumerate(every):
-            slot, position, last, before = sheet.state[row].tolist()
-            rows = slice(row * count, (row + 1) * count)  # the target's
+        count, (first, width, reads, puts) = sheet.nodes + 1, self.level
+        is_level = 0 < number <= tree.depth
+        for s, decided in enumerate(every):
+            slot, position, last, before = sheet.state[s].tolist()
+            rows = slice(s * count, (s + 1) * count)  # the target's
+            if self.shapes is not None and (is_level or number == PLANT):
+                if is_level:
+                    self._find(s, rows, slot, position)
+                else:
+                    lay_out(self.shapes.tables[s], sheet.parents[s])
+                    for node, token in enumerate([last, *target.tokens[rows][1:]]):
+                        self._put(target, rows.start + node, s, node, token, slot, position)
+                continue
             if number == 0 and draft is not None:
                 none = NOBODY if before < 0 else slot
-                self._put(draft, 2 * row, 0, before, none, position - 1)
-                self._put(draft, 2 * row + 1, 0, last, slot, position)
+                self._put(draft, 2 * s, s, 0, before, none, position - 1)
+                self._put(draft, 2 * s + 1, s, 0, last, slot, position)
             for node in range(first, first + width):
                 if number == 0:
                     token = 0 if node else last
-                    self._put(target, rows.start + node, node, token, slot, position)
-                elif number <= tree.depth:
+                    self._put(target, rows.start + node, s, node, token, slot, position)
+                elif is_level:
                     assert draft is not None
                     rank, line, own = sheet.table[[RANK, LINE, ROW], node].tolist()
-                    token = int(forced[row, node - 1])
+                    token = int(forced[s, node - 1])
                     if token < 0:
-                        token = int(draft.best.ids[row * reads + line, rank])
-                        token = token if self.ids is None else int(self.ids[token])
+                        token = self._token(int(draft.best.ids[s * reads + line, rank]))
                     target.tokens[rows.start + node] = token
                     if own >= 0:
-                        self._put(draft, row * puts + own, node, token, slot, position)
+                        self._put(draft, s * puts + own, s, node, token, slot, position)
             if number > tree.depth:
-                given = forced[row, count - 1 :][tree.depths]
-                tokens, is_finite = self._best(rows)
-                best = np.where(given >= 0, given, tokens)
-                decided[2:] = target.tokens[rows][1:]
-                node = tree.walk(decided[2:].tolist(), best.tolist(), range(count), count)
-                decided[:2] = node if is_finite or slot < 0 else NOT_FINITE, best[node]
-                before = int(decided[1 + node]) if node else last
-                level, lane, fork = sheet.table[[LEVEL, LANE, FORK], node].tolist()
-                sheet.state[row] = slot, position + level + 1, best[node], before
-                if tree.num_lanes:
-                    lane = NOBODY if lane < 0 else slot * tree.num_lanes + lane
-                    sheet.moves[row] = lane, slot, position + fork, level - fork
+                self._walk(s, rows, forced[s], decided)
+
+    def _token(self, output: int) -> int:
+        """Returns the token of one of the draft's outputs."""
+        return output if self.ids is None else int(self.ids[output])
+
+    def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Finds a level of a dynamic tree, and places its nodes that the draft computes; after the
+        last level, gives the target the chosen tokens."""
+        sheet, level, draft, shapes = self.sheet, self.number, self.draft, self.shapes
+        assert draft is not None and shapes is not None
+        reads = slice(2 * s + 1, 2 * s + 2) if level == 1 else slice(s * WIDTH, (s + 1) * WIDTH)
+        tokens, found = draft.best.ids[reads], shapes.found[s]
+        if self.ids is not None:
+            tokens = self.ids[tokens]
+        chosen = find(shapes, s, level, tokens, draft.best.values[reads])
+        if level == sheet.tree.depth:
+            choose(shapes, s, sheet.parents[s], self.target.tokens[rows][1:])
+            return
+        lane = slot * sheet.draft_lanes + WIDTH * (level - 1)
+        for seat, node in enumerate(chosen.tolist()):
+            row, above = s * WIDTH + seat, int(found[ABOVE, node])
+            draft.tokens[row] = found[TOKEN, node]
+            draft.seats.rows[:, row] = slot, position + level, lane + seat, position + 1
+            of = NOBODY if above < 0 or slot < 0 else lane - WIDTH + int(found[SEAT, above])
+            shapes.copies[row] = of, lane + seat, level - 1
+
+    def _walk(self, s: int, rows: slice, forced: Ints, decided: Ints) -> None:
+        """Applies the acceptance rule, and begins sequence s's next round."""
+        sheet, nodes, table = self.sheet, self.sheet.nodes, self._table(s)
+        slot, position, before, _ = sheet.state[s].tolist()
+        drafts, (tokens, is_finite) = self.target.tokens[rows], self._best(rows)
+        given = forced[len(sheet.tree.parents) :][np.maximum(table[LEVEL], 0)]
+        best = np.where(given >= 0, given, tokens)
+        decided[2:] = 0 if sheet.dynamic else drafts[1:]
+        node = 0
+        for child in range(1, nodes + 1):  # a node's children are behind it
+            if table[PARENT, child] == node and drafts[child] == best[node]:
+                node, before = child, int(drafts[child])
+                if sheet.dynamic:
+                    decided[1 + table[LEVEL, node]] = before
+        level, lane, fork = table[[LEVEL, LANE, FORK], node].tolist()
+        accepted = level if sheet.dynamic else node
+        decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[node]
+        sheet.state[s] = slot, position + level + 1, best[node], before
+        if sheet.lanes:
+            own = (
+                (table[KEPT_LANE, node], table[KEPT, node], sheet.draft_lanes),
+                (
+                    lane,
+                    level - fork + 1,
+                    sheet.lanes,
+                ),
+            )
+            for to, (of, copied, lanes) in zip(sheet.moves[:, s], own, strict=True):
+                to[:] = NOBODY if of < 0 else slot * lanes + of, slot, position + fork, copied
 
 
 class ChainedForwards:
@@ -203,26 +287,38 @@ class ChainedForwards:
 
     Two rounds may be under way, of which the second takes its state from the first. The steppers,
     whose stacks are transformers, must not be used meanwhile. stored: drafted tokens of a round
-    whose keys and values the target stores in the trunk.
+    whose keys and values the target stores in the trunk. goes_ahead: whether a launch returns
+    before its round is over.
     """
 
     is_on = False  # whether the present round is chained; set by its speculator
 
-    def __init__(self, draft: Stepper | None, target: Stepper, sequences: int, tree: Tree) -> None:
+    def __init__(
+        self,
+        draft: Stepper | None,
+        target: Stepper,
+        sequences: int,
+        tree: Tree,
+        dynamic: Size | None = None,
+    ) -> None:
         """Compiles the programs for `sequences` sequences; both steppers share a backend.
 
-        draft: also None on a rank that does not draft. Collective over the target ranks."""
+        draft: also None on a rank that does not draft. dynamic: like Sheet's. Collective over the
+        target ranks."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
-        ints = target.backend.host_ints(Sheet.size(sequences, tree))
-        self.sheet, ops = Sheet(ints, sequences, tree), self._target.weights.ops
+        ints = target.backend.host_ints(Sheet.size(sequences, tree, dynamic))
+        self.sheet, ops = Sheet(ints, sequences, tree, dynamic), self._target.weights.ops
         self.tree, self.stored = tree, int((tree.lanes[1:] < 0).sum())
-        self._table = ops.ids(self.sheet.table)
+        self._table, self._shapes = ops.ids(self.sheet.table), None
+        if dynamic is not None:
+            self._shapes = Shapes.made(dynamic, sequences, ops.ids)
         ids = None if self._draft is None else self._draft.weights.head_ids
         self._ids = None if ids is None else ops.ids(ids)
         self._firsts = ops.ids(self._target.firsts)
+        self.goes_ahead = target.backend.chains
         self._begin = tree.depth if draft is None else 0  # the first program of a round
         self._programs: list[list[Program]] = [
             [self._program(number, turn) for number in range(self._begin, tree.depth + 1)]
@@ -233,14 +329,15 @@ class ChainedForwards:
     def _program(self, number: int, turn: int) -> Program:
         """Compiles the draft's forward number + 1, or the target's, with the stages around it."""
         sheet, tree, is_last = self.sheet, self.tree, number == self.tree.depth
-        stepper = self._steppers[is_last]
+        stepper, shapes = self._steppers[is_last], self._shapes
         stack: Any = stepper.stack
         wide = not is_last and any(len(tree.children[node]) > 1 for node in tree.inner[number])
-        k = stepper.options.top_k if wide else 1
+        k = stepper.options.top_k if wide or (shapes and not is_last) else 1
         draft = None if self._draft is None else Ends.of(self._draft, 1 if is_last else k)
         parts = turn, sheet, draft, Ends.of(self._target), self._table, self._firsts, self._ids
-        first, last = (Stage(n, *parts) for n in (0, number + 1))
-        each = len(tree.levels) if is_last else len(tree.inner[number]) if number else 2
+        first, plant, last = (Stage(n, *parts, shapes) for n in (0, PLANT, number + 1))
+        inner = WIDTH if shapes else 0 if is_last else len(tree.inner[number])
+        each = sheet.nodes + 1 if is_last else inner if number else 2
         rows, ops = sheet.sequences * each, self._target.weights.ops
         forward, is_spread = stack.body(rows, k), self.nodes > 0 and stack.group.size > 1
 
@@ -249,13 +346,19 @@ class ChainedForwards:
                 ops.chained(first)
             if is_spread:
                 ops.spread(stack.group, stack.buffers.tokens, rows)
+            if shapes is not None and is_last:
+                if is_spread:
+                    ops.spread(stack.group, sheet.parents.reshape(-1), sheet.parents.size)
+                ops.chained(plant)
             stack.steer()
             forward()
             ops.chained(last)
-            if is_last and tree.num_lanes:
-                for more, one in enumerate((self._draft, self._target)):
+            if shapes is not None and 0 < number < tree.depth - 1:
+                stack.weights.ops.inherit(stack.cache, shapes.copies)
+            if is_last and sheet.lanes:
+                for moves, one in zip(sheet.moves, (self._draft, self._target), strict=True):
                     if one is not None:
-                        one.weights.ops.adopt(one.cache, sheet.moves, more)
+                        one.weights.ops.adopt(one.cache, moves)
 
         return stepper.backend.program(body, stepper.cost(rows, k))
 
@@ -280,7 +383,7 @@ class ChainedForwards:
 
     @property
     def nodes(self) -> int:
-        """N, 0 in AR."""
+        """N, 0 in AR; of a dynamic tree K."""
         return len(self.tree.parents)
 
     @property

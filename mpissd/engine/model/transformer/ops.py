@@ -170,12 +170,15 @@ class Ops(Protocol):
         group.all_gather(ints[:count], every)
         ints[:count] = every[0]
 
-    def adopt(self, cache: Array, moves: Ints, more: int) -> None:
-        """Copies accepted paths from their lanes into the trunk; moves: like chained.Sheet.moves,
-        read when it runs; more: nodes of a lane that are copied after those."""
+    def adopt(self, cache: Array, moves: Ints) -> None:
+        """Copies accepted paths from their lanes into the trunk; moves: of one cache, like
+        chained.Sheet.moves, read when it runs."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
-                self.move(cache, lane, slot, start, start + count + more)
+                self.move(cache, lane, slot, start, start + count)
+
+    def inherit(self, cache: Array, copies: Array) -> None:
+        """Copies the beginnings of lanes to other lanes; copies: like shapes.Shapes.copies."""
 
     def draws(self, logits: Array) -> Any:
         """Returns what draws tokens from these logits on the device; None: the host does."""

@@ -22,6 +22,7 @@ from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.ops import Layer, Ops
+from mpissd.engine.model.transformer.shapes import PLANT
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -40,7 +41,7 @@ _MIN_BLOCKS = 96  # The fewest large blocks: fewer leave much of a GPU idle.
 _PAGE = 256
 _FIRST_CAPABILITY = 80
 _NORM_THREADS, _MAX_WIDTH = 512, 16384
-_CHAINED_THREADS = 64
+_CHAINED_THREADS = 128
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
 SPLIT = 128  # A split of the attention covers this many positions.
 QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
@@ -437,7 +438,8 @@ class CupyOps(Ops):
         self._attention("combine", (rows, self._heads), (self._head,), parts)
 
     def arguments(self, cache: Cache, number: int) -> tuple[Any, ...]:
-        """The arguments CACHE of attention.cu, for one layer."""
+        """The arguments CACHE of attention.cu, for one layer of this model's cache."""
+        assert (cache.sizes.kv_heads, cache.sizes.head_dim) == (self._kv_heads, self._head)
         arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
         table = cache.words[4 * cache.seats.rows.shape[1] :]
         sizes = cache.sizes.pages_per_slot, self._kv_heads, max(1, cache.sizes.steps)
@@ -473,14 +475,12 @@ class CupyOps(Ops):
         return self.launcher.uploaded(ids, np.int32)
 
     def chained(self, stage: Any) -> None:
-        """Computes a stage by chained.cu, which reads and writes page-locked host memory."""
-        sheet, target = stage.sheet, stage.target
+        """Computes a stage by chained.cu or dynamic.cu, which use page-locked host memory."""
+        sheet, target, shapes = stage.sheet, stage.target, stage.shapes
         draft = stage.draft or target  # without a draft, nothing is read of it
+        number, nodes, depth = stage.number, sheet.nodes, sheet.tree.depth
         parts = sheet.state, sheet.moves, sheet.forced[stage.turn], sheet.decided[stage.turn]
-        arrays = [stage.table, *(np.uintp(part.ctypes.data) for part in parts)]
-        tree = sheet.tree
-        shape = len(tree.parents), tree.depth, tree.num_lanes
-        sizes = map(np.int32, (stage.number, sheet.sequences, *shape, *stage.level))
+        state, *host, parents = (np.uintp(part.ctypes.data) for part in (*parts, sheet.parents))
         # Where the host keeps the tokens and the seats of a forward, and their most rows.
         drafts, targets = (
             (
@@ -490,11 +490,32 @@ class CupyOps(Ops):
             )
             for ends in (draft, target)
         )
+        if shapes is not None and number == PLANT:
+            sizes = map(np.int32, (nodes, sheet.lanes))
+            args = (*sizes, parents, state, shapes.tables, *targets)
+            self._stage("plant", sheet.sequences, args, 4 * 5 * (nodes + 1))
+            return
+        if shapes is not None and 0 < number <= depth:
+            sizes = map(np.int32, (number, depth, nodes, sheet.draft_lanes))
+            arrays = shapes.found, shapes.copies, shapes.tables, parents, state
+            found = stage.ids, draft.best.ids, draft.best.values
+            args = (*sizes, *arrays, *found, *drafts, targets[0])
+            self._stage("find", sheet.sequences, args, 4 * 2 * shapes.size.most_found)
+            return
+        tables = stage.table, np.int32(0)
+        if shapes is not None:
+            tables = shapes.tables, np.int32(shapes.tables[0].size)
+        shape = nodes, depth, sheet.lanes, sheet.draft_lanes
+        sizes = map(np.int32, (number, sheet.sequences, *shape, *stage.level))
         candidates = 0 if stage.draft is None else draft.best.ids.shape[1]
         best = stage.ids, draft.best.ids, np.int32(candidates)
         tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
-        args = (*sizes, *arrays, *best, *drafts, *tops, *targets)
-        self.launcher.launch("chained", kernels.CHAINED, (1,), (_CHAINED_THREADS,), args)
+        args = (*sizes, *tables, state, *host, *best, *drafts, *tops, *targets)
+        self._stage("chained", 1, args)
+
+    def _stage(self, name: str, blocks: int, args: tuple[Any, ...], shared: int = 0) -> None:
+        block = (_CHAINED_THREADS,)
+        self.launcher.launch(name, kernels.CHAINED, (blocks,), block, args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
         """Computes a stage by grow.cu, which reads and writes page-locked host memory."""
@@ -512,12 +533,17 @@ class CupyOps(Ops):
         group.all_gather(own, every)
         self.backend.read_out(every[0], ints)
 
-    def adopt(self, cache: Cache, moves: Ints, more: int) -> None:
+    def adopt(self, cache: Cache, moves: Ints) -> None:
         """Copies by attention.cu, which reads page-locked host memory."""
         strides = np.int64(cache.keys[0].size), np.int64(cache.lane_keys[0].size)
-        args = np.uintp(moves.ctypes.data), np.int32(more), *self.arguments(cache, 0), *strides
+        args = np.uintp(moves.ctypes.data), *self.arguments(cache, 0), *strides
         grid = cache.sizes.layers, len(moves)
         self._attention("adopt", grid, (_BEGIN_THREADS,), args)
+
+    def inherit(self, cache: Cache, copies: Any) -> None:
+        args = copies, *self.arguments(cache, 0), np.int64(cache.lane_keys[0].size)
+        grid = cache.sizes.layers, len(copies)
+        self._attention("inherit", grid, (_BEGIN_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
         return CupyDraws(self.backend, self.launcher, logits)

@@ -169,6 +169,13 @@ class NumbaOps(Ops):
             keys[:, page, ..., at] = lane_keys[:, lane, ..., step]
             values[:, page, :, at] = lane_values[:, lane, :, step]
 
+    def inherit(self, cache: Cache, copies: Ints) -> None:
+        keys, values = cache.arrays[2:]
+        for lane, to, count in copies.tolist():
+            if lane >= 0:
+                keys[:, to, ..., :count] = keys[:, lane, ..., :count]
+                values[:, to, :, :count] = values[:, lane, :, :count]
+
     def clear(self, cache: Cache) -> None:
         for array in cache.arrays:
             array.fill(0)
