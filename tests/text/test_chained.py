@@ -194,13 +194,13 @@ def test_dynamic_trees_are_the_likeliest_nodes(
         assert alone.tokens[n][:TOKENS] == answer[:TOKENS]
         at = 0
         for count, is_tree in zip(rows[rows[:, 1] == n][:, 3], full[rows[:, 1] == n], strict=True):
-            tree = likeliest(draft, [*given, *answer[:at]], levels, flags["tree"])
             left = answer[at:]
-            hits = [tuple(left[:k]) in tree for k in range(1, levels + 1)]
-            if is_tree and len(left) > count:
+            if is_tree and len(left) > count and not at % 3:
+                tree = likeliest(draft, [*given, *answer[:at]], levels, flags["tree"])
+                hits = [tuple(left[:k]) in tree for k in range(1, levels + 1)]
                 right.append([*hits, False].index(False) == count)
             at += count + 1
-    assert len(right) > 30 and np.mean(right) > 0.95
+    assert len(right) > 9 and sum(right) >= len(right) - 1
 
 
 def likeliest(draft: Checkpoint, given: list[int], levels: int, nodes: int) -> set[tuple[int, ...]]:

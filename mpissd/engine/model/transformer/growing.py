@@ -18,7 +18,8 @@ from mpissd.engine.backend.base import HostArray, Program
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PADDING
-from mpissd.engine.model.transformer.chained import NOBODY, Ends
+from mpissd.engine.model.transformer.chained import Ends
+from mpissd.engine.model.transformer.shapes import NOBODY
 
 _AT_ONCE = 2  # programs that may be under way
 
