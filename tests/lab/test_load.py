@@ -142,7 +142,7 @@ def test_no_row_keeps_a_key_in_any_form_that_is_read(form: list[str]) -> None:
     assert without([*before, *form, *behind], "api_key") == [*before, *behind]
 
 
-def test_another_server_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_server_is_one_line(tmp_path: Path) -> None:
     httpx = module("httpx", "the extra serve")
     with pytest.raises(ConfigError, match="url=http://h:port/v1"):
         load(config(tmp_path, url="http://h:port/v1"))

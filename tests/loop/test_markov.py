@@ -65,23 +65,6 @@ def test_any_pair_emits_what_its_target_or_sd_emits(data: st.DataObject) -> None
     assert decode(pair, 15).first(15) == greedy(pair, 15)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_token_ends_a_sequence_in_every_mode(temperature: float) -> None:
-    """Later tokens of the same round were never emitted; the others go on."""
-    base = replace(GREEDY, temperature=temperature, batch=6, vocab=8, divergence=0.2)
-    modes = [base, replace(base, mode="sd"), replace(base, mode="sd", is_inline=True)]
-    if temperature == 0:
-        modes += [replace(base, mode="ar"), replace(base, backup="fast")]
-    found = [decode(pair, 40, stop_token=7).tokens for pair in modes]
-    found = [{n: tokens[:40] for n, tokens in each.items()} for each in found]
-    assert all(each == found[0] for each in found)
-    if temperature == 0:
-        assert found[0] == greedy(base, 40, stop_token=7)
-    ended = {n: tokens for n, tokens in found[0].items() if 7 in tokens}
-    assert len({len(tokens) for tokens in ended.values()}) > 1, "choose another stop token"
-    assert all(tokens.index(7) == len(tokens) - 1 for tokens in ended.values())
-
-
 PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))
 
 

@@ -1,7 +1,7 @@
 """A third workload: it needs only this file and one call of `register`.
 
 Its target counts upward from token to token; its draft counts, too, and is wrong before every
-multiple of five. Sequences that end make room for the next ones.
+multiple of five.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,13 @@ import pytest
 from mpissd.common import workloads
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.records import is_first_round
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.spec.acceptance import count_accepted
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import Endings, Workload
+from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.oracle import (
     Branches,
     DraftOracle,
@@ -33,7 +32,6 @@ from mpissd.engine.workload.sequence import Batch
 from mpissd.lab.predict.row import is_predictable
 
 V = 101
-COUNT, STOP = 7, 40
 
 
 class CountingTarget(TargetOracle):
@@ -96,23 +94,10 @@ class Counting(Workload):
         return [Request(first_id + n, first_token=n) for n in range(count)]
 
 
-class Queueing(Counting):
-    """Seven sequences, the n-th after token 3·n; each ends at token 40."""
-
-    num_sequences = COUNT
-
-    def endings(self) -> Endings:
-        return Endings(STOP)
-
-    def requests(self, first_id: int, count: int) -> list[Request]:
-        return [Request(n, first_token=3 * (n % COUNT)) for n in range(first_id, first_id + count)]
-
-
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "_KNOWN", dict(workloads._KNOWN))
     workloads.register("counting", f"{__name__}:Counting", "vocab")
-    workloads.register("queueing", f"{__name__}:Queueing", "vocab")
 
 
 def config_of(mode: str, **flags: Any) -> RunConfig:
@@ -153,32 +138,3 @@ def test_an_unknown_name_lists_what_there_is() -> None:
         parse_flags({"workload": "countings"})
     with pytest.raises(ValueError, match="registered already"):
         workloads.register("gemm", "nowhere:Nothing")
-
-
-def decode(**flags: Any) -> Decoder:
-    with Decoder(config_of(workload="queueing", **flags)) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-    return decoder
-
-
-@pytest.mark.parametrize("batch", [1, 3, 7])
-@pytest.mark.parametrize(("mode", "drafts"), [("ar", 0), ("sd", 0), ("ssd", 1)])
-def test_every_sequence_is_decoded_to_its_end(mode: str, drafts: int, batch: int) -> None:
-    decoder = decode(mode=mode, num_drafts=drafts, batch_size=batch)
-    assert decoder.tokens == {n: list(range(3 * n + 1, STOP + 1)) for n in range(COUNT)}
-    rows = decoder.records.sequences()
-    live = np.bincount(rows[:, 0])
-    assert live.max() == batch == live[0]
-    begun = rows[is_first_round(rows)]
-    assert sorted(begun[:, 1].tolist()) == list(range(COUNT))
-    assert not begun[:, 6].any(), "nothing was grown for a sequence that had no round"
-    if mode == "ssd":
-        assert rows[~is_first_round(rows), 6].all()
-
-
-def test_a_limit_makes_room_as_well() -> None:
-    decoder = decode(mode="sd", batch_size=2, num_tokens=10)
-    assert {n: tokens[:10] for n, tokens in decoder.tokens.items()} == {
-        n: list(range(3 * n + 1, 3 * n + 11)) for n in range(COUNT)
-    }

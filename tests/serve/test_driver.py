@@ -273,14 +273,6 @@ def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> Non
     assert mail.tokens() == want.tokens() and driver.scheduler.num_preempted > 0
 
 
-def test_a_request_ends_at_its_deadline(pair: TinyPair) -> None:
-    mail = Script((0, Submit(0, [1, 2], 200, deadline_s=12.0)), (0, Submit(1, [1, 2], 30)))
-    run(pair, "ar", mail, clock=lambda: float(mail.turn))
-    ends = mail.ends()
-    assert (ends[0].reason, ends[1].reason) == ("deadline", "length")
-    assert 8 <= ends[0].rounds <= 12
-
-
 @pytest.mark.parametrize(
     "second", [Cancel(0), Submit(1, [5], 9, deadline_s=1e-9)], ids=["cancelled", "late"]
 )
@@ -329,12 +321,3 @@ def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: flo
             assert ends[n].drafted <= most * ends[n].rounds
             assert ends[n].accepted <= limit * ends[n].rounds
             assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
-
-
-def test_a_draft_rests_while_no_request_lets_it_draft(pair: TinyPair) -> None:
-    mail, times = (
-        Script(*((n, Submit(n, [5, 6, n], 20, lookahead=0)) for n in range(3))),
-        ThreeRows(),
-    )
-    run(pair, "inline", mail, times=times)
-    assert not times.drafts and max(times.seen) <= 3 + 3

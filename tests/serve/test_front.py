@@ -202,7 +202,7 @@ def test_the_front_is_killed_and_the_ranks_end(pair: TinyPair, tmp_path: Path) -
         until(lambda: not Path(f"/proc/{ranks}").exists())
 
 
-def test_a_launcher_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_ignores_signals_is_killed() -> None:
     longest_s = front._LAST_WORDS_S + front._GRACE_S + front._LEAVE_S + 2 * front._DIE_S
     assert longest_s <= 5
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True)"
