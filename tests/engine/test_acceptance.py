@@ -103,16 +103,6 @@ def test_a_law_with_floors() -> None:
     assert law.powers(1, 1) == ((0.5, 0.2), (1.0, 1.0), (0.1, 0.02))
 
 
-@pytest.mark.parametrize(("a", "r"), [(0.75, 1.0), (2.5, 2.0)])
-def test_ranks_follow_the_power_law(a: float, r: float) -> None:
-    law = HitLaw("", None, (Power(a, r),))
-    ranks = law.ranks(np.random.default_rng(SEED).random(100_000))
-    for fan_out in (1, 2, 3, 8, 40):
-        expected = law.hit_probability(fan_out)
-        error = math.sqrt(expected * (1 - expected) / len(ranks))
-        assert abs((ranks <= fan_out).mean() - expected) <= 5 * error
-
-
 Outcomes = st.lists(
     st.integers(1, 9).flatmap(lambda f: st.tuples(st.integers(0, f), st.just(f))),
     min_size=LEAST_COUNT,

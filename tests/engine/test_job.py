@@ -4,19 +4,16 @@ head-sized drafts: their resolved flags, and their runs."""
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.engine.job import Job, Room, Serving, buckets, resolve
+from mpissd.engine.job import Job, Room, Serving, resolve
 from tests.loop.harness import Scenario, run, run_stepped
 from tests.mpi.harness import Together, needs_mpi
 
@@ -87,15 +84,6 @@ def test_a_context_takes_memory() -> None:
     deep = job(1, "cupy", pair="8b/1b", context=1000, batch_size=3).rank_bytes(2)
     assert deep[0] - bare[0] == (3 * 1000 + 15) * 131_072
     assert deep[1] - bare[1] == (3 * 1000 + 45 * 3) * 32_768
-
-
-@given(st.integers(1, 70), st.integers(1, 300), st.integers(1, 900))
-def test_buckets_hold_every_row_count(batch: int, verify: int, growth: int) -> None:
-    found = buckets(batch, verify, growth)
-    assert found == sorted(set(found)) and found[0] >= 1
-    assert {batch, verify, growth} <= set(found)
-    assert found[-1] == max(batch, verify, growth)
-    assert all(b <= 2 * a for a, b in pairwise(found))  # never twice the rows
 
 
 TEXT = {"target": "8b", "draft": "1b", "pair": None, "workload": "text", "prompt_ids": "1,2,3"}

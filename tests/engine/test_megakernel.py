@@ -1,5 +1,16 @@
-"""The megakernel of a forward on a processor (tests/emulator), and which models use it."""
+"""The megakernel of a forward on a processor (tests/emulator), and which models use it. The
+chain and exchange kernels on a processor, against NumPy; no GPU.
 
+Blocks, warps, rings, late copies and the inboxes of several ranks are emulated thread by
+thread in random order. Only a GPU can test its instructions, and its memory's own ordering.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from mpissd.engine.backend import chain_plan
+from mpissd.engine.backend.chain_plan import Geometry, Multiplication, Operand
 from mpissd.engine.model.shard import TransformerShard
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import (
@@ -22,7 +36,9 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps, c
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu
+from tests.gpu.agreement import relative_error, tolerance
 from tests.gpu.transformer_rig import HEADS, Rig, check_tree, prompt, tiny, use_megakernel
+from tests.needs import lack
 from tests.transformer_reference import stored
 
 ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
@@ -136,3 +152,263 @@ def test_a_gpu_under_mps_takes_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert MegakernelOps.suits(device(), model(), heads=32)
     (tmp_path / "control").touch()
     assert not MegakernelOps.suits(device(), model(), heads=32)
+
+
+ROOT = Path(__file__).parents[2]
+BLOCKS, GRID, DONE_COUNTS = 4, 2, 8
+FOREVER_NS, ROUNDS = 10**15, 200_000
+PEERS = np.dtype([("inbox", "u8", 8), ("done", "u8"), ("rank", "i4"), ("size", "i4"),
+                  ("capacity", "i8")])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """The emulated kernels for so many row tiles; a small ring, so that all of it is reused."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        lack("a C++ compiler")
+    folder, built = tmp_path_factory.mktemp("kernels"), {}
+
+    def build(row_tiles: int) -> Any:
+        if row_tiles not in built:
+            path = folder / f"chain_{row_tiles}.so"
+            geometry = Geometry(row_tiles, 6, slots=3, ahead=3, flying=3)
+            macros = [f"-D{name}={value}" for name, value in geometry.macros]
+            includes = ["-I", str(ROOT / "mpissd/engine/backend/kernels")]
+            source = str(ROOT / "tests/emulator/kernels.cpp")
+            command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
+            done = subprocess.run(
+                [*command, *macros, *includes, source, "-o", str(path)],
+                capture_output=True,
+                text=True,
+            )
+            if "_Float16" in done.stderr:
+                lack("a C++ compiler with _Float16")
+            assert done.returncode == 0, done.stderr
+            built[row_tiles] = ctypes.CDLL(str(path))
+            assert built[row_tiles].chain_bytes() == geometry.shared_bytes
+        return built[row_tiles]
+
+    return build
+
+
+class Memory:
+    """Float16 arrays at 16-byte addresses, kept alive."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._kept: list[Any] = []
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        buffer = np.zeros(count * np.dtype(dtype).itemsize + 16, np.uint8)
+        self._kept.append(buffer)
+        start = -buffer.ctypes.data % 16
+        return buffer[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+    def random(self, rows: int, columns: int, scale: float = 1.0) -> NDArray[np.float16]:
+        array = self.zeros(rows * columns, np.float16).reshape(rows, columns)
+        array[...] = self._rng.standard_normal((rows, columns)) * scale
+        return array
+
+    def poisoned(self, rows: int, columns: int) -> NDArray[np.float16]:
+        array = self.zeros(rows * columns, np.float16).reshape(rows, columns)
+        array[...] = np.nan
+        return array
+
+    def packed(self, weight: NDArray[np.float16]) -> NDArray[np.float16]:
+        array = self.zeros(weight.size, np.float16).reshape(weight.shape)
+        array[...] = chain_plan.pack(weight)
+        return array
+
+
+def operand(array: NDArray[Any]) -> Operand:
+    return Operand(array.ctypes.data, *array.shape, array.strides[0] // 2)
+
+
+class Rank:
+    """One rank's memory, inbox and counters."""
+
+    def __init__(self, seed: int, size: int = 1, capacity: int = 0) -> None:
+        self.memory = Memory(seed)
+        self.inbox = self.memory.zeros(max(2, 2 * size * capacity), np.uint64)
+        self.done = self.memory.zeros(DONE_COUNTS, np.uint32)
+        self.peers = np.zeros(1, PEERS)
+        self.stop = self.memory.zeros(1, np.int32)
+
+    def introduce(self, rank: int, ranks: list[Rank], capacity: int) -> None:
+        self.peers["inbox"][0, : len(ranks)] = [other.inbox.ctypes.data for other in ranks]
+        self.peers["done"], self.peers["capacity"] = self.done.ctypes.data, capacity
+        self.peers["rank"], self.peers["size"] = rank, len(ranks)
+
+
+def pointer(array: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def queue(kernels: Any, rank: Rank, table: NDArray[Any], finished: NDArray[Any],
+          limit: int = FOREVER_NS) -> None:  # fmt: skip
+    exchanges = int((table["exchange"] > 0).sum())
+    kernels.queue_chain(
+        BLOCKS, pointer(table), len(table), pointer(finished), pointer(rank.peers), exchanges,
+        DONE_COUNTS, pointer(rank.stop), ctypes.c_uint64(limit),
+    )  # fmt: skip
+
+
+def run(kernels: Any, seed: int = 1) -> None:
+    assert kernels.run_queued(ctypes.c_uint64(ROUNDS), seed), "not over"
+
+
+CASES = [  # row tiles, rows, shapes
+    (1, 1, [(64, 48), (32, 80), (64, 16)]),
+    (1, 5, [(1120, 96), (96, 1056), (1056, 64)]),  # depths of several slots, and a rest
+    (2, 13, [(96, 640), (640, 32)]),  # 10 tiles a block: two units
+    pytest.param(3, 24, [(64, 448), (448, 64)], marks=pytest.mark.long),
+    pytest.param(4, 70, [(64, 192), (192, 64)], marks=pytest.mark.long),  # three groups of rows
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row_tiles, rows, shapes", CASES)
+def test_a_chain_is_numpys(
+    library: Any, row_tiles: int, rows: int, shapes: list[tuple[int, int]]
+) -> None:
+    kernels, rank = library(row_tiles), Rank(rows)
+    widths = [shapes[0][0]] + [columns for _, columns in shapes]
+    buffers = [rank.memory.poisoned(rows, width + 16) for width in widths]
+    inputs = [rank.memory.random(rows, widths[0]) for _ in range(2)]
+    weights = [rank.memory.random(*shape, shape[0] ** -0.5) for shape in shapes]
+    packed = [rank.memory.packed(weight) for weight in weights]
+    chain = [
+        Multiplication(
+            packed[i].ctypes.data,
+            operand(buffers[i][:, : shapes[i][0]]),  # a prefix, as q is of qkv
+            operand(buffers[i + 1][:, : widths[i + 1]]),
+        )
+        for i in range(len(shapes))
+    ]
+    table = chain_plan.plan(chain)
+    assert chain_plan.row_tiles(table) <= row_tiles
+    finished = rank.memory.zeros(len(table) + 1, np.uint32)
+    for launch, x in enumerate(inputs):  # the counters of one launch must serve the next
+        buffers[0][:, : widths[0]] = x
+        for buffer in buffers[1:]:
+            buffer[...] = np.nan
+        queue(kernels, rank, table, finished)
+        run(kernels, seed=launch)
+        expected = x.astype(np.float32)
+        for buffer, weight in zip(buffers[1:], weights, strict=True):
+            product = expected[:, : len(weight)] @ weight.astype(np.float32)
+            expected = product.astype(np.float16).astype(np.float32)
+            found = buffer[:, : weight.shape[1]]
+            assert relative_error(found, expected) <= tolerance(len(shapes))
+            assert np.isnan(buffer[:, weight.shape[1] :]).all()
+    assert finished[-1] == len(inputs)
+    assert (finished[:-1] == table["awaited"] * len(inputs) * BLOCKS).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, row_tiles", [(2, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.long)]
+)
+def test_ranks_add_up_within_a_chain(library: Any, size: int, row_tiles: int) -> None:
+    """Four exchanges a launch, two launches: slots of the inboxes are used again and again."""
+    kernels, rows, width, capacity = library(row_tiles), 8 * row_tiles - 1, 96, 4096
+    ranks = [Rank(10 + number, size, capacity) for number in range(size)]
+    jobs = []
+    for number, rank in enumerate(ranks):
+        rank.introduce(number, ranks, capacity)
+        weights = [rank.memory.random(width, width, width**-0.5) for _ in range(4)]
+        ping, pong = (rank.memory.poisoned(rows, width) for _ in range(2))
+        chain, x, out = [], ping, pong
+        for weight in weights:
+            place = rank.memory.packed(weight).ctypes.data
+            chain.append(Multiplication(place, operand(x), operand(out), summed=True))
+            x, out = out, x
+        table = chain_plan.plan(chain)
+        assert table["exchange"].tolist() == [1, 2, 3, 4]
+        jobs.append((rank, weights, ping, table, rank.memory.zeros(len(table) + 1, np.uint32)))
+    for launch in range(2):
+        x = Memory(launch).random(rows, width)
+        for rank, _, ping, table, finished in jobs:
+            ping[...] = x
+            queue(kernels, rank, table, finished)
+        run(kernels, seed=launch)
+        expected = x.astype(np.float32)
+        for step in range(4):
+            parts = [expected @ job[1][step].astype(np.float32) for job in jobs]
+            total = sum(part.astype(np.float16).astype(np.float32) for part in parts)
+            expected = total.astype(np.float16).astype(np.float32)
+        for rank, _, ping, _, _ in jobs:
+            assert relative_error(ping, expected) <= tolerance(8)
+            assert np.array_equal(ping, jobs[0][2])  # to the bit
+            assert (rank.done == 4 * (launch + 1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, words", [(2, 1), (2, 255), (4, 1300)])
+def test_ranks_add_up_and_gather(library: Any, size: int, words: int) -> None:
+    kernels, capacity = library(1), 2048
+    ranks = [Rank(20 + number, size, capacity) for number in range(size)]
+    for number, rank in enumerate(ranks):
+        rank.introduce(number, ranks, capacity)
+    for launch in range(3):
+        mine = [rank.memory.random(1, 2 * words)[0] for rank in ranks]
+        gathered = [rank.memory.zeros(size * words, np.uint32) for rank in ranks]
+        sums = [values.copy() for values in mine]
+        for out, mode in ((sums, 0), (gathered, 1)):
+            for rank, values, to in zip(ranks, mine, out, strict=True):
+                source = to if mode == 0 else values  # sums are made in place
+                kernels.queue_exchange(
+                    GRID, 32, pointer(rank.peers), pointer(source), pointer(to),
+                    ctypes.c_longlong(words), mode, pointer(rank.stop), ctypes.c_uint64(FOREVER_NS),
+                )  # fmt: skip
+            run(kernels, seed=launch)
+        expected = sum(values.astype(np.float32) for values in mine).astype(np.float16)
+        for values, words_found in zip(sums, gathered, strict=True):
+            assert np.array_equal(values, expected)
+            assert np.array_equal(words_found, np.concatenate([v.view(np.uint32) for v in mine]))
+
+
+@pytest.mark.slow
+def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
+    kernels, capacity, width = library(1), 256, 32
+    ranks = [Rank(number, 2, capacity) for number in range(2)]
+    ranks[0].introduce(0, ranks, capacity)
+    rank = ranks[0]
+    x, out = rank.memory.random(1, width), rank.memory.random(1, width)
+    place = rank.memory.packed(rank.memory.random(width, width)).ctypes.data
+    table = chain_plan.plan([Multiplication(place, operand(x), operand(out), summed=True)])
+    queue(kernels, rank, table, rank.memory.zeros(2, np.uint32), limit=10**6)
+    run(kernels)
+    assert rank.stop[0] == 1 and np.isnan(out).all()
+
+
+def test_who_waits_for_whom() -> None:
+    """q, k and v read one buffer and write columns of another; o reads only q."""
+    hidden, qkv, out = (
+        Operand(at << 20, 8, width, width) for at, width in ((1, 64), (2, 96), (3, 64))
+    )
+
+    def columns(array: Operand, start: int, width: int) -> Operand:
+        return Operand(array.address + 2 * start, array.rows, width, array.step)
+
+    q, k, v = columns(qkv, 0, 64), columns(qkv, 64, 16), columns(qkv, 80, 16)
+    chain = [Multiplication(0, hidden, part) for part in (q, k, v)]
+    chain += [Multiplication(0, q, out, summed=True), Multiplication(0, out, hidden)]
+    chain += [Multiplication(0, hidden, part) for part in (q, k)]
+    table = chain_plan.plan(chain)
+    assert table["after"].tolist() == [-1, -1, -1, 0, 3, 4, 4]
+    assert table["awaited"].tolist() == [1, 0, 0, 1, 1, 0, 1]
+    assert table["before"].tolist() == [0, 4, 5, 0, 0, 0, 4]
+    assert table["group_tiles"].tolist() == [6, 6, 6, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("shape", [(32, 16), (64, 48), (96, 160)])
+def test_a_weight_is_unpacked_as_it_was_packed(shape: tuple[int, int]) -> None:
+    values = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
+    packed = chain_plan.pack(values)
+    assert np.array_equal(chain_plan.unpack(packed), values) and not np.array_equal(packed, values)
+    # Lane 4 r + c of a step h: columns r and r + 8, four rows from 8 c + 4 h on.
+    first_lane_of_step_1 = packed.ravel()[256:264]
+    rows, columns = [4, 5, 4, 5, 6, 7, 6, 7], [0, 0, 8, 8, 0, 0, 8, 8]
+    assert np.array_equal(first_lane_of_step_1, values[rows, columns])
