@@ -1,7 +1,5 @@
 """A GPU without a GPU: the transformer's CUDA kernels on a processor, over NumPy arrays."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """How far a float16 device may be from the float32 oracle, and a device made of host memory."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Shared fixtures of the GPU tests: one backend a module, and a reason if there is no GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from typing import Any

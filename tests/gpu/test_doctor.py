@@ -3,8 +3,6 @@
 python -m pytest -q -m gpu tests/gpu/test_doctor.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

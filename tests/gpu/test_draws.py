@@ -1,7 +1,5 @@
 """Tokens that the device draws are the host's, at a vocabulary of real size; and their cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

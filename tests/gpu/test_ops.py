@@ -1,7 +1,5 @@
 """Every operation of the cupy backend against the NumPy oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

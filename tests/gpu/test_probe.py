@@ -1,7 +1,5 @@
 """The probe runs the kernels that runs run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

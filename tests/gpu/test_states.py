@@ -1,7 +1,5 @@
 """Drafts on hidden states on a GPU: their logits are the CPU's, step by step, within float16."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

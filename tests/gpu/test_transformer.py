@@ -1,7 +1,5 @@
 """The transformer on a GPU: against the NumPy reference, and bit equality of every row."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from typing import Any

@@ -5,8 +5,6 @@ Tokens are equal, or at the first difference the library's token and ours differ
 margin of our logits that float32 rounds away (1e-4). Exit code 1 if neither holds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ Without --gguf the models are tiny random ones of each family, whose folders lie
 it, the model is the file's, and the prompts come from tests/data/prompts/chat.jsonl.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

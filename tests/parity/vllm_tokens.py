@@ -4,8 +4,6 @@ Runs with vLLM's Python; PYTHON is mpissd's, for the draft. FOLDER keeps SmolLM2
 64 prompts, 24 tokens each. Exit code 1 if a token differs, or no drafted one was accepted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
