@@ -196,6 +196,17 @@ def launch(
     return ended(Started(["launch/local.sh", str(np_), *told], env), folder)
 
 
+def shim(
+    folder: Path, code: str, rank: int | None = None, name: str = "sitecustomize"
+) -> dict[str, str]:
+    """PYTHONPATH with a module in front of the others that runs `code`; rank: on this one only."""
+    folder.mkdir(exist_ok=True)
+    own = "os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))"
+    when = "" if rank is None else f"if {own} == '{rank}':\n    "
+    (folder / f"{name}.py").write_text(f"import os, socket, sys, time\n{when}{code}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 class Together:
     """Runs by name: (ranks, flags). Runs on as many ranks are one job, which starts when the
     first of them is asked for: starting MPI and Python takes longer than a short run.

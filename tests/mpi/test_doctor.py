@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.harness import Started, needs_mpi
+from tests.mpi.harness import Started, needs_mpi, shim
 
 pytestmark = needs_mpi
 
 TOY = ("--pair=toy", "--backend=numpy")
 FAST = ("--backend=emulated", "--device=null", "--pair=toy")
-HANGS = """
-import os, socket, time
-if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':
-    socket.gethostname = lambda: time.sleep(600)
-"""
 
 
 def doctor(*flags: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
@@ -40,16 +35,10 @@ def line(table: str, what: str, verdict: str) -> str:
     return found[0]
 
 
-def shim(tmp_path: Path, name: str, text: str) -> dict[str, str]:
-    """PYTHONPATH with this module in front of the real one."""
-    (tmp_path / f"{name}.py").write_text(text)
-    return {"PYTHONPATH": str(tmp_path)}
-
-
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """A doctor one of whose ranks hangs: it waits for 12 s, while other tests run."""
-    env = shim(tmp_path_factory.mktemp("hung"), "sitecustomize", HANGS)
+    env = shim(tmp_path_factory.mktemp("hung"), "socket.gethostname = lambda: time.sleep(600)", 1)
     with Started(("launch/doctor.sh", *FAST, "--deadline_s=2"), env) as started:
         yield started
 
@@ -84,7 +73,7 @@ def test_what_is_wrong_before_mpi_starts(
 
 
 def test_a_broken_cupy(tmp_path: Path) -> None:
-    env = shim(tmp_path, "cupy", "raise ImportError('libcudart.so.13: cannot open it')")
+    env = shim(tmp_path, "raise ImportError('libcudart.so.13: cannot open it')", name="cupy")
     code, table = doctor("--pair=toy", env=env)
     assert code == 2 and "libcudart.so.13" in line(table, "session", "BAD"), table
 

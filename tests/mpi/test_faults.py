@@ -14,7 +14,7 @@ import pytest
 
 from mpissd.common.row import Row
 from mpissd.lab.gates import violations
-from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
+from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, shim, start
 from tests.mpi.struck import Strike, faults_of
 from tests.needs import lack
 
@@ -73,20 +73,9 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
         assert set(ranks) <= set(job.alive())
 
 
-def sabotaged(tmp_path: Path) -> dict[str, str]:
-    """The lead cannot name its files."""
-    (tmp_path / "sabotage").mkdir()
-    (tmp_path / "sabotage" / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
-        "    os.rename = os.link = None\n"
-    )
-    return {"PYTHONPATH": str(tmp_path / "sabotage")}
-
-
 def test_an_exception_on_the_lead_ends_every_rank(tmp_path: Path) -> None:
-    """The rounds are measured, and then the row can't be written."""
-    env = sabotaged(tmp_path)
+    """The rounds are measured, and then the row can't be written: the lead can't name files."""
+    env = shim(tmp_path / "sabotage", "os.rename = os.link = None", 0)
     done = launch(3, *NULL, "--rounds=5", folder=tmp_path / "out", direct=True, env=env)
     assert done.code not in (0, 2, 3)
     assert done.err.count("Traceback") == 1 and len(done.lines) == 1
@@ -110,15 +99,7 @@ def test_it_is_said_once_and_nothing_is_written(tmp_path: Path) -> None:
 
 def test_the_rank_that_speaks_is_heard_where_it_is_the_last(tmp_path: Path) -> None:
     """mpirun ends every rank when one has left with an error; rank 0 imports slowly here."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '0':\n"
-        "    time.sleep(1)\n"
-    )
-    flags = (*EMULATED, "--mode=sdd")
-    env = {"PYTHONPATH": str(slow)}
+    flags, env = (*EMULATED, "--mode=sdd"), shim(tmp_path / "slow", "time.sleep(1)", 0)
     done = launch(3, *flags, folder=tmp_path / "out", direct=True, env=env)
     assert done.code == 2
     assert len(done.lines) == 1 and "unknown mode 'sdd'" in done.lines[0]

@@ -8,7 +8,7 @@ import pytest
 from mpissd.common.records import token_digest
 from mpissd.engine.model.transformer.checkpoint import packed
 from tests.loop.test_swaps import between, share_embedding
-from tests.mpi.harness import Job, ended, needs_mpi, start
+from tests.mpi.harness import Job, ended, needs_mpi, shim, start
 from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -33,13 +33,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 def launched(pair: TinyPair, tmp_path: Path, num_ranks: int, *flags: str, trainer: str) -> Job:
     """A job; trainer: the kind of fake_trainer that replaces the learner's."""
     told = [sys.executable, "-m", "tests.mpi.fake_trainer", trainer, str(pair.target.parent)]
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if 'mpissd.online.trainer' in sys.orig_argv:\n"
-        f"    os.execv(sys.executable, {told!r})\n"
-    )
+    is_trainer = "'mpissd.online.trainer' in sys.orig_argv"
+    env = shim(tmp_path, f"{is_trainer} and os.execv(sys.executable, {told!r})")
     (tmp_path / "torch.py").touch()  # which only a trainer imports, and the fake one does not
-    env = {"PYTHONPATH": str(tmp_path)}
     folder = tmp_path / "out"
     models = [f"--target={pair.target}", f"--draft={pair.draft}", f"--out={folder}"]
     told = [*JOB.split(), f"--prompt_ids={PROMPTS}", *models, *flags]
