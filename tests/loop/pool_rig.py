@@ -54,7 +54,7 @@ class Pool:
     """G groups and their draft; use it in a `with` block."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.job = job = resolve(config, 1, backend="numpy", memory_bytes=None)
+        self.job = job = resolve(config, 1, backend=config.backend, memory_bytes=None)
         links = [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
         workers = draft_workers(job, stepper_of(job, drafts=True))
         drafters = [make_drafter(job, worker, WAITER) for worker in workers]
@@ -85,7 +85,8 @@ def _is_left(group: Group, rounds: int) -> bool:
 
 def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     """A whole model with the weights of a run."""
-    workload, backend = job.workload, open_backend("numpy", device="h100", local_rank=0)
+    workload, config = job.workload, job.config
+    backend = open_backend(config.backend, device=config.device, local_rank=0)
     shard = job.draft_shard if drafts else job.target_shard
     return Stepper(
         backend,
@@ -93,9 +94,9 @@ def stepper_of(job: Job, *, drafts: bool) -> Stepper:
         shard,
         job.draft_options if drafts else job.options,
         buckets=job.draft_buckets() if drafts else job.target_buckets(),
-        num_sequences=job.draft_sequences if drafts else job.config.batch_size,
+        num_sequences=job.draft_sequences if drafts else config.batch_size,
         model=workload.draft_model if drafts else workload.target_model,
-        seed=2 * job.config.seed + drafts,
+        seed=2 * config.seed + drafts,
     )
 
 

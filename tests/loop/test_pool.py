@@ -29,9 +29,10 @@ PROMPTS = ";".join(
     ",".join(str((7 * n + j * j) % V) for j in range(length))
     for n, length in enumerate((3, 20, 9, 1, 33, 5))
 )
-GEMM = {"pair": "toy", "workload": "gemm", "backend": "numpy", "seed": 3}
+NULL = {"pair": "toy", "backend": "emulated", "device": "null"}
+GEMM = {**NULL, "workload": "gemm", "seed": 3}
 MARKOV = "vocab=12 order=2 prompt_tokens=3 divergence=0.35".split()
-MARKOV_FLAGS = {"pair": "toy", "workload": "markov", **dict(flag.split("=") for flag in MARKOV)}
+MARKOV_FLAGS = {**NULL, "workload": "markov", **dict(flag.split("=") for flag in MARKOV)}
 
 
 @pytest.fixture(scope="module")
