@@ -34,6 +34,7 @@ VALUES = {
     "recording": "None r.npz", "show": "False true", "beside": "auto all ar off",
     "trace": "None t.json", "groups": "1 2", "grammar": "None json",
     "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8 auto", "backup": "jit fast",
+    "tree_shape": "fixed dynamic",
 }  # fmt: skip
 
 
