@@ -4,7 +4,7 @@ Letters as in the papers: alpha per-token acceptance, K lookahead, k accepted to
 bonus candidates kept for "k accepted", B = ΣF_k.
 
     [L]  Leviathan, Kalman, Matias, ICML 2023          [S]  Kumar, Dao, May, arXiv 2603.03251
-    [D]  derived here; tests/common/test_theory.py checks it by simulation or brute force
+    [D]  derived here; tests/engine/test_acceptance.py and test_fanout.py check it
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.theory import power_law_miss
+from mpissd.common.theory import expected_tokens, power_law_miss
 from mpissd.engine.spec.acceptance import (
     NEVER,
     AcceptanceLaw,
@@ -25,6 +25,12 @@ from mpissd.engine.spec.acceptance import (
 from mpissd.engine.spec.fit import LEAST_COUNT, most_likely
 
 SEED = 20260302
+
+
+@given(st.floats(0, 0.999), st.integers(0, 20))
+def test_expected_tokens_is_leviathan_s_closed_form(alpha: float, lookahead: int) -> None:
+    closed = (1 - alpha ** (lookahead + 1)) / (1 - alpha)
+    assert expected_tokens(alpha, lookahead) == pytest.approx(closed, rel=1e-9)
 
 
 def test_alpha_in_both_spellings() -> None:

@@ -1,5 +1,5 @@
 """Calibration: host costs off the ledgers of rounds whose costs are known, and all-reduces. A row's
-floor, and the rank whose GPU a learner shares."""
+floor, the rank whose GPU a learner shares, and traces of ranks whose clocks differ."""
 
 import dataclasses
 from dataclasses import replace
@@ -20,6 +20,7 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.measure import calibrate
 from mpissd.lab.measure.calibrate import WarmUp, host_costs
 from mpissd.lab.measure.row import floor_of, shares_gpu_of
+from mpissd.lab.measure.tracing import Track, events
 from mpissd.lab.predict.costs import DeviceCosts
 
 N, K = 9, 4
@@ -156,3 +157,24 @@ def test_a_learner_shares_the_gpu_of_its_rank(gpu: str | None, shared: int | Non
     infos = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]
     measured: Any = SimpleNamespace(lead=SimpleNamespace(learner=gpu and {"gpu": gpu}))
     assert shares_gpu_of(measured, infos) == shared
+
+
+START = 7_000_000_123_456  # a perf_counter far from 0
+
+
+def trace_of(ahead: int) -> list[dict[str, Any]]:
+    """Two ranks with two slices each, and an arrow; the second rank's clock is `ahead`."""
+    slices = START + 1000 * np.array([[0, 10], [10, 50]])
+    tracks = [
+        [Track("host", ["send", "wait"], np.column_stack([[0, 0], [0, 1], slices + clock]))]
+        for clock in (0, ahead)
+    ]
+    clocks = [(0, 0), (ahead, 900)]
+    return list(events(["0", "1"], tracks, clocks, [("outcome", (0, 0), (1, 1))]))
+
+
+def test_all_ranks_are_on_the_clock_of_rank_0() -> None:
+    """A host that booted 300 days earlier: 2.6e16 ns are beyond a float's whole numbers."""
+    trace = trace_of(300 * 86_400 * 10**9 + 1)
+    assert trace == trace_of(0)
+    assert [event["ts"] for event in trace if event["ph"] in "Xsf"] == [0, 10, 0, 10, 0, 10]

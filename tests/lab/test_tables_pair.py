@@ -1,7 +1,8 @@
-"""Rows and rounds, read strictly; two results compared: refusals, and the output."""
+"""Rows and rounds, read strictly; two results compared: refusals, the rows selected, the output."""
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,45 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
 from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.pair import check_alike
-from tests.common.tables_model import ar, sd, write
 from tests.scripts import refused
+
+SHARED = {"workload": "gemm", "seed": 0, "token_digest": "f00d", "num_rounds": 60, "world_size": 1}
+
+
+def ar(**changed: Any) -> Row:
+    row = {
+        "schema": 1, "run_id": "ar", "mode": "ar", "backend": "cupy", "device_name": "A GPU",
+        "dtype": "float16", "tp": 1, "num_drafts": 0, "all_reduce": "solo", "graph": True,
+        "fuse": False, "lm_head": False, "context": 0, "target": "llama-3.1-8b", "draft": None,
+        "lookahead": 0, "batch_size": 1, "acceptance": None, "tok_per_s": 62.5,
+        "accept_histogram": [1000], "round_us": times(16_000), "t_target_s": 0.016, "T_SD": None,
+        "provenance": {"command": ["run"], "ranks": [{"device": "A GPU"}]},
+    }  # fmt: skip
+    return Row.from_dict(row | SHARED | changed)
+
+
+def sd(run_id: str, **changed: Any) -> Row:
+    """SD at K = 4 and alpha = .9."""
+    row = ar() | {
+        "mode": "sd", "run_id": run_id, "draft": "llama-3.2-1b", "lookahead": 4,
+        "acceptance": "alpha:0.9", "tok_per_s": 131.6, "t_target_s": 0.0151, "T_SD": 1.06,
+        "accept_histogram": [1000, 900, 810, 729, 6561], "round_us": times(31_100),
+    }  # fmt: skip
+    return row | changed
+
+
+def times(us: float) -> dict[str, float]:
+    """Rounds that all take as long."""
+    return dict.fromkeys(("mean", "p50", "p90", "p99"), us)
+
+
+def write(path: Path, *rows: Mapping[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+    return path
 
 
 def test_rows_are_found_under_a_folder_and_count_once(tmp_path: Path) -> None:
@@ -92,3 +128,60 @@ def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
     long = {"token_limit": 100}
     with pytest.raises(ConfigError, match="token_digest"):
         check_alike(one | long, sd("two", num_rounds=90, token_digest="beef", **long))
+
+
+def at(second: int) -> dict[str, Any]:
+    return {"provenance": {"started_at": f"2026-01-01T00:00:{second:02}+00:00"}}
+
+
+def test_a_name_is_the_last_row_or_an_id(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a" / "runs_2.jsonl", sd("old", **at(1)), sd("late", **at(9)))
+    write(tmp_path / "a" / "below" / "runs_3.jsonl", sd("between", **at(5)))
+    folder = str(tmp_path / "a")
+    for words, run_id in (((folder, folder), "late"), (("between", folder), "between")):
+        assert main(["compare", *words, f"--out={folder}"]) == 0
+        assert capfd.readouterr().out.startswith(f"   a = {run_id}: ")
+
+
+def test_a_pair_is_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A sweep measures the seeds of both in its own order; three configurations are ranked."""
+
+    def told(*words: object) -> list[str]:
+        assert main(["compare", *map(str, words)]) == 0
+        return capfd.readouterr().out.splitlines()
+
+    rows = [
+        sd(f"{name}{seed}", seed=seed, token_digest=f"{seed}", fuse=name == "b")
+        for seed, name in [(0, "a"), (1, "a"), (2, "a"), (2, "b"), (1, "b")]
+    ]
+    both, a, b = (tmp_path / name / "runs.jsonl" for name in ("both", "a", "b"))
+    write(both, *rows)
+    write(a, *rows[:2])
+    write(b, *rows[3:])
+    for words, seed in (((both.parent,), 2), ((a.parent, b), 1)):
+        for name, line in zip("ab", told(*words), strict=False):
+            assert line.startswith(f"   {name} = {name}{seed}: ")
+    write(both, *rows, sd("c", lookahead=5, seed=2, token_digest="2"))
+    assert told(both.parent)[1].split()[:3] == ["tok/s", "K=4", "K=5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("one", "--show=pair"), "a pair needs two results"),
+        (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
+        (("empty",), "result 'empty': no such row in 'empty'"),
+        (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
+    ],
+)
+def test_what_it_refuses_is_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("one/runs.jsonl"), sd("a"), sd("b", seed=1))
+    Path("empty").mkdir()
+    assert message in refused(capfd, "compare", *arguments)
