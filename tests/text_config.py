@@ -1,6 +1,8 @@
-"""The configuration of a tiny pair that decodes prompts of token ids on the CPU, and its end."""
+"""The configuration of a tiny pair that decodes prompts of token ids on the CPU, its answers in
+this process, and what its rounds were like."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.engine import Decoder
@@ -21,3 +23,31 @@ def finished(config: RunConfig, most: int | None = None) -> Decoder:
         while not decoder.is_over and (most is None or len(decoder.records) < most):
             decoder.step()
     return decoder
+
+
+V, TOKENS = 97, 80
+LENGTHS = (3, 17, 60, 33, 1)  # with the answers they cross pages of 64 positions
+PROMPTS = ";".join(
+    ",".join(str((7 * n + j * j) % V) for j in range(length)) for n, length in enumerate(LENGTHS)
+)
+
+
+class Decoded(NamedTuple):
+    tokens: dict[int, list[int]]
+    accepted: float  # mean of a round
+    hit_rate: float
+
+
+def config(pair: Any, mode: str, **flags: Any) -> RunConfig:
+    """pair: has a target and a draft, which AR lacks."""
+    models = {"target": str(pair.target), "draft": None if mode == "ar" else str(pair.draft)}
+    told = {"prompt_ids": PROMPTS, "num_tokens": TOKENS, "backend": "numpy", "deadline_s": 60.0}
+    return RunConfig(mode=mode, workload="text", **{**told, **models, **flags})
+
+
+def decode(pair: Any, mode: str, **flags: Any) -> Decoded:
+    told = config(pair, mode, **flags)
+    decoder = finished(told)
+    rows = decoder.records.sequences()
+    tokens = {n: found[: told.num_tokens] for n, found in decoder.tokens.items()}
+    return Decoded(tokens, rows[:, 3].mean(), rows[:, 6].mean())

@@ -94,14 +94,10 @@ def test_help_is_shown_and_nothing_runs(capfd: pytest.CaptureFixture[str]) -> No
     ("flags", "message"),
     [
         (("--dry_run=1",), "world of 1 rank is too small for num_drafts=1"),
-        (("--pair=toy", "--dry_run=4"), "num_heads=8 is not divisible by tp=3"),
         (("--pair=8b/1c",), "unknown model '1c'"),
-        (("--device=h10",), "unknown device 'h10': did you mean 'h100'?"),
         (("--device=./none.json",), "none.json"),
         (("--device=v100-32", "--pair=70b/1b"), "needs 136.9 GB a rank"),
-        (("--fan_out=list:1,2",), "has 2 values: allowed: lookahead + 1 = 5 (lookahead: K)"),
         (("--hit_law=smolm2",), "unknown hit_law 'smolm2': did you mean 'smollm2'?"),
-        (("--acceptance=rates:.9,.8",), "has 2 values: allowed: lookahead = 4"),
         (("--out=" + "a" * 300,), "File name too long"),
     ],
 )
@@ -307,7 +303,6 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
         (("plan", "--profile=out/mine.json"), "no such file: allowed: what `probe` saved"),
         (("plan", "--lookahead=3"), "lookahead=3 without mode: allowed: with mode"),
         (("plan", "--mode=ar", "--pair=70b/1b"), "needs 139.0 GB a rank"),
-        (("plan", "--mode=sd", "--pair=toy", "--tp=3"), "not divisible by tp=3"),
         (("plan", TWO, "--gpus=3", "--pair=8b/1b"), "doesn't cover llama-3.1-8b T=1"),
         (("plan", EIGHT, "--pair=8b/0.6b"), "doesn't cover qwen3-0.6b T=1"),
         (("plan", EIGHT, "--pair=8b/1b", "--nofuse"), "doesn't cover llama-3.1-8b T=1: it has"),

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape, resolve_model
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import Group, SoloGroup
@@ -20,7 +19,6 @@ from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.stacks import GemmStack, GemmWeights
 from mpissd.engine.model.transformer.checkpoint import tensors
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.sources import config_of
 from tests.thread_group import on_ranks
 
 PLAIN = ForwardOptions()
@@ -52,14 +50,6 @@ def test_what_a_forward_costs() -> None:
     assert cost.num_products == 3 * 7 + 1
     assert cost.num_all_reduces >= 2 * 3
     assert Shard(shape).cost(6, 2, 2, options).num_all_reduces == 0
-
-
-def test_what_does_not_divide() -> None:
-    shape = ModelShape("t", 1, 8, 4, 2, 2, 12, True, 10)
-    with pytest.raises(ConfigError, match=r"num_heads=4 is not divisible by tp=3; .*: 1, 2, 4"):
-        Shard(shape, 3)
-    with pytest.raises(ConfigError, match=r"num_kv_heads=2 is not divisible by tp=4; .*: 1, 2"):
-        Shard(shape, 4)
 
 
 OPTIONS = ForwardOptions(lm_head=True, context=50, own_tokens=2, capacity=70, lanes=3, steps=4)
@@ -100,11 +90,6 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
         memory = 2 * whole.num_params(OPTIONS) + itemsize * embedding + kv
         weights = whole.weight_bytes(OPTIONS, itemsize)
         assert weights + whole.cache_bytes(1, 3, OPTIONS, itemsize) == memory
-
-
-def test_more_ranks_than_kv_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tp=9 .* at most its 8 KV heads"):
-        TransformerShard(config_of("8b"), 9)
 
 
 ROWS, MOST = 5, 8

@@ -19,7 +19,7 @@ from mpissd.engine.model.transformer.growing import ChainedGrowth
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.lab.measure import run
 from tests import transformer_reference
-from tests.text.decoded import PROMPTS, V
+from tests.text_config import PROMPTS, V
 from tests.tiny_pair import TinyPair, config, tiny_pair
 
 TOKENS, PAIR = 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}

@@ -10,7 +10,7 @@ from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.numba_ops.ops import Logits, NumbaOps
 from mpissd.engine.spec import sampling
-from tests.text.decoded import decode
+from tests.text_config import decode
 from tests.tiny_pair import TinyPair
 
 pytestmark = pytest.mark.slow  # builds the kernel

@@ -19,8 +19,7 @@ from mpissd.engine.workload.text import LogitsTarget
 from tests.needs import has_smollm2, needs
 from tests.parity.greedy import MARGIN
 from tests.scripts import ROOT
-from tests.text.decoded import TOKENS, V, decode
-from tests.text_config import finished
+from tests.text_config import TOKENS, V, decode, finished
 from tests.tiny_pair import TinyPair, tiny_pair
 
 # Every pair of values that may occur together is in one of them, and the rest of the flags.

@@ -21,8 +21,7 @@ from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair
 from tests.serve.test_driver import Script, Submit, ThreeRows, all_returned, prompts, served
 from tests.serve.test_driver import alone as alone_by_itself
-from tests.text.decoded import V, config, decode
-from tests.text_config import text_config
+from tests.text_config import V, config, decode, text_config
 from tests.tiny_pair import KINDS, TinyPair, state_draft, tiny_pair
 
 TOKENS, HEADS = 60, 5
