@@ -63,14 +63,14 @@ class Drawn:
     why: str = ""
     notes: tuple[str, ...] = ()
 
-    def saved(self, out: Path, kinds: Sequence[str]) -> str:
-        """Saves a figure; returns the line that reports it, or the reason why there is none.
+    def saved(self, out: Path, kinds: Sequence[str]) -> str | None:
+        """Saves a figure; returns the line that reports it, or None if there is none.
 
         The path is MACHINE/FIGURE: NVIDIA H100 (emulated) → nvidia-h100-emulated.
         """
-        stem = Path(re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-"), self.name)
         if self.poster is None:
-            return f"{stem}: skipped: {self.why}"
+            return None
+        stem = Path(re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-"), self.name)
         paths = save(self.poster, out / stem, kinds)
         names = paths[0].with_suffix("").as_posix() + ".{" + ",".join(kinds) + "}"
         return names if len(kinds) > 1 else str(paths[0])
@@ -99,7 +99,7 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
 _shared: list[Data] = []  # data of a worker process
 
 
-def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str]:
+def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str | None]:
     device, name = job
     return [item.saved(out, kinds) for item in draw(_shared[0], name, device)]
 
@@ -137,18 +137,21 @@ def execute(what: str, options: Options) -> int:
         jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
         if not jobs:
             raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
-        drew = False
+        lines: list[str | None] = []
         with ProcessPoolExecutor(options.workers, None, _shared.append, (data,)) as pool:
-            for lines in pool.map(partial(_draw_one, out, kinds), jobs):
-                print("\n".join(lines), flush=True)
-                drew |= any(": skipped: " not in line for line in lines)
-        return 0 if drew else 2
+            for found in pool.map(partial(_draw_one, out, kinds), jobs):
+                lines += found
+                print("".join(f"{line}\n" for line in found if line), end="", flush=True)
+        if skipped := lines.count(None):
+            print(f"analysis: {skipped} figures lack rows: FIGURE --device=… says", file=sys.stderr)
+        return 0 if any(lines) else 2
     items = list(draw(data, what, options.device))
     for note in dict.fromkeys(note for item in items for note in item.notes):
         print(f"analysis: {note}", file=sys.stderr)
-    for item in items:
-        print(item.saved(out, kinds), file=sys.stderr if item.poster is None else sys.stdout)
-    return 2 if all(item.poster is None for item in items) else 0
+    lines = [item.saved(out, kinds) for item in items]
+    for item, line in zip(items, lines, strict=True):
+        print(line or f"analysis: {item.name}: {item.why}", file=sys.stdout if line else sys.stderr)
+    return 0 if any(lines) else 2
 
 
 def main(arguments: list[str] | None = None) -> int:

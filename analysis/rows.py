@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -101,11 +102,7 @@ def load(paths: Iterable[str | Path]) -> Data:
     notes, places = Notes(), [Path(path) for path in paths]
     rows: dict[str, Line] = {}
     for path in places:
-        try:
-            is_there = path.exists()
-        except OSError:  # No file can have this name.
-            is_there = False
-        if not is_there:
+        if not os.path.exists(path):  # also if no file can have this name
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
         for file in sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]:
             for where, line in _completed(file, notes):

@@ -123,7 +123,7 @@ def test_help_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_without_rows_end_in_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["saguaro", f"--results={FIXTURE}", f"--out={tmp_path / 'out'}"]) == 2
-    assert "saguaro: skipped: no rows for it: it needs markov SSD rows" in capsys.readouterr().err
+    assert "analysis: saguaro: no rows for it: it needs markov SSD rows" in capsys.readouterr().err
     null = [
         json.dumps({**json.loads(line), "device_name": "null device (emulated)"})
         for line in (FIXTURE / "runs.jsonl").read_text().splitlines()[:5]
