@@ -97,25 +97,16 @@ class PlanConfig(Checked):
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Flags of `compare`: the results, and what to show of them."""
+    """Flags of `compare`: the results."""
 
     a: str | None = flag(
-        None, words, "a run id in OUT, a runs.jsonl or a folder; best: several, by commas"
-    )
-    b: str | None = flag(None, words, "second result of a pair (default: A has two configurations)")
-    show: str | None = flag(
         None,
-        choice("pair", "best"),
-        "pair: B over A; best: the fastest methods, and SSD over the strongest other use of its "
-        "GPUs (default: pair where there are two configurations, else best)",
+        words,
+        "a run id in OUT, a runs.jsonl or a folder: of two configurations one over the other is "
+        "shown, else the fastest methods; several, by commas (default: OUT): the fastest methods",
     )
+    b: str | None = flag(None, words, "second result: B over A is shown")
     out: str = flag("out", words, "folder in which run ids are searched, with its subfolders")
-
-    def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
-        super().check()
-        if self.b is not None and self.show not in (None, "pair"):
-            raise ConfigError(f"b={self.b} with show={self.show}: allowed: with show=pair")
 
 
 class Spec(NamedTuple):

@@ -1,7 +1,7 @@
 """The commands `plan` and `compare`, without MPI.
 
-`plan` advises, or predicts one configuration. `compare` prints tables and comparisons
-of result rows, as --show selects.
+`plan` advises, or predicts one configuration. `compare` prints tables and comparisons of result
+rows.
 """
 
 from __future__ import annotations
@@ -100,24 +100,15 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
 
 
 def compare(config: CompareConfig) -> int:
-    """Prints what --show names; without it, one result over another, or the best methods.
+    """Prints one result over another, or the best methods.
 
     Raises ConfigError for results that are missing or cannot be compared.
     """
-    show, named = config.show, None
+    places_of = config.a or config.out
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
-    if (show == "pair" and config.a) or (show is None and is_one):
-        named = find_pair(config.a or config.out, config.b, config.out)
-        show = "pair" if named or show else "best"
-    if show == "pair":
-        if named is None or config.a is None:
-            raise ConfigError(
-                f"compare: a={config.a} b={config.b}: a pair needs two results, each a run id, a "
-                "runs.jsonl or a folder, or one folder that holds two configurations"
-            )
+    if is_one and (named := find_pair(places_of, config.b, config.out)) is not None:
         print(Pair.of(*named))
         return 0
-    places_of = config.a or config.out
     rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
     comparisons = best.compare_methods(rows)
     if not comparisons:

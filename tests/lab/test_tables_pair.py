@@ -168,8 +168,6 @@ def test_a_pair_is_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("one", "--show=pair"), "a pair needs two results"),
-        (("one", "one", "--show=best"), "b=one with show=best: allowed: with show=pair"),
         (("empty",), "result 'empty': no such row in 'empty'"),
         (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
     ],
