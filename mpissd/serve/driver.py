@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Adjustment, Control
+from mpissd.common.rounds import Adjustment, Control, Request
 from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.decode.round import RoundResult, TargetLoop
 from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
@@ -104,12 +104,9 @@ class Driver:
         if asked.logit_bias or asked.presence_penalty or asked.frequency_penalty:
             penalties = asked.presence_penalty, asked.frequency_penalty
             adjustment = Adjustment(len(asked.prompt), dict(asked.logit_bias), *penalties)
-        task = Task(
+        request = Request(
             asked.id,
-            tuple(asked.prompt),
-            asked.max_tokens,
-            arrived_s=now,
-            deadline_s=None if asked.deadline_s is None else now + asked.deadline_s,
+            prompt=tuple(asked.prompt),
             temperature=asked.temperature,
             top_p=asked.top_p,
             seed=asked.seed,
@@ -117,10 +114,10 @@ class Driver:
             lookahead=asked.lookahead,
             adjustment=adjustment,
             grammar=asked.grammar,
-            stop_ids=self._stop_ids,
         )
+        ends = None if asked.deadline_s is None else now + asked.deadline_s
         try:
-            self.scheduler.submit(task)
+            self.scheduler.submit(Task(request, asked.max_tokens, now, ends, self._stop_ids))
         except ConfigError as error:
             self._mail.put(End(asked.id, "refused", why=str(error)))
             return
@@ -169,7 +166,7 @@ class Driver:
 
     def _within(self, way: Way, live: list[int]) -> Way:
         """Returns a way with the K that the live requests allow: the largest one of them."""
-        limits = [task.lookahead for task in self.scheduler.tasks(live)]
+        limits = [task.asked.lookahead for task in self.scheduler.tasks(live)]
         most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 

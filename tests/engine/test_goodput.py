@@ -83,7 +83,7 @@ def decoded(
         times.add(rows, world.forward_s(rows))
     goodput, ways = Goodput(K, widths, times), list[list[Way]]()
     for count in counts:
-        tasks = [Task(n, (1,), 10**6) for n in range(count)]
+        tasks = [Task(Request(n), 10**6) for n in range(count)]
         ways.append([])
         for _ in range(rounds):
             way = goodput.choose(tasks)
@@ -159,7 +159,7 @@ def test_it_never_loses_to_a_fixed_way_at_a_load_that_changes(alpha: float, seed
     for rows in range(1, 6 * int(counts.max())):
         times.add(rows, world.forward_s(rows))
     goodput, seconds, fixed_s = Goodput(K, (), times), 0.0, np.zeros(K + 1)
-    tasks = [Task(n, (1,), 10**6) for n in range(int(counts.max()))]
+    tasks = [Task(Request(n), 10**6) for n in range(int(counts.max()))]
     for n in range(4 * int(counts.max()).bit_length()):  # as a server that warms up
         for way in (Way(0), Way(K)):
             goodput.time(way, *world.round(way, tasks[: 1 << n // 4]))
@@ -233,7 +233,7 @@ def test_trying_what_seems_worse_costs_little() -> None:
 def test_sequences_that_accept_little_lower_the_lookahead() -> None:
     world = World(0.9, 0.9, 4e-4)
     goodput, (ways,) = decoded(world, [4])
-    poor = [Task(n, (1,), 99, accepted=5, rejected=200) for n in range(4)]
+    poor = [Task(Request(n), 99, accepted=5, rejected=200) for n in range(4)]
     assert ways[-1].lookahead == K and goodput.choose(poor).lookahead < K
 
 
@@ -313,8 +313,8 @@ ROOM = Room(sequences=4, context=100, ahead=DRAFTED + 1, page=10, pages=12)
 
 
 def task(request_id: int, prompt: int = 5, tokens: int = 5, **told: object) -> Task:
-    prompts = tuple(range(prompt))
-    return Task(request_id, prompts, tokens, arrived_s=float(request_id), **told)  # type: ignore[arg-type]
+    asked = Request(request_id, prompt=tuple(range(prompt)))
+    return Task(asked, tokens, arrived_s=float(request_id), **told)  # type: ignore[arg-type]
 
 
 @dataclass

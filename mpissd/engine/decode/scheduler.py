@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Adjustment, Logprob, Request, Source
+from mpissd.common.rounds import Logprob, Request, Source
 from mpissd.engine.decode.round import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
@@ -48,23 +48,15 @@ class Room:
 class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
-    max_tokens: tokens that it may emit. deadline_s: the time at which it ends (None: never).
-    lookahead: most tokens that a round drafts (None: K). grammar: of its answer. stop_ids: tokens
-    that end it. cached: tokens of its prompt reused from the cache. forced: tokens by its grammar.
+    asked: the request as it arrived. max_tokens: tokens that it may emit. deadline_s: the time at
+    which it ends (None: never). stop_ids: tokens that end it. cached: tokens of its prompt reused
+    from the cache. forced: tokens by its grammar.
     """
 
-    request_id: int
-    prompt: tuple[int, ...]
+    asked: Request
     max_tokens: int
     arrived_s: float = 0.0
     deadline_s: float | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    lookahead: int | None = None
-    adjustment: Adjustment | None = None
-    grammar: str = ""
     stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
@@ -79,15 +71,18 @@ class Task:
     @property
     def length(self) -> int:
         """Committed tokens, the prompt included."""
-        return len(self.prompt) + len(self.tokens)
+        return len(self.asked.prompt) + len(self.tokens)
+
+    @property
+    def request_id(self) -> int:
+        """The request's id."""
+        return self.asked.request_id
 
     def request(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
-        known = (*self.prompt, *self.tokens)
-        sampling = self.temperature, self.top_p, self.seed
-        asked = *sampling, self.logprobs, self.lookahead, self.adjustment, self.grammar
-        told = self.request_id, known[-1], self.epoch, known, *asked
-        return Request(*told, answered=len(self.tokens))
+        known = (*self.asked.prompt, *self.tokens)
+        seen = replace(self.asked, prompt=known, first_token=known[-1])
+        return replace(seen, epoch=self.epoch, answered=len(self.tokens))
 
 
 class Emitted(NamedTuple):
@@ -146,7 +141,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Takes a request; raises ConfigError for one that can never be decoded."""
-        room, count = self.room, len(task.prompt)
+        room, count = self.room, len(task.asked.prompt)
         if not 0 < count < room.context:
             raise ConfigError(
                 f"prompt of {count} tokens: allowed: 1..{room.context - 1}, since the model's "
