@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ import pytest
 from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
-from mpissd.common.load_row import LoadRow
-from mpissd.lab.load.command import REFUSED, Client, Load, Served, load, loads, poisson, row_of
+from mpissd.lab.load.command import (
+    REFUSED,
+    Client,
+    Load,
+    LoadRow,
+    Served,
+    load,
+    loads,
+    poisson,
+    row_of,
+)
 from mpissd.lab.load.config import LoadConfig
 from tests.needs import module
 from tests.serve.fake_lead import Script
@@ -89,7 +99,7 @@ def test_goodput_counts_what_kept_the_objective(tmp_path: Path) -> None:
     assert (row.drafted, row.rounds) == (16, 6) and (row.mode, row.tp) == ("ssd", 1)
     assert row.tpot_s is not None and row.tpot_s["p50"] == pytest.approx(0.1)
     assert row.ttft_s is not None and row.ttft_s["mean"] == pytest.approx(0.8)
-    assert LoadRow(**json.loads(json.dumps(row.to_dict()))) == row
+    assert LoadRow(**json.loads(json.dumps(asdict(row)))) == row
 
 
 def test_a_server_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
