@@ -13,17 +13,7 @@ import pytest
 from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
-from mpissd.lab.load.command import (
-    REFUSED,
-    Client,
-    Load,
-    LoadRow,
-    Served,
-    load,
-    loads,
-    poisson,
-    row_of,
-)
+from mpissd.lab.load.command import Client, Load, LoadRow, Served, load, loads, poisson, row_of
 from mpissd.lab.load.config import LoadConfig
 from tests.needs import module
 from tests.serve.fake_lead import Script
@@ -83,7 +73,7 @@ def test_goodput_counts_what_kept_the_objective(tmp_path: Path) -> None:
         Served(1.0, 200, 1.5, 1.6, 10, 7, speculation=speculation),  # its first token is late
         Served(2.0, 200, 0.5, 1.5, 10, 7),  # .111 s a token
         Served(3.0, 200, 0.7, 0.7, 1, 7),  # one token has no further ones
-        Served(4.0, REFUSED, late_s=0.25),
+        Served(4.0, 429, late_s=0.25),
         Served(4.5, 599),
     ]
     named = {**dict.fromkeys(("load_id", "server", "model"), "x"), "provenance": {}}
