@@ -57,6 +57,8 @@ from mpissd.online.process import receive, send
 CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
 DITHER = 0  # seed of the numbers that weights are rounded by
 ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
+FALL = 0.02  # fall of held-out agreement up to which an unpublished version trains on
+PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
 MIN_HELD = 8  # held-out sequences, two or more, before which nothing is published
 _JUDGED_AT_ONCE = 8
 _IDLE_S = 0.05
@@ -266,7 +268,7 @@ class Learner:
         self.state, self.counts = "learning", Counts()
         self.agreement: float | None = None  # held-out, of the last candidate
         self.in_use = self.student.copy()
-        self._new = 0
+        self._new = self._bad = 0
         self._due = 0.0
 
     def add(self, example: Example) -> None:
@@ -305,7 +307,8 @@ class Learner:
     def publish(self) -> bool | None:
         """Publishes the weights if their gain on held-out sequences is significant.
 
-        Returns whether it did; None: too few sequences are held out yet to judge the weights.
+        Returns whether it did; None: too few sequences are held out yet to judge the weights. After
+        some versions that fell, training begins again from the last one.
         """
         if not self.student.is_finite:
             self._diverge()
@@ -316,12 +319,16 @@ class Learner:
         self.agreement = float(mine[:, 0].sum() / mine[:, 1].sum())
         gain, error = paired(mine, before)
         if gain > ERRORS * error:
-            self.state = "learning"
+            self.state, self._bad = "learning", 0
             self.in_use = self.student.copy()
             self.counts.published += 1
             return True
         self.state = "refused"
         self.counts.refused += 1
+        self._bad = self._bad + 1 if gain < -FALL else 0
+        if self._bad >= PATIENCE:
+            self._bad = 0
+            self.student.restore(self.in_use)
         return False
 
     def _right(self, weights: Llama) -> Counted:

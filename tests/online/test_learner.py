@@ -143,12 +143,17 @@ def test_weights_that_overflow_are_not_published(pair: TinyPair, value: float) -
     assert learner.student.is_finite and learner.counts.published == 0
 
 
-def test_a_version_that_agrees_less_is_refused(pair: TinyPair) -> None:
+def test_three_worse_versions_restore_the_last_one(pair: TinyPair) -> None:
     learner = Learner(student(pair))
     for example in answers(pair, 64, 0):
         learner.memory.add(example)
-    learner.student.restore(mapped(learner.student.copy(), lambda tensor: tensor * -1))
-    assert not learner.publish() and learner.state == "refused"
+    good = packed(learner.student.arrays())
+    worse = mapped(learner.student.copy(), lambda tensor: tensor * -1)
+    learner.student.restore(worse)
+    for count in (1, 2, 3):
+        assert not learner.publish() and learner.state == "refused"
+        assert learner.counts.refused == count
+        assert (packed(learner.student.arrays()) == good) == (count == 3)
 
 
 def test_a_step_may_be_of_several_new_sequences(pair: TinyPair) -> None:
