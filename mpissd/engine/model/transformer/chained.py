@@ -270,16 +270,10 @@ class Stage:
         decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[node]
         sheet.state[s] = slot, position + level + 1, best[node], before
         if sheet.lanes:
-            own = (
-                (table[KEPT_LANE, node], table[KEPT, node], sheet.draft_lanes),
-                (
-                    lane,
-                    level - fork + 1,
-                    sheet.lanes,
-                ),
-            )
-            for to, (of, copied, lanes) in zip(sheet.moves[:, s], own, strict=True):
-                to[:] = NOBODY if of < 0 else slot * lanes + of, slot, position + fork, copied
+            kept_lane, kept = table[[KEPT_LANE, KEPT], node].tolist()
+            ways = (kept_lane, sheet.draft_lanes, kept), (lane, sheet.lanes, level - fork + 1)
+            for move, (own, lanes, count) in zip(sheet.moves[:, s], ways, strict=True):
+                move[:] = NOBODY if own < 0 else slot * lanes + own, slot, position + fork, count
 
 
 class ChainedForwards:
