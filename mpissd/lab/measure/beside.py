@@ -24,7 +24,7 @@ Measure = Callable[[Session, dict[str, Any]], Row | None]
 _AR_TOKENS = 64  # the speed of AR hardly depends on the text
 _CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
 _FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
-_OWN = ("lookahead", "fan_out", "backup", "backup_lookahead", "lookup", "laws", "saguaro_c", "tree")
+_OWN = "lookahead fan_out backup backup_lookahead lookup laws saguaro_c tree tree_shape".split()
 
 
 def measured_beside(
