@@ -27,8 +27,8 @@ from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
-from mpissd.engine.model.transformer.shapes import MOST_LEVELS, MOST_NODES, WIDTH, Size
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
+from mpissd.engine.model.transformer.trees import MOST_LEVELS, MOST_NODES, WIDTH, Size
 from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
 from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
 from mpissd.engine.spec.tree import CHAIN, shape

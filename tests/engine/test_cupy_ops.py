@@ -11,7 +11,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.cupy_ops import ops as gpu_ops
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
-from mpissd.engine.model.transformer.shapes import Size
+from mpissd.engine.model.transformer.trees import Size
 from mpissd.engine.spec.tree import Tree
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error

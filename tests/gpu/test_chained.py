@@ -12,7 +12,7 @@ from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.model.transformer.chained import ChainedForwards
-from mpissd.engine.model.transformer.shapes import Size
+from mpissd.engine.model.transformer.trees import Size
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from mpissd.engine.spec.tree import Tree

@@ -24,8 +24,8 @@ from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.growing import GrowthSheet
-from mpissd.engine.model.transformer.shapes import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
+from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.spec.tree import Branched, Tree
 from mpissd.engine.workload.sequence import Batch, Placement
 from tests import transformer_reference

@@ -26,8 +26,8 @@ from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOT_FINITE, ChainedForwards, Index
 from mpissd.engine.model.transformer.growing import ChainedGrowth
-from mpissd.engine.model.transformer.shapes import NOBODY
 from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.trees import NOBODY
 from mpissd.engine.spec.tree import Tree
 from mpissd.engine.workload.oracle import Proposals, Rollout
 from mpissd.engine.workload.sequence import Batch, Change

@@ -19,8 +19,8 @@ from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
-from mpissd.engine.model.transformer.shapes import CHOICES, Size
 from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.trees import CHOICES, Size
 from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.spec.fanout import FanOuts
 from mpissd.engine.spec.tree import CHAIN, Branched, Tree, positional

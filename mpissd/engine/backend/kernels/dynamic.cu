@@ -1,7 +1,7 @@
-// Trees whose shape a round decides: see model/transformer/shapes.py, whose NumPy twin says the same. A
+// Trees whose shape a round decides: see model/transformer/trees.py, whose NumPy twin says the same. A
 // block a sequence. Needs chained.cu.
 enum { TOKEN, ABOVE, SURE, SEAT };  // see Shapes.found
-constexpr int WIDTH = 4, CHOICES = 8;  // as in shapes.py
+constexpr int WIDTH = 4, CHOICES = 8;  // as in trees.py
 constexpr int EACH = 8;  // the most found nodes of a thread
 constexpr float LEAST = -1e30f;  // also of a logit that is not finite
 

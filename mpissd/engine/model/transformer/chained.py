@@ -15,7 +15,7 @@ row's numbers never depend on other rows. Stage j = 1 … K takes the drafted to
 K + 1 walks the tree and begins the next round's state. Then an accepted path is copied from its
 lane into the trunk.
 
-The device may decide the tree's shape as well (shapes.py). Then stages 1 … K find its nodes, stage
+The device may decide the tree's shape as well (trees.py). Then stages 1 … K find its nodes, stage
 PLANT places the chosen ones before the target's forward, and the host sees a chain: the accepted
 path.
 """
@@ -33,7 +33,8 @@ from mpissd.engine.backend.base import HostArray, Program
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import RowPlaces
-from mpissd.engine.model.transformer.shapes import (
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.trees import (
     ABOVE,
     FORK,
     KEPT,
@@ -57,7 +58,6 @@ from mpissd.engine.model.transformer.shapes import (
     lay_out,
     table_of,
 )
-from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.spec.tree import Tree
 
 Index = NDArray[np.int64]

@@ -19,7 +19,7 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PADDING
 from mpissd.engine.model.transformer.chained import Ends
-from mpissd.engine.model.transformer.shapes import NOBODY
+from mpissd.engine.model.transformer.trees import NOBODY
 
 _AT_ONCE = 2  # programs that may be under way
 

@@ -178,7 +178,7 @@ class Ops(Protocol):
                 self.move(cache, lane, slot, start, start + count)
 
     def inherit(self, cache: Array, copies: Array) -> None:
-        """Copies the beginnings of lanes to other lanes; copies: like shapes.Shapes.copies."""
+        """Copies the beginnings of lanes to other lanes; copies: like trees.Shapes.copies."""
 
     def draws(self, logits: Array) -> Any:
         """Returns what draws tokens from these logits on the device; None: the host does."""

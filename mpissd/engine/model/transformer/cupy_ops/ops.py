@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.ops import Layer, Ops
-from mpissd.engine.model.transformer.shapes import PLANT
+from mpissd.engine.model.transformer.trees import PLANT
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
