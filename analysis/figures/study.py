@@ -28,7 +28,7 @@ _CELLS = (
     "{device}, predicted by mpissd plan from its profile: whole transformers, 512 tokens of "
     "context, laws of SmolLM2-135M-Instruct and its shipped draft. {more}"
 )
-_FOLDERS = "h200-trees", "extra-gpu"  # of measured rows in which all uses were run
+_FOLDERS = ("extra-gpu",)  # of measured rows in which all uses were run
 _WARM = "code at temp. 0.7"
 CELL = ["pair", "law", "batch_size", "host"]
 
@@ -120,7 +120,7 @@ def measured(data: Data) -> Poster:
     rows = rows[
         rows["ranks"].gt(1) & rows["setting"].isin(rows.loc[rows["mode"] == "ssd", "setting"])
     ]
-    need(len(rows), "runs of results/h200-trees or results/extra-gpu")
+    need(len(rows), "runs of results/extra-gpu")
     pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
     poster = Poster(5.8)
     for ax, pair in zip(poster.panels(1, len(pairs))[0], pairs, strict=True):

@@ -62,7 +62,7 @@ def measured() -> Lines:
         for use in _NAMES:
             of = where(here, use=use)
             # Several shapes of a use: the one of the largest median counts.
-            shapes = of.groupby(key(of, ["lookahead", "fan_out", "tree_nodes"]))
+            shapes = of.groupby(key(of, ["lookahead", "fan_out", "tree_nodes", "backup"]))
             kinds[use] = max((part for _, part in shapes), key=_median, default=of)
             rates = -np.sort(-of["tok_per_s"])
             runs = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in rates)) or "–"
