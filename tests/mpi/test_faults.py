@@ -75,7 +75,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 def test_an_exception_on_the_lead_ends_every_rank(tmp_path: Path) -> None:
     """The rounds are measured, and then the row can't be written: the lead can't name files."""
-    env = shim(tmp_path / "sabotage", "os.rename = os.link = None", 0)
+    env = shim(tmp_path / "sabotage", "import pathlib; pathlib.Path.replace = None", 0)
     done = launch(3, *NULL, "--rounds=5", folder=tmp_path / "out", direct=True, env=env)
     assert done.code not in (0, 2, 3)
     assert done.err.count("Traceback") == 1 and len(done.lines) == 1
