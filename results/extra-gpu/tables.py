@@ -27,6 +27,7 @@ from analysis.select import key, where  # noqa: E402
 
 PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
 _NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD", "SSD tree"
+SHAPE = ["lookahead", "fan_out", "tree_nodes", "backup", "backup_lookahead"]
 _CELL = {
     "chat": "chat, temp. 0",
     "code": "humaneval, temp. 0",
@@ -62,7 +63,7 @@ def measured() -> Lines:
         for use in _NAMES:
             of = where(here, use=use)
             # Several shapes of a use: the one of the largest median counts.
-            shapes = of.groupby(key(of, ["lookahead", "fan_out", "tree_nodes", "backup"]))
+            shapes = of.groupby(key(of, SHAPE))
             kinds[use] = max((part for _, part in shapes), key=_median, default=of)
             rates = -np.sort(-of["tok_per_s"])
             runs = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in rates)) or "–"
@@ -82,7 +83,7 @@ def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
     """Returns tok/s of SSD if its draft were never late and a round's host took .1 ms, by shape."""
     missed_s = (1 - lines["hit_rate"]) * lines["t_draft_s"] * (lines["backup"] != "fast")
     rates = lines["acceptance_length"] / (lines["t_target_s"] + missed_s + 1e-4)
-    return rates.groupby(key(lines, ["lookahead", "fan_out", "tree_nodes", "backup"])).median()
+    return rates.groupby(key(lines, SHAPE)).median()
 
 
 def _median(lines: pd.DataFrame) -> float:

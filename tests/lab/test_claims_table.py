@@ -12,6 +12,7 @@ from mpissd.lab.tables.best import (
     Use,
     best_use,
     compare_methods,
+    flags_of,
     method_of,
     render,
     setting_of,
@@ -307,3 +308,8 @@ def test_predictions_choose_k_unless_they_miss_by_far() -> None:
     assert "miss these rows by (median) SD 145%" in render([found])
     (found,) = compare_methods([each | {"prediction_error": 0.15} for each in rows])
     assert bests(found)[0].lookahead == 6 and "warning" not in render([found])
+
+
+def test_a_rival_measured_beside_has_the_flags_of_its_command() -> None:
+    row = Row.from_dict({"sweep": {"beside": "AR T=1"}, "command": ["run", "--fan_out=uniform:3"]})
+    assert flags_of(row) == {"fan_out": "uniform:3"}

@@ -277,6 +277,9 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
     *lines, last = capsys.readouterr().out.splitlines()
     assert any(re.search(r"SSD T=1 D=1 .* measured 618\.6 \(-5%; 5 rows\)", line) for line in lines)
     assert json.loads(last)["measured"]["SD inline T=2"] == pytest.approx(625.4, abs=0.1)
+    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.7", "--trees"]) == 0
+    trees = [line for line in capsys.readouterr().out.splitlines() if "tree=" in line]
+    assert trees and not any("measured" in line for line in trees)  # those rows are of chains
 
 
 def test_the_first_line_names_what_is_assumed(capfd: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,8 @@ def measured_uses(
         alike: dict[tuple[str, int], list[Row]] = {}
         for row in kept:
             family = Family(mode_of(row), int(row.tp), int(row.world_size - row.tp))
-            if family == use and all(row.get(k) == v for k, v in case.items()):
+            is_alike = family == use and bool(row.tree_nodes) == (choice.tree is not None)
+            if is_alike and all(row.get(k) == v for k, v in case.items()):
                 alike.setdefault((method_of(row), int(row.lookahead)), []).append(row)
         if alike:
             fastest[use] = max(map(Measured.of, alike.values()), key=lambda one: one.tok_per_s)

@@ -253,7 +253,7 @@ def fan_out_text(counts: Sequence[int] | None) -> str:
 
 def flags_of(row: Row) -> dict[str, str]:
     """Returns the flags that a row was run with, from its sweep's grid or its command line."""
-    if row.sweep:
+    if row.sweep and "flags" in row.sweep:  # a rival that `run` measured beside itself has none
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
     return dict(word.split("=", 1) for word in words)
