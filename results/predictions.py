@@ -207,7 +207,8 @@ def groups(errors: pd.DataFrame) -> pd.DataFrame:
     After a machine's T comes the group of all T. Columns: rows, and (error, .5) and (error, .95).
     """
     keys = ["machine", "forwards", "tp"]
-    every = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).abs().groupby(level=keys)
+    all_of = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).astype(float)
+    every = all_of.abs().groupby(level=keys)
     judged = every.quantile([0.5, 0.95]).unstack()
     judged["rows", ""] = every.size()
     return judged

@@ -364,7 +364,11 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
         fan_outs = FanOuts(after_hit, fan_out(text_after_miss or text, backup_lookahead, cut))
     dynamic = None
     if config.tree_shape == "dynamic" and config.tree and lookahead:
-        dynamic = _dynamic(config.tree, lookahead, backup_lookahead)
+        if backup_lookahead < lookahead:
+            what = f"backup_lookahead={backup_lookahead} with tree_shape=dynamic"
+            raise ConfigError(f"{what}: allowed: {lookahead}")
+        lookahead = backup_lookahead = min(lookahead, config.tree)
+        dynamic = _dynamic(config.tree, lookahead)
     elif config.tree is not None and lookahead:  # AR drafts nothing
         tree = shape(config.tree, primary.hazards, hit_law)
         if fan_outs.branches and backup_lookahead < lookahead:
@@ -411,13 +415,12 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     return job
 
 
-def _dynamic(nodes: int, levels: int, backup: int) -> Size:
+def _dynamic(nodes: int, levels: int) -> Size:
     """Returns the sizes of dynamic trees; raises ConfigError for those that no round can decide."""
     size = Size(nodes, levels)
     asked = f"tree={nodes} with tree_shape=dynamic and lookahead={levels}"
-    if levels > MOST_LEVELS or backup < levels:
-        allowed = f"at most {MOST_LEVELS} levels, backup_lookahead={levels}"
-        raise ConfigError(f"{asked}: allowed: {allowed}")
+    if levels > MOST_LEVELS:
+        raise ConfigError(f"{asked}: allowed: at most {MOST_LEVELS} levels")
     if nodes > (most := min(MOST_NODES, size.most_found)):
         raise ConfigError(f"{asked}: allowed: at most tree={most}")
     return size

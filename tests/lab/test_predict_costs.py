@@ -324,6 +324,8 @@ def test_rows_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(machines) == {"NVIDIA H200", "emulated"}
     assert sum(map(int, re.findall(r"Without \(c\): (\d+) row", text))) == 152
     assert "the profile is of NVIDIA H200" in text
+    assert main(str(RESULTS / "h200-growth")) == 0
+    assert "Without (c): 79 rows" in capsys.readouterr().out  # and none with a forecast
     for words, message in ((("nowhere",), "no runs"), ((str(STUDY), "missing.json"), "missing")):
         assert main(*words) == 2
         assert message in capsys.readouterr().err

@@ -177,6 +177,7 @@ def test_a_logit_that_is_not_finite_is_a_fault(
 @pytest.mark.parametrize("flags", [
     {"tree": 15}, {"tree": 4, "lookahead": 1},
     {"tree": 64, "batch_size": 3}, {"tree": 9, "lookahead": 6, "batch_size": 2},
+    {"tree": 3, "lookahead": 16, "batch_size": 4},
 ], ids=str)  # fmt: skip
 def test_dynamic_trees_are_the_likeliest_nodes(
     pair: TinyPair, flags: dict[str, Any], chained: dict[str, int]
@@ -185,7 +186,7 @@ def test_dynamic_trees_are_the_likeliest_nodes(
     found = decode(**text(pair, tree_shape="dynamic", **flags))
     assert chained["ahead"] > 0.6 * chained["rounds"] > 5
     alone = decode(**text(pair, mode="ar", draft=None))
-    draft, levels = open_checkpoint(str(pair.draft)), flags.get("lookahead", 4)
+    draft, levels = open_checkpoint(str(pair.draft)), min(flags["tree"], flags.get("lookahead", 4))
     rows = found.records.sequences()
     full = np.bincount(rows[:, 0])[rows[:, 0]] == flags.get("batch_size", 1)  # the others: chains
     right = list[bool]()  # two of float32's roundings may differ
