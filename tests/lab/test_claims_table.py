@@ -311,5 +311,6 @@ def test_predictions_choose_k_unless_they_miss_by_far() -> None:
 
 
 def test_a_rival_measured_beside_has_the_flags_of_its_command() -> None:
-    row = Row.from_dict({"sweep": {"beside": "AR T=1"}, "command": ["run", "--fan_out=uniform:3"]})
+    origin = {"sweep": {"beside": "AR T=1"}, "command": ["run", "--fan_out=uniform:3"]}
+    row = Row.from_dict({"provenance": origin})
     assert flags_of(row) == {"fan_out": "uniform:3"}
