@@ -58,7 +58,7 @@ class Tree:
         self.reads = [int(of[0]) - 1 if len(of) == 1 else of - 1 for of in self.inner]
         pairs = zip(self.inner, levels[1:], strict=True)
         self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
-        self.lanes, self.forks, self.spans = _lay_out(parents, self.depths, count)
+        self.lanes, self.forks, self.spans = lay_out(parents, self.depths, count)
         self.num_lanes = _count(self.lanes, self.spans)
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
@@ -125,11 +125,11 @@ class Branched:
             parents += [root + int(self.inner[tree.parents[inner - 1]]) for inner in nodes[1:]]
             depths += [tree.levels[node] + 1 + tree.levels[inner] for inner in nodes]
         self.depths: Index = np.array(depths)
-        self.lanes, self.forks, self.spans = _lay_out(parents, self.depths, count)
+        self.lanes, self.forks, self.spans = lay_out(parents, self.depths, count)
         self.num_lanes = _count(self.lanes, self.spans)
 
 
-def _lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
+def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
     """Returns lanes, forks and spans (Tree) of the nodes of these parents.
 
     Every parent comes before its children, its likeliest child first; nodes from `end` on are never

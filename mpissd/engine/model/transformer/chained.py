@@ -55,7 +55,7 @@ from mpissd.engine.model.transformer.trees import (
     Size,
     choose,
     find,
-    lay_out,
+    plant,
     table_of,
 )
 from mpissd.engine.spec.tree import Tree
@@ -202,7 +202,7 @@ class Stage:
                 if is_level:
                     self._find(s, rows, slot, position)
                 else:
-                    lay_out(self.shapes.tables[s], sheet.parents[s])
+                    plant(self.shapes.tables[s], sheet.parents[s])
                     for node, token in enumerate([last, *target.tokens[rows][1:]]):
                         self._put(target, rows.start + node, s, node, token, slot, position)
                 continue

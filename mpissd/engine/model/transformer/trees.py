@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.forwards import SPAN
-from mpissd.engine.spec.tree import Index, Tree
+from mpissd.engine.spec.tree import Index, Tree, lay_out
 
 PLANT = -1  # the number of the stage that places a dynamic tree
 WIDTH, CHOICES = 4, 8
@@ -136,9 +136,9 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
     keeps their paths; both int32 [N]."""
     size, found, table = shapes.size, shapes.found[s], shapes.tables[s]
     kept = np.sort(likeliest(found[SURE].view(np.float32), size.nodes))
-    above, levels = found[ABOVE, kept], np.zeros(size.most_found, np.int32)
-    for level in range(1, size.depth + 1):
-        levels[size.first(level) : size.first(level + 1)] = level
+    firsts = [size.first(level) for level in range(1, size.depth + 1)]
+    above = found[ABOVE, kept]
+    levels = np.searchsorted(firsts, np.arange(size.most_found), side="right")
     parents[:] = np.where(above < 0, 0, 1 + np.searchsorted(kept, above))
     tokens[:] = found[TOKEN, kept]
     table[[KEPT_LANE, KEPT], 0] = NOBODY, 0
@@ -149,19 +149,11 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
     table[KEPT_LANE, 1:] = np.where(is_kept, lanes, NOBODY)
 
 
-def lay_out(table: Ints, parents: Ints) -> None:
+def plant(table: Ints, parents: Ints) -> None:
     """Writes the table of a tree of these parents, all of whose nodes are stored in lanes."""
-    count = len(parents) + 1
-    levels, leaves, lanes, free = np.zeros((4, count), np.int32)
-    inner = {*parents.tolist()}
-    leaves[:] = [node not in inner for node in range(count)]
-    for node in range(count - 1, 0, -1):
-        leaves[parents[node - 1]] += leaves[node]
+    depths = np.zeros(len(parents) + 1, np.int64)
     for node, parent in enumerate(parents.tolist(), 1):
-        levels[node] = levels[parent] + 1
-        lanes[node] = free[node] = free[parent]
-        free[parent] += leaves[node]
-    table[PARENT, 0], table[PARENT, 1:] = NOBODY, parents
-    table[LEVEL], table[LANE], table[SPANS] = levels, lanes, SPAN * (leaves - 1)
-    table[FORK] = 1
-    table[[LANE, SPANS, FORK], 0] = NOBODY, 0, 0
+        depths[node] = depths[parent] + 1
+    lanes, forks, spans = lay_out(parents.tolist(), depths, 1)
+    table[PARENT] = [NOBODY, *parents]
+    table[[LEVEL, LANE, FORK]], table[SPANS] = (depths, lanes, forks), SPAN * (spans - 1)
