@@ -1,7 +1,7 @@
 """Names of models and pairs, with their shapes and files.
 
 `resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or a
-config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (trees.py);
+config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (shapes.py);
 `split_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
 that name: write `./8b` for a directory called `8b`.
 """
