@@ -2,7 +2,7 @@
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
 and after down makes the hidden vector whole again. A `Shard` is of bare products, of which all
-ranks have equal parts; head-sized drafts (trees.py) are not sharded. A `TransformerShard` has
+ranks have equal parts; head-sized drafts (shapes.py) are not sharded. A `TransformerShard` has
 contiguous ranges of matrices, unevenly where it must be: the first ranks get one KV head more
 (with its query heads), or one block more of the FFN or of the LM head. Rank 0 is never smaller than
 another.
