@@ -13,8 +13,19 @@ import pytest
 from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
-from mpissd.lab.load.command import Client, Load, LoadRow, Served, load, loads, poisson, row_of
+from mpissd.lab.load.command import (
+    Answer,
+    Client,
+    Load,
+    LoadRow,
+    Served,
+    load,
+    loads,
+    poisson,
+    row_of,
+)
 from mpissd.lab.load.config import LoadConfig
+from mpissd.lab.sse import Event
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.text import tiny
@@ -148,11 +159,11 @@ def test_another_server_is_one_line(tmp_path: Path) -> None:
         load(config(tmp_path, url="http://h:port/v1"))
     given = config(tmp_path, url="http://h/v1", requests="2", rate="100")
 
-    async def asked(models: Any, line: str) -> list[int]:
+    async def asked(models: Any, *lines: str) -> list[Served]:
         def answer(request: Any) -> Any:
             if request.method == "GET":
                 return httpx.Response(200, json=models)
-            return httpx.Response(200, text=f"data: {line}\n\n")
+            return httpx.Response(200, text="".join(f"data:{line}\n\n" for line in lines))
 
         async with Client(given) as client:
             client._http = httpx.AsyncClient(
@@ -160,11 +171,41 @@ def test_another_server_is_one_line(tmp_path: Path) -> None:
             )
             await client.about()
             (planned,) = loads(given)
-            return [each.status for each in await client.send_all(planned)]
+            served = await client.send_all(planned)
+            named = {**dict.fromkeys(("load_id", "server", "model"), "x"), "provenance": {}}
+            about = {**await client.about(), "mode": None}
+            json.dumps(asdict(row_of(given, planned, served, about, named)), allow_nan=False)
+            return served
 
-    models = {"data": [{"id": "m"}]}
-    for line in ("[]", "5", '{"choices": [7]}', "{"):
-        assert asyncio.run(asked(models, line)) == [599, 599]
-    for other in ([], {"data": ["m"]}, {"data": 5}):
+    models = {"data": [{"id": "m", "mpissd": ["ssd"]}, {"id": "m", "mpissd": {"tp": "1"}}]}
+    a, end = '{"choices": [{"text": "a"}]}', '{"choices": [{"finish_reason": "length"}]}'
+    broken = [[line, end] for line in ("[]", "5", '{"choices": [7]}', "{", "[" * 10**5)]
+    for lines in (*broken, [a], [a, '{"error": {}, "choices": null}'], [a, '{"error": "x"}', end]):
+        assert [each.status for each in asyncio.run(asked(models, *lines))] == [599, 599]
+    usages = [
+        "null", "[]", '{"completion_tokens": null, "prompt_tokens": "5"}',
+        '{"completion_tokens": 4294967296}',
+        '{"completion_tokens": 0, "speculation": {"drafted": null}}',
+    ]  # fmt: skip
+    for usage in usages:
+        lines = a, a, end, f'{{"choices": [], "usage": {usage}}}'
+        assert [e.num_tokens for e in asyncio.run(asked(models, *lines, "[DONE]"))] == [2, 2]
+    assert asyncio.run(asked(models, "[DONE]", "{"))[0].status == 200
+    for other in ([], {"data": ["m"]}, {"data": 5}, {"data": [{"id": 5}]}):
         with pytest.raises(FaultError, match="no models there"):
             asyncio.run(asked(other, "{}"))
+
+
+@pytest.mark.parametrize(
+    "name", ["content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call"]
+)
+def test_times_are_of_generated_tokens(name: str) -> None:
+    """From the first one to the end, whatever member of the chat's delta holds them."""
+    answer = Answer()
+    deltas = [{"role": "assistant", "content": ""}, {name: ["x"]}, {name: "x"}, {}, {name: "x"}]
+    for number, delta in enumerate([*deltas, None]):
+        choice = {"delta": delta, "finish_reason": None if delta is not None else "stop"}
+        answer.add(Event("message", json.dumps({"choices": [choice]})), float(number))
+    assert (answer.first_s, answer.last_s, answer.num_chunks) == (1.0, 5.0, 3)
+    with pytest.raises(ValueError, match="the server reports"):
+        answer.add(Event("error", "{}"), 6.0)

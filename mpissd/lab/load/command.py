@@ -19,30 +19,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.flags import without
+from mpissd.common.flags import MODES, without
 from mpissd.common.output import append_row, check_output, print_json
 from mpissd.common.row import key
 from mpissd.engine.workload.tokenizer import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
-from mpissd.serve.config import KEY_VARIABLE
-
-if TYPE_CHECKING:
-    import httpx
+from mpissd.lab.sse import DONE, Event, EventStream
+from mpissd.serve.config import AUTO, KEY_VARIABLE
 
 ANSWERED, REFUSED = 200, 429
 Times = Mapping[str, float]
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
-_SERVER = (
-    "draft mode backend device_name draws tp num_drafts replicas world_size lookahead max_running "
-    "acceptance hit_law"
-).split()
+# Keys of a server's description of itself, with their types.
+_SERVER: dict[str, type] = {
+    **dict.fromkeys("draft mode backend device_name draws acceptance hit_law".split(), str),
+    **dict.fromkeys("tp num_drafts replicas world_size lookahead max_running".split(), int),
+}
+# Members of a chat's `delta` that hold what the model has generated.
+_GENERATED = ("content reasoning_content reasoning refusal tool_calls function_call audio").split()
 _FAILED = 599  # status of a connection or an answer that broke off
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # odd JSON
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -137,8 +138,10 @@ def _kept(
 ) -> LoadRow:
     """Makes a load's row and prints its line; keeps it in OUT/loads.jsonl, and its requests'
     numbers in OUT/loads."""
+    mode = about.get("mode")
+    kind = mode if mode in (AUTO, *MODES) else "server"  # a file is named after it
     named = {
-        "load_id": f"load-{about.get('mode') or 'server'}-{secrets.token_hex(6)}",
+        "load_id": f"load-{kind}-{secrets.token_hex(6)}",
         "server": about["server"],
         "model": about["model"],
         "provenance": {
@@ -348,11 +351,14 @@ class Client:
             answer = await self._http.get("models")
             models = answer.raise_for_status().json()["data"]
             self.model = self.model or models[0]["id"]
+            if not isinstance(self.model, str):
+                raise ValueError(f"a model's id is {self.model!r}")
             of_model = [each.get("mpissd") for each in models if each["id"] == self.model]
         except (self._broken, *_DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise FaultError(f"url={self.url}: no models there: {why}") from error
-        return next((about for about in of_model if about), {})
+        about = next((about for about in of_model if isinstance(about, dict)), {})
+        return {n: about[n] for n, kind in _SERVER.items() if type(about.get(n)) is kind}
 
     async def send_all(self, load: Load) -> list[Served]:
         """Sends each request of a load at its time; returns their results."""
@@ -378,43 +384,76 @@ class Client:
         if self._config.stream_usage:
             body["stream_options"] = {"include_usage": True}
         body |= {"temperature": self._config.temperature, "seed": self._config.seed + number}
+        answer = Answer()
         try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != ANSWERED:
-                    return Served(arrival.at_s, response.status_code, late_s=late)
-                return await self._read(due, arrival, late, response)
-        except (self._broken, *_DAMAGED):
-            return Served(arrival.at_s, _FAILED, late_s=late)
-
-    async def _read(
-        self, due: float, arrival: Arrival, late: float, response: httpx.Response
-    ) -> Served:
-        """Reads a stream to its end; a stream that breaks off has failed."""
-        first, last, chunks = 0.0, 0.0, 0
-        usage: dict[str, Any] = {}
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if "error" in chunk:
-                return Served(arrival.at_s, _FAILED, late_s=late)
-            usage = chunk.get("usage") or usage
-            # A chunk that only names the role has no text.
-            if any(
-                choice.get("text")
-                or choice.get("finish_reason")
-                or (choice.get("delta") or {}).get("content")
-                for choice in chunk.get("choices", ())
-            ):
-                last = time.monotonic() - due
-                first, chunks = first or last, chunks + 1
+            asked = self._ask(path, body, due, answer)
+            status = await asyncio.wait_for(asked, self._config.deadline_s)
+        except (self._broken, asyncio.TimeoutError, *_DAMAGED):
+            status = ANSWERED if answer.is_done else _FAILED
+        if status != ANSWERED:
+            return Served(arrival.at_s, status, late_s=late)
+        usage = _counts(answer.usage)
         return Served(
             at_s=arrival.at_s,
-            status=ANSWERED if chunks else _FAILED,
-            ttft_s=first,
-            latency_s=last,
-            num_tokens=usage.get("completion_tokens", chunks),
+            status=status,
+            ttft_s=answer.first_s,
+            latency_s=answer.last_s,
+            num_tokens=usage.get("completion_tokens") or answer.num_chunks,
             prompt_tokens=usage.get("prompt_tokens", 0),
             late_s=late,
-            speculation=usage.get("speculation"),
+            speculation=_counts(answer.usage.get("speculation")) or None,
         )
+
+    async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Answer) -> int:
+        """Sends a request and reads its answer to the end, as Answer.add; returns the status."""
+        async with self._http.stream("POST", path, json=body) as response:
+            if response.status_code != ANSWERED:
+                return response.status_code
+            stream = EventStream()
+            async for part in response.aiter_bytes():
+                for event in stream.push(part):
+                    answer.add(event, time.monotonic() - due)
+        return ANSWERED if answer.has_ended else _FAILED  # a stream without an end is cut off
+
+
+class Answer:
+    """The state of a streamed answer; times are in seconds from the request's arrival.
+
+    first_s: of the first token. last_s: of the last one, or of the chunk that ends the answer.
+    num_chunks: chunks that bring tokens. usage: the server's. is_done: whether nothing follows.
+    """
+
+    def __init__(self) -> None:
+        self.first_s = self.last_s = np.nan
+        self.num_chunks = 0
+        self.has_ended = self.is_done = False
+        self.usage: Mapping[str, Any] = {}
+
+    def add(self, event: Event, now_s: float) -> None:
+        """Takes an event; raises an error of _DAMAGED if it is no chunk, or reports an error."""
+        self.is_done = self.is_done or event.data.startswith(DONE)
+        if self.is_done:
+            self.has_ended = True
+            if np.isnan(self.last_s):
+                self.first_s = self.last_s = now_s
+            return
+        chunk = json.loads(event.data)
+        if event.kind == "error" or chunk.get("error"):
+            raise ValueError(f"the server reports {event.data[:80]}")
+        if isinstance(chunk.get("usage"), dict):
+            self.usage = chunk["usage"]
+        for choice in chunk.get("choices") or ():
+            delta, logprobs = choice.get("delta") or {}, choice.get("logprobs") or {}
+            parts = [choice.get("text"), *logprobs.values(), *map(delta.get, _GENERATED)]
+            is_end = bool(choice.get("finish_reason"))
+            self.num_chunks += any(parts)
+            self.has_ended = self.has_ended or is_end
+            if any(parts) or is_end:
+                self.first_s = now_s if np.isnan(self.first_s) else self.first_s
+                self.last_s = now_s
+
+
+def _counts(values: Any) -> dict[str, int]:
+    """Returns an object's members that are counts, below 2^31 as the row's arrays need them."""
+    members = values.items() if isinstance(values, dict) else ()
+    return {name: n for name, n in members if type(n) is int and 0 <= n < 1 << 31}
