@@ -23,6 +23,7 @@ from mpissd.common.ranks import end_with_parent
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.tokenizer import load_tokenizer
 from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
+from mpissd.lab.sse import DONE, EventStream
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig
 
 HELP = """\
@@ -34,7 +35,7 @@ HELP = """\
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 _LEAVE_S = 20.0  # longest wait for the server to end
 _NO_WRAP = 1 << 16  # columns without a terminal
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)  # JSON of another form
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # odd JSON
 
 
 class Chat:
@@ -146,6 +147,8 @@ class Chat:
         except ConfigError as refused:
             say(str(refused))
             return
+        except _DAMAGED as error:
+            raise FaultError(f"the server's answer is damaged: {error!r}") from error
         painter.end()
         notes = {"length": "the longest answer that is allowed; ", "stopped": "stopped; "}
         summary = f"{notes.get(ended, '')}{meter.long()}"
@@ -156,22 +159,28 @@ class Chat:
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a streamed answer.
 
+        If the context has room for the prompt but not for max_tokens, the answer gets what is left.
         Raises ConfigError for a refusal, FaultError if the server is gone.
         """
         with self._http.stream("POST", "chat/completions", json=body) as response:
-            if response.status_code >= 500:
-                raise FaultError(json.loads(response.read())["error"]["message"])
-            if response.status_code != 200:
-                error = json.loads(response.read())["error"]
-                hint = ": /reset begins another conversation"
-                is_long = error["code"] == "context_length_exceeded"
-                raise ConfigError(f"{error['message']}{hint if is_long else ''}")
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    chunk: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        raise FaultError(chunk["error"]["message"])
-                    yield chunk
+            if response.status_code == 200:
+                events = EventStream()
+                for part in response.iter_bytes():
+                    for event in events.push(part):
+                        chunk = {} if event.data == DONE else json.loads(event.data)
+                        if "error" in chunk:
+                            raise FaultError(chunk["error"]["message"])
+                        yield chunk
+                return
+            error = json.loads(response.read())["error"]
+        if response.status_code >= 500:
+            raise FaultError(error["message"])
+        is_long = error["code"] == "context_length_exceeded"
+        if is_long and error["param"] == "max_tokens" and "max_tokens" in body:
+            yield from self._chunks({k: v for k, v in body.items() if k != "max_tokens"})
+            return
+        hint = ": /reset begins another conversation"
+        raise ConfigError(f"{error['message']}{hint if is_long else ''}")
 
 
 def chat(config: ChatConfig) -> int:
@@ -235,12 +244,11 @@ def _converse(config: ChatConfig, url: str) -> int | None:
     ):
         try:
             models = http.get("models").raise_for_status().json()["data"]
-            about, model = models[0]["mpissd"], models[0]["id"]
+            chat = Chat(http, config, models[0]["mpissd"], terminal)
+            chat.greet(models[0]["mpissd"], models[0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, *_DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"url={url}: no mpissd serve there: {why}") from error
-        chat = Chat(http, config, about, terminal)
-        chat.greet(about, model)
         is_typed = sys.stdin.isatty()
         if is_typed:
             import readline  # noqa: F401  (gives input() editing and a history)

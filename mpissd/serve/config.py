@@ -133,15 +133,25 @@ class ChatConfig(RanksFlags):
     )
     url: str | None = flag(None, words, "a running `mpissd serve`: http://HOST:PORT/v1")
 
+    @classmethod
+    def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
+        """Adds num_drafts=0 for AR without a draft model."""
+        given = super().completed(flags)
+        if given.get("mode") == "ar" and not given.keys() & {"pair", "draft"}:
+            given.setdefault("num_drafts", "0")
+        return given
+
     def server_arguments(self) -> list[str]:
         """Returns the arguments of the `serve` that answers; each request names its mode."""
         flags = {name: text for name, text in said(self.run).items() if name not in _OF_REQUESTS}
         flags |= {"tp": f"{self.tp}", "num_drafts": f"{self.num_drafts}", "port": "0"}
-        flags |= {"mode": "ssd" if self.num_drafts else "sd", "max_running": "1"}
+        has_draft = self.run.mode != "ar" or self.run.pair or self.run.draft
+        mode = "ssd" if self.num_drafts else "sd" if has_draft else "ar"
+        flags |= {"mode": mode, "max_running": "1"}
         flags["lookahead"] = f"{self.run.lookahead}"
         if self.num_drafts:
             flags["fan_out"] = self.run.fan_out
-        auto = [] if self.run.tree else ["--auto"]
+        auto = [] if self.run.tree or mode == "ar" else ["--auto"]
         return ["serve", *auto, *(f"--{name}={value}" for name, value in flags.items())]
 
 

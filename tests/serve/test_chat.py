@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpissd.cli.arguments import parse
 from mpissd.engine.workload.tokenizer import Tokenizer
 from tests.needs import module
 from tests.scripts import ROOT, python, until
@@ -130,3 +131,25 @@ def test_what_is_no_server_is_one_line(rig: Rig) -> None:
     done = python("-m", "mpissd", "chat", f"--url={rig.url}/nothing")
     assert done.returncode == 2 and "no mpissd serve there" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "context"), [("", 1000), ("one two", 60), ("one\u2028two", 1000)])
+def test_a_conversation_goes_on(words: Tokenizer, text: str, context: int) -> None:
+    """After an empty answer, with less room than --num_tokens, after Unicode's line ends."""
+    script = Script([*words.encode(text), 1], context=context)
+    with serving(words, script, about=ABOUT) as rig:
+        done = python(*command(rig)[1:], input="hello\nhello\n")
+    assert done.returncode == 0 and "allowed" not in done.stdout and text in done.stdout
+    first, second = script.submitted
+    assert first.max_tokens == min(900, context - len(first.prompt))
+    assert len(second.prompt) - len(first.prompt) >= len(first.prompt) - 20 + len(script.answer)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["ar --target=x", "ar --target=x --draft=x", "ar", "sd --num_drafts=0", "ssd --pair=toy"],
+)
+def test_the_server_of_a_chat_can_decode_in_its_mode(words: str) -> None:
+    config = parse(["chat", *f"--mode={words}".split()]).config
+    server = parse(config.server_arguments()).config
+    assert server.num_ranks == config.num_ranks and config.run.mode in server.modes
