@@ -44,6 +44,7 @@ _CHAT = "/v1/chat/completions"
 _OPEN = ("/health", "/ready")  # answered without a key
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # beyond ASCII
 _STATS = {
     "running": "sequences that decode",
     "waiting": "requests that wait for the lead",
@@ -398,5 +399,5 @@ async def _unrouted(http: Http, error: Exception) -> Response:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Returns a server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    """Returns a server-sent event, as one line for clients that split at Unicode's line ends."""
+    return f"data: {json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()

@@ -10,6 +10,7 @@ import pytest
 
 from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.serve.app import event
 from tests.needs import module
 from tests.scripts import until
 from tests.serve.fake_lead import Script
@@ -236,6 +237,12 @@ def test_an_answer_continues_the_final_message(rig: Rig, words: Tokenizer) -> No
     assert prompts == [begun, f"{begun}<|e|>"]
     with pytest.raises(openai.BadRequestError, match="chat template ignores them"):
         client(rig).chat.completions.create(**asked, tools=[TOOL])
+
+
+def test_an_event_is_one_line_for_clients_that_split_at_any_line_end() -> None:
+    data = {"text": "".join(map(chr, range(0xD800))) + "\u2028\u2029"}
+    line, empty = event(data).decode().splitlines()
+    assert empty == "" and json.loads(line.removeprefix("data: ")) == data
 
 
 def test_the_models(rig: Rig) -> None:
