@@ -31,6 +31,8 @@ MOST_TOP = 5  # likeliest tokens that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # Fields of messages besides role and content, by role.
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+# Fields of OpenAI's answers that this server's do not have; their empty values change nothing.
+_EMPTY = ("refusal", "annotations", "audio", "function_call")
 CALL = "<tool_call>"  # begins a tool call in the format that most chat templates ask for
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -262,12 +264,13 @@ def whole(choices: Sequence[Request]) -> dict[str, Any]:
 
 def called(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Splits an answer into its text and its tool calls, each CALL and an object of name and
-    arguments; if one is something else, all is text."""
+    arguments; if one is something else, or is no Unicode text, all is text."""
     content, *parts = text.split(CALL)
     calls = list[dict[str, Any]]()
     try:
         for part in parts:
             call = json.loads(part.partition("</tool_call>")[0])
+            json.dumps(call, ensure_ascii=False).encode()
             arguments = json.dumps(call["arguments"], allow_nan=False)
             function = {"name": str(call["name"]), "arguments": arguments}
             name = {"index": len(calls), "id": f"call_{secrets.token_hex(12)}"}
@@ -361,7 +364,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
         here = f"{name}[{place}]"
         if not isinstance(each, dict):
             raise _refused(here, each, '{"role": "…", "content": "…"}')
-        given = {key: part for key, part in each.items() if part is not None}
+        given = {k: v for k, v in each.items() if v is not None and (v or k not in _EMPTY)}
         role, content = given.get("role"), given.get("content")
         known = ("role", "content", *(_MORE.get(role, ()) if isinstance(role, str) else ()))
         if extra := given.keys() - {*known}:
@@ -373,14 +376,17 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
                 for part in content
             ]
-            if not texts or not all(isinstance(text, str) for text in texts):
+            if not all(isinstance(text, str) for text in texts):
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
         if calls := given.pop("tool_calls", None):  # templates take an empty list for calls
             _read_arguments(f"{here}.tool_calls", calls)
-            given["tool_calls"], content = calls, content or ""
-        if content or not calls:
+            given["tool_calls"] = calls
+        if content is None and role == "assistant":  # of an answer that is tool calls, or nothing
+            content = ""
+        is_blank = isinstance(content, str) and not content.strip()
+        if not is_blank:  # an answer or a tool's result may be blank
             check_text(f"{here}.content", content)
         messages.append({**given, "role": _ROLES[role], "content": content})
     return messages

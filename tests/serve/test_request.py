@@ -1,4 +1,5 @@
-"""Bodies of any JSON: each is a request with sound values, or is refused with 400."""
+"""Bodies of any JSON: each is a request with sound values, or is refused with 400. Answers of this
+server are messages of the next request."""
 
 import json
 from typing import Any
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.serve.protocol import End, Tokens
 from mpissd.serve.request import CALL, Problem, Request, called, parse
+from tests.text import tiny
 
 NAMES = (
     "model prompt messages max_tokens max_completion_tokens stream stream_options temperature "
@@ -75,11 +78,12 @@ CONVERSATIONS: list[tuple[Any, str]] = [
     ([{"role": "robot", "content": "x"}], "role"),
     ([{**USER, "tool_calls": []}], "unknown messages[0] field"),
     ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments"),
-    ([{"role": "assistant", "tool_calls": []}], "is no text"),
+    ([{"role": "tool", "content": None}], "is no text"),
+    ([{"role": "assistant", "refusal": "no"}], "unknown messages[0] field"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts"),
     ([{"role": "user", "content": [{"type": "text"}]}], "parts"),
     ([{"role": "user", "content": "a\udfffb"}], "no UTF-8 text"),
-    ([USER, {"role": "user", "content": " "}], "messages[1].content: is empty"),
+    ([{"role": "assistant", "content": False}], "is no text"),
 ]
 BODIES = [
     (b"{", "no JSON"),
@@ -150,3 +154,69 @@ def test_values_of_any_depth_are_refused() -> None:
 def test_a_call_whose_arguments_are_no_json_is_text() -> None:
     text = CALL + '{"name": "f", "arguments": {"a": NaN}}</tool_call>'
     assert called(text) == (text, [])
+
+
+CALLING = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}={{ c.function.arguments | tojson }}"
+    "{% endfor %}|{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+PARTS = [
+    "", " ", "\n", "é", "\u2028", "so <", CALL, "</tool_call>", '{"name": "f", "arguments": {}}',
+    f'{CALL}{{"name": "f", "arguments": {{"a": ["é", 1e5]}}}}</tool_call>', '{"name": 7, "argume',
+    f'{CALL}{{"name": "f", "arguments": "{{}}"}}', f'{CALL}{{"name": "g", "arguments": null}}',
+    f'{CALL}{{"name": "\\ud800", "arguments": {{}}}}',
+    f'{CALL}{{"name": "", "arguments": "\\udfff"}}',
+]  # fmt: skip
+UNUSED = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls")) | {"annotations": []}
+
+
+@pytest.fixture(scope="module")
+def callers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("callers")
+    return load_tokenizer(str(tiny.write(folder / "tiny", chat_template=CALLING)))
+
+
+def answered(words: Tokenizer, text: str, cut: int, *, stream: bool) -> dict[str, Any]:
+    """Returns the message with which the server answers a text whose last tokens are cut off."""
+    body = {"messages": [USER], "tools": [TOOL], "stream": stream}
+    (choice,) = parse(json.dumps(body).encode(), is_chat=True).begin(words, (1,), "tiny")
+    tokens, deltas = words.encode(text), list[dict[str, Any]]()
+    for token in [*tokens[: len(tokens) - cut], *[1] * (not cut)]:
+        choice.add(Tokens(0, [token]))
+        if stream:
+            deltas.append(choice.choice()["delta"])
+    choice.close(End(0, "length" if cut else "stop"))
+    last = choice.choice()
+    json.dumps(last, ensure_ascii=False).encode()  # as the response is sent
+    if not stream:
+        return dict(last["message"])
+    deltas.append(last["delta"])
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    return {"role": "assistant", "content": content, "tool_calls": deltas[-1].get("tool_calls")}
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(PARTS), max_size=5).map("".join), st.integers(0, 4))
+@example("", 0)
+def test_every_answer_is_a_message_of_the_next_request(
+    callers: Tokenizer, text: str, cut: int
+) -> None:
+    """As it was answered whole or in a stream, with clients' unused fields, or as a list of parts;
+    its prompt has the same tokens each time."""
+    whole = answered(callers, text, cut, stream=False)
+    parts = [{"type": "text", "text": part} for part in (whole["content"] or "")]
+    forms = [
+        whole,
+        answered(callers, text, cut, stream=True),
+        {**UNUSED, **whole},
+        {**whole, "content": parts},
+    ]
+    prompts = []
+    for form in forms:
+        calls = form.get("tool_calls") or ()
+        results = [{"role": "tool", "tool_call_id": c["id"], "content": ""} for c in calls]
+        body = {"messages": [USER, form, *results, USER]}
+        prompts.append(parse(json.dumps(body).encode(), is_chat=True).encode(callers))
+    assert prompts == [prompts[0]] * len(forms)
