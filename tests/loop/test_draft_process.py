@@ -248,6 +248,15 @@ def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> N
         first.close()
         until(lambda: any(second.drafts(rows)), START_S)
         second.close()
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert f"socket={where}: another process listens" in refused.stderr
+        until(lambda: any(first.drafts(rows)), START_S)
+        process.kill()
+    assert Path(where).is_socket()
+    with subprocess.Popen(command) as process:
+        until(lambda: any(first.drafts(rows)), START_S)
+        first.close()
         process.kill()
 
 

@@ -6,6 +6,7 @@ protocol, ends its rounds and nothing else: the model stays, and the pages of wh
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -88,14 +89,19 @@ def draft(config: DraftConfig) -> int:
 
 
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
-    """Returns the clients, one after another; raises ConfigError for a path that cannot be."""
+    """Returns the clients, one after another.
+
+    Raises ConfigError for a path at which another process listens, or that cannot be a socket.
+    """
     kind, _, number = where.partition(":")
     if kind == "fd":
         return iter([socket.socket(fileno=int(number))])
     listener = resources.enter_context(packets())
     try:
-        if Path(where).is_socket():  # of a process that has ended
-            os.unlink(where)
+        if Path(where).is_socket():
+            if _has_listener(where):
+                raise ConfigError(f"socket={where}: another process listens: allowed: another path")
+            os.unlink(where)  # of a process that has ended
         listener.bind(where)
         os.chmod(where, 0o600)
         listener.listen()
@@ -103,6 +109,13 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
         raise ConfigError(f"socket={where}: {error.strerror or error}") from error
     resources.callback(os.unlink, where)
     return iter(lambda: listener.accept()[0], None)
+
+
+def _has_listener(path: str) -> bool:
+    """Returns whether a process listens at a socket's path."""
+    with packets() as probe:
+        probe.setblocking(False)  # its queue of clients may be full
+        return probe.connect_ex(path) != errno.ECONNREFUSED
 
 
 def _warm(job: Job, worker: DraftWorker) -> None:
