@@ -38,6 +38,7 @@ from mpissd.serve.replicas import Member
 HEAD_S = 15.0  # time limit for a request's headers
 WRITE_S = 30.0  # time limit for a client to read some of its waiting data
 SEND_BYTES = 1 << 16
+_LONGEST_FOLDER = 70  # bytes of a folder's path, so that a socket in it has less than 104
 NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
 # Together with _LAST_WORDS_S at most 5 s, also if the launcher hangs.
 _GRACE_S = 1  # longest wait for connections to end
@@ -155,7 +156,7 @@ async def _serve(
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, on_signal, each)
     with (
-        tempfile.TemporaryDirectory(prefix="mpissd-serve-") as folder,
+        _private_folder() as folder,
         member or contextlib.nullcontext(),
     ):
         path = str(Path(folder, "lead"))
@@ -185,6 +186,16 @@ async def _serve(
     code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may return 0
     _note(f"the ranks have ended (exit code {code})")
     return code
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder for the lead's socket, in /tmp if TMPDIR's path is too long for a socket."""
+    place = tempfile.gettempdir()
+    place = "/tmp" if len(os.fsencode(place)) > _LONGEST_FOLDER else place
+    try:
+        return tempfile.TemporaryDirectory(prefix="mpissd-serve-", dir=place)
+    except OSError as error:
+        raise ConfigError(f"TMPDIR: {place}: {error.strerror}: allowed: a short path") from error
 
 
 async def ended(ranks: asyncio.subprocess.Process) -> int:

@@ -130,6 +130,13 @@ def test_what_the_user_says_of_a_lost_draft_holds(pair: TinyPair, tmp_path: Path
         assert "--on-draft-loss=abort" in words and "--on_draft_loss=ar" not in words
 
 
+def test_it_serves_under_a_long_tmpdir(pair: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)  # a Unix socket's path has at most 107 bytes
+    folder.mkdir()
+    with started(pair, tmp_path, TMPDIR=str(folder)) as serving:
+        assert serving.ask("/ready")[0] == 200
+
+
 def test_it_ends_at_once_while_the_models_are_loaded(pair: TinyPair, tmp_path: Path) -> None:
     with started(pair, tmp_path, reads=False, FAKE_LOAD_S="999") as serving:
         until((tmp_path / "pid").exists)
