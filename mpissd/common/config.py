@@ -388,7 +388,7 @@ class MachineFlags(Checked):
     on_draft_loss: str = flag(
         "abort",
         choice("abort", "ar"),
-        "what to do if the draft rank dies: abort, or go on as ar",
+        "what to do if the draft rank dies or hangs: abort, or go on as ar",
         # Sampled tokens cannot be verified without distributions that are lost with the draft.
         needs="num_drafts=1 temperature=0.0 trace=None",
     )

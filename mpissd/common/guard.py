@@ -55,7 +55,7 @@ class _Guard:
 
     def tell(self, kind: str, **fields: Any) -> bool:
         """Sends a message to the warden; returns whether it was sent."""
-        self.has_spoken = True
+        self.has_spoken = self.has_spoken or kind != "hangs"
         try:
             self._link.send(json.dumps({"kind": kind, **fields}).encode())
         except OSError:
@@ -201,6 +201,12 @@ def waited(text: str) -> bool:
     Returns whether it has printed a line.
     """
     return failed(text, "waited")
+
+
+def hangs(rank: int, text: str) -> None:
+    """Reports a rank that does not answer; the warden ends it if the job can go on without it."""
+    if _guard is not None:
+        _guard.tell("hangs", rank=rank, text=text[:_MOST])
 
 
 def leave(code: int) -> None:

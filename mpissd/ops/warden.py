@@ -59,6 +59,7 @@ class Peer:
         self.left_at = float("inf")
         self.gone, self.gone_at = False, 0.0
         self.status: int | None = None  # the wait status as os.waitpid gives it, if known
+        self.hang: str | None = None  # the line about a rank that the warden killed as it hung
         self.is_lost = False  # whether the rank is gone and the job goes on without it
         self.stopped_at: float | None = None
 
@@ -229,7 +230,7 @@ class Warden:
             self._kill_at = monotonic() + _END_S
 
     def _read(self, peer: Peer) -> None:
-        """Reads all messages of a rank: leave, failed or waited, as guard sends them."""
+        """Reads all messages of a rank: leave, failed, waited or hangs, as guard sends them."""
         while not peer.is_closed:
             try:
                 text = peer.link.recv(1 << 16)
@@ -263,6 +264,11 @@ class Warden:
                 self._judge(verdict)
             elif self._held is None:
                 self._held = monotonic() + _OTHERS_S, verdict
+        elif message["kind"] == "hangs" and message["rank"] in self.peers:
+            other = self.peers[message["rank"]]
+            line = f"{other} hangs in {self._phase(other)}: rank {peer.rank} waits for "
+            line += f"{message['text']} (--deadline_s={self._deadline_s:g})"
+            self._end_hung(self._unless_stopped(Verdict(line, other), monotonic()))
 
     def _phase(self, peer: Peer) -> str:
         """Returns a rank's last activity, in words. Only the lead records that the job warms up."""
@@ -292,8 +298,21 @@ class Warden:
         if is_late or not any(p.is_unclear and now < p.gone_at + _STATUS_S for p in gone):
             self._judge_dead(now)
         for verdict in (self.stopped(now), self.overdue(now)):
-            if verdict is not None:
+            if verdict is not None and not self._end_hung(verdict):
                 self._judge(verdict)
+
+    def _end_hung(self, verdict: Verdict) -> bool:
+        """Kills a verdict's culprit if the job can go on without it; returns whether it can.
+
+        Its end is judged as any other. If it ran on later, nobody would receive its messages.
+        """
+        culprit = verdict.culprit
+        if culprit is None or not self.can_do_without(culprit):
+            return False
+        if culprit.hang is None:
+            culprit.hang = verdict.line
+            culprit.kill()
+        return True
 
     def _judge_dead(self, now: float) -> None:
         verdict = self.dead()
@@ -323,7 +342,7 @@ class Warden:
             return None  # all ranks agreed on this exit code, and the launcher ends the others
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for own in (peer for peer in odd if not (peer.ordered or self._was_swept(peer))):
-            line = f"{own} {own.how()} in {self._phase(own)}"
+            line = own.hang or f"{own} {own.how()} in {self._phase(own)}"
             if own.status and os.WIFEXITED(own.status) and not self._is_whole_job:
                 line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
             return Verdict(line, own)
@@ -358,7 +377,7 @@ class Warden:
         return wanted and lead is not None and not lead.gone and lead.page[STAGE] == Stage.ROUNDS
 
     def stopped(self, now: float) -> Verdict | None:
-        """Looks for a rank that was stopped for longer than the deadline while others run.
+        """Looks for a rank that was stopped for longer than its limit while others run.
 
         If all ranks of a host are stopped at once, that is job control and no fault.
         """
@@ -370,21 +389,28 @@ class Warden:
             elif peer.stopped_at is None:
                 peer.stopped_at = now
         for peer in still:
-            if peer.stopped_at is not None and now - peer.stopped_at > self._deadline_s:
-                return self._unless_stopped(Verdict(""), now)
+            if peer.stopped_at is not None and now - peer.stopped_at > self._limit_s(peer):
+                return self._stopped_verdict(peer, peer.stopped_at, now)
         return None
+
+    def _limit_s(self, peer: Peer) -> float:
+        """Returns how long a rank may be stopped; ranks that wait for it fail at the deadline."""
+        return self._deadline_s / (2 if self.can_do_without(peer) else 1)
 
     @property
     def _deadline_s(self) -> float:
         return float(self._about.get("deadline_s", 120.0))
 
+    def _stopped_verdict(self, peer: Peer, stopped_at: float, now: float) -> Verdict:
+        since = max(now - stopped_at, self._limit_s(peer))
+        line = f"{peer} stopped in {self._phase(peer)}: no sign of life for {since:.1f} s"
+        return Verdict(f"{line} (--deadline_s={self._deadline_s:g})", peer)
+
     def _unless_stopped(self, verdict: Verdict, now: float) -> Verdict:
         """Returns the verdict about a stopped rank if there is one, or the given verdict."""
         for peer in self.alive:
             if peer.stopped_at is not None:
-                since = max(now - peer.stopped_at, self._deadline_s)
-                line = f"{peer} stopped in {self._phase(peer)}: no sign of life for {since:.1f} s"
-                return Verdict(f"{line} (--deadline_s={self._deadline_s:g})", peer)
+                return self._stopped_verdict(peer, peer.stopped_at, now)
         return verdict
 
     def waited(self, detector: Peer, text: str, now: float) -> Verdict:

@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Control, Outcome, Request, Speculation
-from mpissd.common.wait import Waiter
+from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm.draft_client import DraftSwitch
-from mpissd.engine.decode.speculator import ARFallback, LossWaiter
+from mpissd.engine.decode.speculator import ARFallback, LossWaiter, PeerLost
 
 ASKED = Outcome.admission(-1, [Request(0)])
 
@@ -192,3 +192,14 @@ def test_each_load_has_its_own() -> None:
         engine.rows = 8
         many = engine.decode(100, Draft(3.0, 0.0, 0.6))
     assert one[0] == 1 and many[0] == 0
+
+
+def test_a_draft_that_does_not_answer_is_reported_once() -> None:
+    reports: list[str] = []
+    waiter = LossWaiter(Waiter(2.0, spin=False), lambda: False, reports.append)
+    with pytest.raises(Overdue, match="speculation"):
+        waiter.until(lambda: False, "speculation")
+    waiter = LossWaiter(Waiter(2.0, spin=False), lambda: len(reports) > 1, reports.append)
+    with pytest.raises(PeerLost, match="proposals"):
+        waiter.until(lambda: False, "proposals")
+    assert reports == ["speculation", "proposals"]

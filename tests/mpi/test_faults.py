@@ -167,11 +167,13 @@ def is_open_mpi_5() -> bool:
     return "(Open MPI) 5" in done.out
 
 
-def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_a_lost_draft_is_said_and_the_tokens_stay_the_same(tmp_path: Path, how: str) -> None:
     if not is_open_mpi_5():
         lack("Open MPI 5: it alone keeps survivors")
-    folder, strike = tmp_path / "out", {"STRIKE": "2 kill growth 1500", "MPIRUN": RECOVERING}
+    folder, strike = tmp_path / "out", {"STRIKE": f"2 {how} growth 1500", "MPIRUN": RECOVERING}
     told = ["tests.mpi.struck", "run", *JOB, "--on_draft_loss=ar", f"--out={folder}"]
+    told.append("--deadline_s=6")
     done = ended(start(3, *told, env={**strike, "STRUCK": str(tmp_path / "struck")}), folder)
     row, arrays = Row.from_dict(done.row), done.arrays
     assert len(done.lines) == 1 and done.lines[0].startswith("mpissd: rank 2 (")

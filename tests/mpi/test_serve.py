@@ -75,13 +75,18 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         assert sum(end.hits for end in ends.values()) > 0
 
 
-def test_a_killed_draft_costs_the_speculation_alone(pair: TinyPair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_draft_costs_the_speculation_alone(
+    pair: TinyPair, tmp_path: Path, signum: signal.Signals
+) -> None:
+    """Whether the draft is killed or hangs: all tokens are the target's own."""
     ranks = 3
     if not is_open_mpi_5():
         lack("Open MPI 5: it alone keeps survivors")
     flags = [
         f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--max_running=4",
         f"--tp={ranks - 1}", "--num_drafts=1", "--context=512", "--on_draft_loss=ar",
+        "--deadline_s=8",
     ]  # fmt: skip
     asked = [(n, [5 + n, 6, 7], 300) for n in range(3)]
     with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:
@@ -91,7 +96,7 @@ def test_a_killed_draft_costs_the_speculation_alone(pair: TinyPair, tmp_path: Pa
         server.send(*(Submit(*one) for one in asked))
         while len(server.tokens(0)) < 20:
             server.take()
-        os.kill(draft, signal.SIGKILL)
+        os.kill(draft, signum)
         ends = server.ends([0, 1, 2])
         server.send(Submit(20, [3, 4], 12, temperature=0.8))
         assert server.ends([20])[20].drafted == 0

@@ -1,5 +1,6 @@
 """The warden's verdicts about real processes; no MPI."""
 
+import json
 import mmap
 import os
 import selectors
@@ -190,3 +191,32 @@ def test_a_draft_may_be_lost_while_the_lead_measures(job: Job) -> None:
     assert job.host.can_do_without(draft) and not job.host.can_do_without(follower)
     job.set(0, STAGE, Stage.GATHER)
     assert not job.host.can_do_without(draft)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+@pytest.mark.parametrize("stage", [Stage.ROUNDS, Stage.GATHER])
+def test_a_draft_that_hangs_is_killed_if_the_job_can_go_on(
+    job: Job, capfd: pytest.CaptureFixture[str], stage: Stage, is_stopped: bool
+) -> None:
+    """It is stopped for half of the deadline, or the lead reports it."""
+    host, draft = job.host, job.processes[2]
+    job.set(0, STAGE, stage)
+    if is_stopped:
+        draft.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, draft.pid, os.WSTOPPED | os.WNOWAIT)
+        host._look(0.0)
+        host._looked_at = 0.6 * DEADLINE_S  # this process was not stopped
+        host._look(0.6 * DEADLINE_S)
+    else:
+        report = {"kind": "hangs", "rank": 2, "text": "draft: speculation"}
+        job.links[0].send(json.dumps(report).encode())
+        host._read(host.peers[0])
+    if stage == Stage.GATHER:
+        assert host.peers[2].hang is None and draft.poll() is None
+        return
+    os.waitid(os.P_PID, draft.pid, os.WEXITED | os.WNOWAIT)
+    host._look(0.6 * DEADLINE_S)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ("stopped in rounds" if is_stopped else "hangs in rounds: rank 0 waits") in line
+    assert line.endswith("the targets go on with K=0 (--on_draft_loss=ar)")
+    assert job.links[0].recv(64) == b"lost 2"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
-from mpissd.common.wait import Waiter
+from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.decode.draft import Drafter
 
@@ -159,12 +159,24 @@ class PeerLost(FaultError):
 
 
 class LossWaiter(Waiter):
-    """Waits for one rank until it is known to be gone."""
+    """Waits for one rank until it is known to be gone.
 
-    def __init__(self, waiter: Waiter, is_lost: Callable[[], bool]) -> None:
-        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone."""
-        super().__init__(waiter.deadline_s, waiter.spin, waiter.spin_s)
-        self._waiter, self._is_lost = waiter, is_lost
+    A rank that hangs is reported after half of the deadline: if that ends the rank, the other
+    target ranks have waited for less than their own deadline.
+    """
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        is_lost: Callable[[], bool],
+        report: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone.
+
+        report: reports a rank that hangs; takes the awaited event.
+        """
+        super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
+        self._waiter, self._is_lost, self._report = waiter, is_lost, report
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Waits like Waiter.until; raises PeerLost once the rank is gone."""
@@ -175,7 +187,12 @@ class LossWaiter(Waiter):
             met = met or test()
             return met or self._is_lost()
 
-        self._waiter.until(is_over, what)
+        self.alarm = self._waiter.alarm
+        try:
+            super().until(is_over, what)
+        except Overdue:
+            self._report(what)
+            super().until(is_over, what)
         if not met:
             raise PeerLost(f"{what}: the rank is gone")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from time import sleep
 from typing import TypeVar
 
@@ -80,7 +81,8 @@ class Rank:
         self.sender = PlanSender(group, shape, waiter)
         if topology.num_drafts:
             if job.config.on_draft_loss == "ar":
-                waiter = LossWaiter(waiter, _is_draft_lost)
+                report = partial(guard.hangs, topology.first_draft)
+                waiter = LossWaiter(waiter, _is_draft_lost, report)
             boxes = mpi_boxes(world, topology.first_draft, waiter)
             self.lead_link = LeadEnd(shape, waiter, *boxes)
 
