@@ -18,8 +18,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
@@ -59,9 +61,11 @@ class Tokenizer:
 
     @cached_property
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make."""
+        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It reads the name
+        of a control token as ordinary text."""
         library = load_library("llguidance", "grammars")
-        return library.LLTokenizer(self._vocabulary.to_str(), None, sorted(self.stop_ids))
+        vocabulary = _without_names(self._vocabulary.to_str())
+        return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, preceded by those that the model expects at a beginning."""
@@ -105,6 +109,30 @@ class Tokenizer:
         Bytes that are no whole UTF-8 character become U+FFFD.
         """
         return self._vocabulary.decode(list(ids), skip_special_tokens=not specials)
+
+
+def _without_names(text: str) -> str:
+    """Returns a tokenizer.json with random names for its control tokens, which no text contains.
+
+    llguidance takes every added token "<…>" for a control token. Its forced text would otherwise
+    be encoded with control tokens, which its own parser then refuses.
+    """
+    whole = json.loads(text)
+    model, added = whole["model"], whole["added_tokens"]
+    is_control = [token["special"] or re.fullmatch("(?s)<.*>", token["content"]) for token in added]
+    names = {token["content"]: f"<{uuid4().hex}>" for token in compress(added, is_control)}
+    for token in added:
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(name, name): n for name, n in model["vocab"].items()}
+    else:  # of Unigram: [name, score] each
+        model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    whole["post_processor"] = None  # it names control tokens
+    return json.dumps(whole)
 
 
 @lru_cache(maxsize=4)
