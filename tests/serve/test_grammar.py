@@ -60,7 +60,8 @@ def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     if kind == "string":
         return {"type": kind, "maxLength": rng.randint(0, 4)}
     if kind == "enum":
-        return {kind: rng.sample(["hello", "hell", 'a"b', "wörld", 7, -1.5, None, True], 3)}
+        texts = ["hello", "hell", 'a"b', "wörld", "<|s|>", "a<|e|>"]
+        return {kind: rng.sample([*texts, 7, -1.5, None, True], 3)}
     if kind == "array":
         most = rng.randint(0, 3)
         return {"type": kind, "items": schema_of(rng, depth + 1), "maxItems": most}
@@ -111,8 +112,11 @@ def requests(count: int) -> list[tuple[Submit, Asked | None]]:
     for n in range(count):
         asked: Asked | None = ("json", json.dumps(schema_of(rng)))
         if n % 7 == 5:
-            regex = "regex", rng.choice(["[a-c]{3}(hello)?", "(ab|c)d*e{2}|x", "[0-9]{2}"])
-            asked = rng.choice([None, regex, ("choice", ["yes", "no", "hello (all) | wörld"])])
+            regex = (
+                "regex",
+                rng.choice(["[a-c]{3}(hello)?", "(ab|c)d*e{2}|x", r"[xy]<\|s\|>z", "é?"]),
+            )
+            asked = rng.choice([None, regex, ("choice", ["yes", "<|pad|>", "hello (all) | wörld"])])
         grammar = "" if asked is None else make_grammar("x", *asked)
         prompt = [rng.randrange(3, len(tiny.tokens())) for _ in range(rng.randint(1, 20))]
         is_long = asked is not None and asked[0] != "regex"
@@ -167,6 +171,15 @@ def test_a_preempted_answer_and_a_narrow_draft_meet_theirs(narrow: TinyPair, mod
     assert found.tokens() == answers(narrow, asked, Serving(), mode="ar").tokens()
     for tokens in found.tokens().values():
         assert 16 <= len(json.loads(words.decode(tokens))) <= 18
+
+
+def test_a_preempted_answer_ends_at_the_same_limit(pair: TinyPair) -> None:
+    """A preempted answer's tokens were read at once, and met a limit that others do not meet."""
+    grammar = make_grammar("x", "regex", r"([a-z]{1,20} ?){1,30}\.")
+    asked = [Submit(n, [n + 5] * 20, 160, grammar=grammar) for n in range(SLOTS)]
+    found = answers(pair, asked, Serving(kv_tokens=CONTEXT), **MODES["ssd"])
+    assert found.watched[0] > 0, "some are preempted"
+    assert found.tokens() == answers(pair, asked, Serving(), forces=False, mode="ar").tokens()
 
 
 @pytest.mark.parametrize("kind", KINDS)

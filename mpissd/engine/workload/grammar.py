@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from mpissd.engine.model.transformer.sources import library as load_library
 from mpissd.engine.workload.tokenizer import Tokenizer
 
 Logits = NDArray[np.float32]
+Bits = NDArray[np.uint8]
+Ends = frozenset[int]
 # Work that llguidance may do for a grammar before its first token: some .2 s of a core, where its
 # own limit allows 1.3 s. A choice of 10,000 words needs half of it.
 _FUEL = 200_000
@@ -80,67 +83,114 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     return make("json", json.dumps(schema))
 
 
+class _Reader:
+    """A matcher that reads tokens one by one, and computes the mask before each.
+
+    Whether llguidance meets a limit depends on all that a matcher computed, and its masks can be
+    wrong after a rollback: the same tokens are therefore read in the same steps, and none back.
+    Copies compute only the masks that are asked for.
+    """
+
+    _is_copy = False
+
+    def __init__(self, matcher: Any) -> None:
+        """matcher: llguidance's, at the beginning of an answer."""
+        self._matcher, self.tokens = matcher, list[int]()
+        self._look()
+
+    def _look(self) -> None:
+        self.bits: bytes = self._matcher.compute_bitmask()
+        self.is_accepting: bool = self._matcher.is_accepting()
+        self.is_lost: bool = self._matcher.is_error()  # llguidance has given up
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads these tokens, up to one that the grammar excludes or that meets a limit."""
+        count, matcher = len(self.tokens), self._matcher
+        for token in tokens:
+            if self.is_lost or not (matcher.try_consume_tokens([token]) or matcher.is_error()):
+                break
+            self.tokens.append(token)
+            if not self._is_copy:
+                self._look()
+        if self._is_copy and len(self.tokens) > count:
+            self._look()
+
+    def begins(self, tokens: list[int]) -> bool:
+        """Returns whether these tokens begin with those that are read."""
+        return tokens[: len(self.tokens)] == self.tokens
+
+    def copy(self) -> _Reader:
+        """Returns a copy. They share a lexer: if one is lost, so is the other."""
+        copied = copy(self)
+        copied._is_copy = True
+        copied._matcher, copied.tokens = self._matcher.deep_copy(), self.tokens.copy()
+        return copied
+
+
 class Grammar:
-    """The state of one answer's grammar, which moves to any tokens: to those of a verified node, or
-    of a branch that a draft grows, and back. Tokens beyond an answer's end are not masked. forces:
-    whether tokens that it leaves no choice of are committed without a forward."""
+    """The grammar of one answer. The mask after some tokens is a function of the grammar and these
+    tokens, whatever was asked before. forces: whether tokens that it leaves no choice of are
+    committed without a forward."""
 
     forces = False
 
-    def __init__(self, matcher: Any, vocab: int, stop_ids: Collection[int]) -> None:
-        """matcher: llguidance's, at the beginning of an answer. stop_ids: tokens that end it."""
-        self._first, self._matcher = matcher, matcher.deep_copy()
-        self._vocab, self._ends = vocab, frozenset(stop_ids)
-        self._tokens: list[int] = []  # those that the matcher has read
+    def __init__(self, begin: Callable[[], Any], texts: Bits, vocab: int, ends: Ends) -> None:
+        """begin: makes llguidance's matcher of an answer. texts: which tokens have a text and end
+        no answer, packed as llguidance's masks. ends: tokens that end an answer."""
+        self._begin, self._texts = begin, texts
+        self._vocab, self._ends = vocab, ends
+        self._reader = _Reader(begin())
+        self._root: _Reader | None = None  # of a draft's branches
+
+    def branch(self, tokens: list[int]) -> None:
+        """Prepares for a draft's branches after these tokens. Branches share a lexer: only near a
+        limit of llguidance, their masks may depend on each other, which a target's never do."""
+        if self._root is None or len(self._root.tokens) != len(tokens):
+            self._root = self._read(tokens).copy()
+
+    def _read(self, tokens: list[int]) -> _Reader:
+        """Returns the reader of these tokens, or of those before an excluded or a lost one."""
+        root = self._root
+        if not self._reader.begins(tokens):
+            is_branch = root is not None and root.begins(tokens)
+            self._reader = root.copy() if root and is_branch else _Reader(self._begin())
+        self._reader.read(tokens[len(self._reader.tokens) :])
+        if self._reader.is_lost:
+            self._root = None
+        return self._reader
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Returns which tokens may follow the answer's first `tokens`, [V]; None after tokens that
-        the grammar or the answer's end excludes, which no answer has.
+        """Returns which tokens may follow the answer's first `tokens`, [V]; None after its end.
 
         Tokens that end an answer are allowed where it is complete, and only there. They are also
-        all that is allowed where llguidance gives up: a state too large for its limits.
+        all that is allowed where no text can follow, after an excluded token, and where llguidance
+        gives up, at a state too large for its limits. No mask allows other control tokens.
         """
-        if not self._moves_to(list(tokens)):
-            return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
-        ends, is_lost = list(self._ends), self._matcher.is_error()
-        mask[ends] = self._matcher.is_accepting()
-        if is_lost or not mask.any():
-            mask[:] = False
-            mask[ends] = True
-        if is_lost:
-            self._matcher, self._tokens = self._first.deep_copy(), []
-        return mask
-
-    def _moves_to(self, tokens: list[int]) -> bool:
-        """Moves to these tokens; returns whether they are allowed, or llguidance gives up."""
         if not self._ends.isdisjoint(tokens):
-            return False
-        same = min(len(self._tokens), len(tokens))
-        while self._tokens[:same] != tokens[:same]:  # they differ only near their ends
-            same -= 1
-        self._matcher.rollback(len(self._tokens) - same)
-        self._tokens = tokens[: same + self._matcher.try_consume_tokens(tokens[same:])]
-        return len(self._tokens) == len(tokens) or bool(self._matcher.is_error())
+            return None
+        reader, ends = self._read(list(tokens)), list(self._ends)
+        bits = np.frombuffer(reader.bits, np.uint8, len(self._texts)) & self._texts
+        if reader.is_lost or len(reader.tokens) < len(tokens):
+            bits[:] = 0
+        mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
+        mask[ends] = reader.is_accepting or not bits.any()
+        return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """Returns the tokens after the answer's first `tokens`, at most MOST_FORCED, of which each
         is the only one that is allowed; the one that ends the answer is among them."""
-        tokens = list(tokens)
-        if not self.forces or not self._moves_to(tokens):
-            return []
-        run: list[int] = self._matcher.compute_ff_tokens()[: MOST_FORCED - 1]
-        if self._moves_to([*tokens, *run]) and self._matcher.is_accepting():
+        run = list[int]()
+        while self.forces and len(run) < MOST_FORCED:
             allowed = self.allowed([*tokens, *run])
-            if allowed is not None and np.count_nonzero(allowed) == 1:
-                run.append(int(allowed.argmax()))
+            if allowed is None or np.count_nonzero(allowed) != 1:
+                break
+            run.append(int(allowed.argmax()))
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether these tokens are excluded, or `count` are forced after them, or fewer up
-        to the answer's end."""
-        if not self._moves_to(list(tokens)):
+        """Returns whether the answer ends in these tokens, or `count` are forced after them, or
+        fewer up to its end."""
+        if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)
         return len(run) >= count or not self._ends.isdisjoint(run)
@@ -148,8 +198,8 @@ class Grammar:
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns the logits after the answer's first `tokens`, −inf where no token is allowed.
 
-        logits: float32 [V], or of the tokens `ids` only. They stay as they are where nothing is
-        known, or where the grammar allows none of these tokens.
+        logits: float32 [V], or of the tokens `ids` only. They stay as they are after the answer's
+        end, or where the grammar allows none of the tokens `ids`.
         """
         allowed = self.allowed(tokens)
         if allowed is not None and ids is not None:
@@ -164,16 +214,19 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
         """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end answers."""
-        self._vocab, self._stop_ids = vocab, stop_ids
-        self._matcher = partial(_matcher, tokenizer.for_grammars)
+        words, ends = tokenizer.for_grammars, frozenset(stop_ids)
+        ids = range(min(vocab, words.vocab_size))
+        texts = [not (token in ends or words.is_special_token(token)) for token in ids]
+        self._matcher = partial(_matcher, words)
+        self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns the state of a new answer to the grammar `text`, in 1 ms for most schemas.
+        """Returns a new answer's state of the grammar `text`, in 1 ms for most schemas.
 
         Copies of a matcher share a lexer, whose limit one of them can exhaust for all: answers
         therefore share none.
         """
-        return Grammar(self._matcher(text), self._vocab, self._stop_ids)
+        return Grammar(partial(self._matcher, text), *self._shared)
 
 
 def _matcher(words: Any, text: str) -> Any:

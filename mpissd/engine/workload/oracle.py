@@ -292,6 +292,12 @@ class DraftOracle(Oracle, ABC):
     lookahead: int
     is_sound = True
 
+    def grammar(self, one: Live) -> Grammar | None:
+        grammar = super().grammar(one)
+        if grammar is not None:
+            grammar.branch(one.answer)
+        return grammar
+
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a lane (branch slot) for each bonus candidate t*, after the glue forward.
