@@ -34,7 +34,7 @@ import pandas as pd
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import KEYS, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
-from mpissd.lab.tables.load import read_lines
+from mpissd.lab.tables.load import LeftOut, Malformed, read_lines
 
 Line = dict[str, Any]
 NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
@@ -130,20 +130,20 @@ def tidy(lines: Iterable[Line]) -> pd.DataFrame:
 
 def _completed(file: Path, notes: Notes) -> Iterable[tuple[str, Line]]:
     """Yields (FILE:LINE, columns) of a file's usable lines, and notes the others."""
-    schemas: dict[str, int] = {}
+    left_out = LeftOut()
     for where, line in read_lines(file):
         try:
             if isinstance(line, ConfigError):
                 raise line
             yield where, complete(line, file.parent)
-        except (ConfigError, ValueError) as error:
-            text = str(error)
-            if (schema := re.search(r"schema (\S+): allowed: .*", text)) is None:
-                notes.add(f"{text}: left out" if where in text else f"{where}: left out: {text}")
-            else:
-                schemas[schema[0]] = schemas.get(schema[0], 0) + 1
-    for schema_text, count in schemas.items():
-        notes.left_out(count, f"of {file}", schema_text)
+        except Malformed as fault:
+            left_out.add(fault)
+        except ConfigError as error:
+            notes.add(f"{error}: left out")
+        except ValueError as error:
+            left_out.add(Malformed(where, str(error), str(error)))
+    for text in left_out.lines:
+        notes.add(text)
 
 
 def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:

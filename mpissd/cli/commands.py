@@ -7,14 +7,16 @@ rows.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpissd.cli.arguments import PLANNED, CompareConfig, PlanConfig
 from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
-from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import heading, report, with_best_tree, with_laws
@@ -24,7 +26,7 @@ from mpissd.lab.predict.derive import check_device, covered, host_of, with_deriv
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
 from mpissd.lab.tables import best, claims
-from mpissd.lab.tables.load import find_pair, load_rows, of_one_group, read_lines, row_files
+from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group, row_files
 from mpissd.lab.tables.pair import Pair
 
 
@@ -79,9 +81,9 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
     files = [path for folder in config.measured.split(",") for path in row_files(Path(folder))]
-    read = (line for path in files for _, line in read_lines(path))
-    rows = {str(row.get("run_id")): Row.from_dict(row) for row in read if isinstance(row, dict)}
-    lines, numbers = report(run, profile, gpus, placed, advice, [*rows.values()])
+    with _left_out() as left_out:
+        rows = load_rows(files, left_out)
+    lines, numbers = report(run, profile, gpus, placed, advice, rows)
     print("\n".join(lines))
     print_json(numbers)
     return 0
@@ -99,6 +101,17 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     return run if run.laws is None else with_laws(run, "context" in given)
 
 
+@contextmanager
+def _left_out() -> Iterator[LeftOut]:
+    """Gives a LeftOut, and prints what it received to stderr, also after an error."""
+    left_out = LeftOut()
+    try:
+        yield left_out
+    finally:
+        for line in left_out.lines:
+            print(f"mpissd: {line}", file=sys.stderr)
+
+
 def compare(config: CompareConfig) -> int:
     """Prints one result over another, or the best methods.
 
@@ -106,10 +119,15 @@ def compare(config: CompareConfig) -> int:
     """
     places_of = config.a or config.out
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
-    if is_one and (named := find_pair(places_of, config.b, config.out)) is not None:
-        print(Pair.of(*named))
+    with _left_out() as left_out:
+        pair = find_pair(places_of, config.b, config.out, left_out) if is_one else None
+        if pair is None:
+            left_out.faults.clear()  # of the first reading
+            rows = load_rows([name for name in places_of.split(",") if name], left_out)
+    if pair is not None:
+        print(Pair.of(*pair))
         return 0
-    rows = of_one_group(load_rows([name for name in places_of.split(",") if name]))
+    rows = of_one_group(rows)
     comparisons = best.compare_methods(rows)
     if not comparisons:
         raise ConfigError(f"results {places_of!r}: no rows there")

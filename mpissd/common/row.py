@@ -8,9 +8,9 @@ A line is a configuration and its measurements: values of flags (`setting`) are 
 `configuration`, all other keys are at the top. In memory a row is flat, and so was a line of schema
 1, which is read as it is.
 
-Fields whose type has no None are in every row that `run` wrote. Nothing is checked here: if a line
-lacks such a key, the field is None, and the gates report it. docs/row.md is made from these fields
-by docs/row_page.py.
+Fields whose type has no None are in every row that `run` wrote. If a line lacks such a key, the
+field is None, and the gates report it. `fault_of` checks the values that a line has. docs/row.md is
+made from these fields by docs/row_page.py.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 
@@ -18,7 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from datetime import datetime
+from functools import cache
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
@@ -28,6 +31,25 @@ RETIRED = (
     "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s sampling_sd"
 ).split()
 Means = Mapping[str, float]
+_MODES = ("ar", "sd", "ssd")
+_AT_LEAST_ONE = ("world_size", "tp", "batch_size")
+_SIGNED = ("prediction_error", "sampling_error")  # the only numbers that may be negative
+_LIMIT = 2**64  # of all numbers; a seed may have 64 bits
+_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_NAMES |= {list: "a list", Mapping: "an object"}
+_OTHER_KEYS = {  # that are read, too
+    CONFIGURATION: Mapping[str, Any],
+    "schedule": str,
+    "draft_lookup": str,
+    "provenance.commit": str,
+    "provenance.started_at": str,
+    "provenance.command": list[str],
+    "provenance.hosts": list[str],
+    "provenance.ranks": list[Mapping[str, Any]],
+    "provenance.sweep": Mapping[str, Any],
+    "provenance.sweep.task": str,
+    "provenance.sweep.flags": Mapping[str, Any],
+}
 
 
 def key(meaning: str, unit: str = "") -> Any:
@@ -354,6 +376,54 @@ class Row(Mapping[str, Any]):
     def __or__(self, changed: Mapping[str, Any]) -> Row:
         """Returns a row with these values changed, as `|` does for dicts."""
         return Row.from_dict({**self, **changed})
+
+
+def fault_of(line: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns the key of the first value of a flat line that no row can have, and why not.
+
+    Null and missing keys are unknown values, which every row may have.
+    """
+    for path, kind in _kinds().items():
+        value: Any = line
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if (allowed := _unless_of(path, value, kind)) is not None:
+            return path, f"{path}={repr(value)[:40]}: allowed: {allowed}"
+    return None
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Returns the type of each key, and of dotted paths into `provenance`."""
+    hints = get_type_hints(Row)
+    return {**{name: hints[name] for name in KEYS}, **_OTHER_KEYS}
+
+
+def _unless_of(path: str, value: Any, kind: Any) -> str | None:
+    """Returns None if a value is of a type, else what is allowed."""
+    if get_origin(kind) is UnionType:  # a type, or None
+        kind = get_args(kind)[0]
+    base = get_origin(kind) or kind
+    if value is None or base is Any:
+        return None
+    is_of_type = isinstance(value, (int, float) if base is float else base)
+    if not is_of_type or (isinstance(value, bool) and base is not bool):
+        return _NAMES[base]
+    if base in (int, float):
+        least = -_LIMIT if path in _SIGNED else int(path in _AT_LEAST_ONE)
+        return None if least <= value < _LIMIT else f"{_NAMES[base]} from {least} to below 2**64"
+    if path == "mode" and value not in _MODES:
+        return ", ".join(_MODES)
+    if path == "provenance.started_at":
+        try:
+            datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError):
+            return "a date of ISO 8601"
+    parts = value.values() if base is Mapping else value if base is list else ()
+    if any(part is None for part in parts) and base is list and path != "rank_digests":
+        return "a list without null"
+    inner = (_unless_of(path, part, get_args(kind)[-1]) for part in parts)
+    return next((f"{_NAMES[base]}, each {allowed}" for allowed in inner if allowed), None)
 
 
 FIELDS: Mapping[str, Field[Any]] = {f.name: f for f in fields(Row) if "meaning" in f.metadata}

@@ -8,13 +8,14 @@ run.
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, GateError, MpissdError
-from mpissd.common.output import append_row, json_line, read_rows
+from mpissd.common.output import append_row, json_line
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
@@ -27,6 +28,7 @@ from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
 from mpissd.lab.tables.best import compare_methods, render
+from mpissd.lab.tables.load import LeftOut, load_rows
 
 
 def execute_sweep(config: SweepConfig) -> int:
@@ -89,7 +91,10 @@ class Sweep:
 
     def _rows(self) -> dict[str, Row]:
         """Returns {task: row} of the folder's file, which several jobs may share."""
-        rows = [Row.from_dict(line) for line in read_rows(self._out / "runs.jsonl")]
+        file, left_out = self._out / "runs.jsonl", LeftOut()
+        rows = load_rows([file], left_out) if file.exists() else []
+        for line in left_out.lines:
+            print(f"mpissd: {line}", file=sys.stderr, flush=True)
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: Task) -> Row | MpissdError | None:

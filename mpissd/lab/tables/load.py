@@ -1,4 +1,4 @@
-"""Reads result rows from runs*.jsonl, and refuses malformed lines.
+"""Reads result rows from runs*.jsonl; malformed lines are refused, or left out and counted.
 
 find_rows and find_pair take the names that people give to results: a run id, a file or a folder.
 """
@@ -7,36 +7,73 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import READABLE, Row, flat
+from mpissd.common.row import READABLE, Row, fault_of, flat
 from mpissd.lab.tables.pair import configurations
 
 Paths = Iterable[str | Path]
 
 
-def load_rows(paths: Paths) -> list[Row]:
+class Malformed(ConfigError):
+    """A line that holds no row: where it is, the key of its fault, and the reason."""
+
+    def __init__(self, where: str, key: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.file, _, self.line = where.rpartition(":")
+        self.key, self.reason = key, reason
+
+
+@dataclass
+class LeftOut:
+    """The lines that were left out, with one text for all lines of a file with one fault."""
+
+    faults: dict[tuple[str, str], list[Malformed]] = field(default_factory=dict)
+
+    def add(self, fault: Malformed) -> None:
+        """Counts a line."""
+        self.faults.setdefault((fault.file, fault.key), []).append(fault)
+
+    @property
+    def lines(self) -> list[str]:
+        """Texts with the number of lines, their file, the first line, and its reason."""
+        return [
+            f"left out {len(faults)} row{'s' * (len(faults) > 1)} of {file}: line "
+            f"{faults[0].line}: {faults[0].reason}"
+            for (file, _), faults in self.faults.items()
+        ]
+
+
+def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
     """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats.
 
-    Raises ConfigError, naming file and line, for an unreadable or truncated row, another schema, or
-    one run id on two different rows.
+    left_out: receives the lines with an unreadable or truncated row, another schema, a value that
+    no row can have, or the run id of another row. Without it they raise ConfigError, naming file
+    and line. An unreadable file always does.
     """
     rows: dict[str, Row] = {}
     for path in _run_files(paths):
         for where, line in read_lines(path):
-            if isinstance(line, ConfigError):
-                raise line
-            row = Row.from_dict(line)
-            if rows.setdefault(str(row.get("run_id", where)), row) != row:
-                raise ConfigError(f"{where}: run_id {row.run_id!r} is that of another row, too")
+            row = line if isinstance(line, ConfigError) else Row.from_dict(line)
+            if isinstance(row, Row) and rows.setdefault(str(row.get("run_id", where)), row) != row:
+                reason = f"run_id {row.run_id!r} is that of another row, too"
+                row = Malformed(where, "run_id of another row", reason)
+            if isinstance(row, Malformed) and left_out is not None:
+                left_out.add(row)
+            elif isinstance(row, ConfigError):
+                raise row
     return list(rows.values())
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
     """Yields (FILE:LINE, object) for each line of a .jsonl file: the object that the line holds,
     flattened, or a ConfigError if it holds none."""
+    if path.exists() and not path.is_file():  # a pipe may have no end
+        yield str(path), ConfigError(f"{path}: cannot be read: is no regular file")
+        return
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -46,7 +83,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]
         where = f"{path}:{number}"
         if line.strip():
             try:
-                yield where, flat(_parse(where, line))
+                yield where, _parse(where, line)
             except ConfigError as error:
                 yield where, error
 
@@ -69,29 +106,38 @@ def row_files(folder: Path) -> list[Path]:
     return [p for p in sorted(kept) if b'"num_rounds"' in p.open("rb").readline()]
 
 
-def _parse(where: str, line: bytes) -> dict[str, Any]:
+def _parse(where: str, text: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: cut off, or no JSON: {error}") from error
+        raise Malformed(where, "JSON", f"cut off, or no JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: a {type(value).__name__}: allowed: a JSON object")
-    if value.get("schema") not in READABLE:
+        kind = type(value).__name__
+        raise Malformed(where, kind, f"a {kind}: allowed: a JSON object")
+    if (schema := value.get("schema")) not in READABLE:
         allowed = " or ".join(map(str, READABLE))
-        raise ConfigError(f"{where}: schema {value.get('schema')!r}: allowed: {allowed}")
-    return value
+        raise Malformed(where, f"schema {schema!r}", f"schema {schema!r}: allowed: {allowed}")
+    line = flat(value)
+    if (fault := fault_of(line)) is not None:
+        raise Malformed(where, *fault)
+    return line
 
 
-def find_rows(named: str | None, out: str) -> list[Row]:
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> list[Row]:
     """Returns the rows of a name, latest last.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
-    `out`; None means all rows below `out`. Raises ConfigError if there is no such row.
+    `out`; None means all rows below `out`. left_out: see load_rows. Raises ConfigError if there is
+    no such row.
     """
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
     path = Path(out if named is None or is_id else named)
-    rows = load_rows([path]) if is_file or path.is_dir() else []
+    rows = load_rows([path], left_out) if is_file or path.is_dir() else []
     if is_id:
         rows = [row for row in rows if row.run_id == named]
     elif not is_file:  # a folder may have one file for each shard
@@ -104,21 +150,23 @@ def find_rows(named: str | None, out: str) -> list[Row]:
     return rows
 
 
-def find_pair(a: str, b: str | None, out: str) -> tuple[list[Row], list[Row]] | None:
+def find_pair(
+    a: str, b: str | None, out: str, left_out: LeftOut | None = None
+) -> tuple[list[Row], list[Row]] | None:
     """Returns the rows of the two configurations to compare, under all their seeds.
 
     Each name (see find_rows) must hold one configuration, and raises ConfigError if it holds
     several. Without b, a must hold two of them; if not, None is returned.
     """
     if b is None:
-        sides = configurations(find_rows(a, out))
+        sides = configurations(find_rows(a, out, left_out))
         return (sides[0], sides[1]) if len(sides) == 2 else None
-    one, other = (_one_configuration(name, out) for name in (a, b))
+    one, other = (_one_configuration(name, out, left_out) for name in (a, b))
     return one, other
 
 
-def _one_configuration(name: str, out: str) -> list[Row]:
-    sides = configurations(find_rows(name, out))
+def _one_configuration(name: str, out: str, left_out: LeftOut | None) -> list[Row]:
+    sides = configurations(find_rows(name, out, left_out))
     if len(sides) > 1:
         last = ", ".join(str(side[-1].run_id) for side in sides[-3:])
         raise ConfigError(
