@@ -17,6 +17,7 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import struct
 import sys
 from contextlib import suppress
@@ -140,6 +141,7 @@ class Warden:
         self._parent = os.getpid()  # its pid if mpirun itself started the ranks of this host
         self._swept_at = float("inf")  # when it was seen to be gone, if it is the ranks' parent
         self._stderr: int | None = None  # a copy of the launcher's stderr
+        self._is_file = False  # whether that stderr is a regular file
         self._is_front = False  # whether the user reads that stderr
 
     @property
@@ -220,6 +222,7 @@ class Warden:
                 with suppress(OSError):
                     mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
                     self._stderr = os.open(f"/proc/{above}/fd/2", mode)
+                    self._is_file = stat.S_ISREG(os.fstat(self._stderr).st_mode)
                 self._is_front = process.is_front(above)
                 self._parent = launcher if process.is_front(launcher) else self._parent
         link.setblocking(False)
@@ -458,10 +461,11 @@ class Warden:
         """Prints a verdict once, on the launcher's stderr or on this process's.
 
         A launcher that ends a job may drop its ranks' last prints, so a late verdict goes to the
-        launcher's own stderr if that is on this host.
+        launcher's own stderr if that is on this host. In a file, however, the launcher would write
+        over the line, unless it appends.
         """
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")
-        is_direct = verdict.late or self._is_front
+        is_direct = verdict.late or (self._is_front and not self._is_file)
         for fd in (self._stderr, 2) if is_direct else (2, self._stderr):
             with suppress(OSError):
                 if fd is not None:
