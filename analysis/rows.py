@@ -32,14 +32,14 @@ from typing import Any
 import pandas as pd
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import KEYS, RETIRED, Row
+from mpissd.common.row import KEYS, NEEDED, RETIRED, Row
 from mpissd.lab.tables.best import fan_out_text, flags_of
 from mpissd.lab.tables.load import LeftOut, Malformed, read_lines
 
 Line = dict[str, Any]
-NEEDED = ("run_id", "mode", "device_name", "target", "tok_per_s", "round_us", "world_size", "tp")
+_NEEDED = (*NEEDED, "round_us")
 _DEFAULTS: Line = {  # None for the other keys
-    **dict.fromkeys(("num_drafts", "lookahead", "context", "seed"), 0),
+    **dict.fromkeys(("num_drafts", "context", "seed"), 0),
     **dict.fromkeys(("lm_head", "fuse", "graph", "inline_draft"), False),
     **dict.fromkeys(("all_reduce", "dtype", "backend"), ""),
     "workload": "gemm",
@@ -164,7 +164,7 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
 
     Raises ValueError if a needed key is missing, or has an impossible value.
     """
-    if missing := [name for name in NEEDED if line.get(name) is None]:
+    if missing := [name for name in _NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
     row = Row.from_dict({**_DEFAULTS, **line})
     try:

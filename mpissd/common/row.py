@@ -32,9 +32,15 @@ RETIRED = (
 ).split()
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
-_AT_LEAST_ONE = ("world_size", "tp", "batch_size")
-_SIGNED = ("prediction_error", "sampling_error")  # the only numbers that may be negative
 _LIMIT = 2**64  # of all numbers; a seed may have 64 bits
+_LEAST = {  # of the numbers that may not be 0, or may be negative
+    **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
+    "tok_per_s": 1e-9,
+    **dict.fromkeys(("prediction_error", "sampling_error"), -_LIMIT),
+}
+NEEDED = (  # keys without which a row is compared with no other
+    "run_id mode device_name target tok_per_s lookahead world_size tp".split()
+)
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _NAMES |= {list: "a list", Mapping: "an object"}
 _OTHER_KEYS = {  # that are read, too
@@ -410,7 +416,7 @@ def _unless_of(path: str, value: Any, kind: Any) -> str | None:
     if not is_of_type or (isinstance(value, bool) and base is not bool):
         return _NAMES[base]
     if base in (int, float):
-        least = -_LIMIT if path in _SIGNED else int(path in _AT_LEAST_ONE)
+        least = _LEAST.get(path, 0)
         return None if least <= value < _LIMIT else f"{_NAMES[base]} from {least} to below 2**64"
     if path == "mode" and value not in _MODES:
         return ", ".join(_MODES)

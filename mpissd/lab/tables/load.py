@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import READABLE, Row, fault_of, flat
+from mpissd.common.row import NEEDED, READABLE, Row, fault_of, flat
 from mpissd.lab.tables.pair import configurations
 
 Paths = Iterable[str | Path]
@@ -51,20 +51,25 @@ def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
     """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats.
 
     left_out: receives the lines with an unreadable or truncated row, another schema, a value that
-    no row can have, or the run id of another row. Without it they raise ConfigError, naming file
-    and line. An unreadable file always does.
+    no row can have, the run id of another row, or without one of NEEDED. Without left_out they
+    raise ConfigError, naming file and line, except for NEEDED. An unreadable file always does.
     """
     rows: dict[str, Row] = {}
-    for path in _run_files(paths):
-        for where, line in read_lines(path):
-            row = line if isinstance(line, ConfigError) else Row.from_dict(line)
-            if isinstance(row, Row) and rows.setdefault(str(row.get("run_id", where)), row) != row:
+    for where, line in (item for path in _run_files(paths) for item in read_lines(path)):
+        try:
+            if isinstance(line, ConfigError):
+                raise line
+            missing = [name for name in NEEDED if line.get(name) is None]
+            if missing and left_out is not None:
+                raise Malformed(where, missing[0], f"it has no {missing[0]}")
+            row = Row.from_dict(line)
+            if rows.setdefault(str(row.get("run_id", where)), row) != row:
                 reason = f"run_id {row.run_id!r} is that of another row, too"
-                row = Malformed(where, "run_id of another row", reason)
-            if isinstance(row, Malformed) and left_out is not None:
-                left_out.add(row)
-            elif isinstance(row, ConfigError):
-                raise row
+                raise Malformed(where, "run_id of another row", reason)
+        except Malformed as fault:
+            if left_out is None:
+                raise
+            left_out.add(fault)
     return list(rows.values())
 
 
@@ -103,7 +108,8 @@ def row_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     kept = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
-    return [p for p in sorted(kept) if b'"num_rounds"' in p.open("rb").readline()]
+    first_lines = {path: path.open("rb").readline() for path in sorted(kept)}
+    return [p for p, text in first_lines.items() if b'"num_rounds"' in text and b'"schema"' in text]
 
 
 def _parse(where: str, text: bytes) -> dict[str, Any]:
