@@ -21,7 +21,7 @@ from analysis.select import by_pair, machines, on_machine
 from analysis.style import FORMATS, Poster, save, themed
 from mpissd.common.errors import MpissdError, unknown
 from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
-from mpissd.common.output import unless_unread
+from mpissd.common.output import open_streams, unless_unread
 
 ABOUT = {name: spec.about for name, spec in FIGURES.items()}
 ABOUT["all"] = "every figure of every machine for which there are rows"
@@ -156,6 +156,7 @@ def execute(what: str, options: Options) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
+    open_streams()
     given = sys.argv[1:] if arguments is None else arguments
     wants_help = not given or bool({"-h", "--help"} & set(given))
     try:

@@ -30,6 +30,7 @@ from PIL import Image
 from analysis.rows import NothingLeft
 from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
+from mpissd.common.output import whole_file
 from mpissd.common.real_pairs import ASSUMED_LAW
 
 # Colour and marker are the method, in Okabe and Ito's palette, whose colours are distinct for any
@@ -224,7 +225,8 @@ def save(figure: Poster, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Pat
         numbers = figure.table().to_csv(index=False, float_format="%.6g")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(numbers.encode() if kind == "csv" else rendered(figure, kind))
+            with whole_file(path) as file:
+                file.write(numbers.encode() if kind == "csv" else rendered(figure, kind))
         except OSError as error:
             raise ConfigError(f"out: cannot write {str(path)!r}: {error.strerror}") from error
     return paths

@@ -28,8 +28,8 @@ for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 from mpissd.cli import arguments as cli
 from mpissd.common import guard
 from mpissd.common.config import RunConfig
-from mpissd.common.errors import ConfigError, MpissdError, line_of
-from mpissd.common.output import unless_unread
+from mpissd.common.errors import ConfigError, FaultError, MpissdError, line_of
+from mpissd.common.output import fault_of_disk, open_streams, unless_unread
 from mpissd.common.ranks import RanksFlags
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Overdue
@@ -71,9 +71,13 @@ ALONE = {  # without MPI
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
+    open_streams()
     is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
     try:
         return execute(arguments) if is_rank else unless_unread(lambda: execute(arguments))
+    except FaultError as fault:  # of unless_unread
+        print(f"mpissd: {fault}", file=sys.stderr)
+        return fault.exit_code
     except ModuleNotFoundError as missing:
         package = (missing.name or "mpissd").partition(".")[0]
         if package == "mpissd":
@@ -174,7 +178,10 @@ def launch(command: cli.Command) -> int:
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)
-    except MpissdError as error:
+    except (MpissdError, OSError) as problem:
+        error = fault_of_disk(problem) if isinstance(problem, OSError) else problem
+        if error is None:
+            raise
         tell = guard.waited if isinstance(error, Overdue) else guard.failed
         if not tell(str(error)):
             print(f"mpissd: rank {MPI.COMM_WORLD.rank}: {error}", file=sys.stderr, flush=True)

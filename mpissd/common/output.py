@@ -6,7 +6,9 @@ that was cut off by a kill is removed before the next one is added, and readers 
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -18,8 +20,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, FaultError
 
+_OF_DISKS = frozenset(  # errors of a disk or its permissions, and none of this program
+    getattr(errno, name)
+    for name in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO ENOTDIR EISDIR EEXIST".split()
+)
 _LONGEST_LINE = 1 << 24  # bytes
 _UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that SIGPIPE ended
 
@@ -94,10 +100,10 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Adds one line to a file that other jobs may be adding to.
 
     First its last line is repaired: it gets its newline if it is a whole row, or is removed.
-    Raises OSError if the disk is full; then the line is missing, or cut off and removed later.
+    Raises OSError with the path if the disk is full; the line is then missing.
     """
     line = f"{json_line(row)}\n".encode()
-    with path.open("a+b", buffering=0) as file:
+    with _named(path), path.open("a+b", buffering=0) as file:
         with suppress(OSError):  # a file system without locks; the lock ends with the block
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
@@ -107,14 +113,33 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
             file.write(b"\n")
         elif last:
             file.truncate(end - len(last))
+        end = file.seek(0, os.SEEK_END)
         if file.write(line) != len(line):
-            raise OSError(f"{path}: a line of {len(line)} bytes was written in part")
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, f"a line of {len(line)} bytes was written in part")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError of the block, since that of a write has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def fault_of_disk(error: OSError) -> FaultError | None:
+    """Returns a FaultError with the path and the reason, or None for an error of another kind."""
+    if error.errno not in _OF_DISKS:
+        return None
+    return FaultError(f"{error.filename or 'stdout'}: {error.strerror}")
 
 
 def _is_row(text: bytes) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -131,27 +156,46 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for writing that replaces `path` once the block ends without an error.
 
-    Readers see the old file or the new one whole, over NFS as well. Raises OSError.
+    Readers see the old file or the new one whole, over NFS as well. Raises OSError with the path.
     """
     half = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with half.open("wb") as file:
+        with _named(path), half.open("wb") as file:
             yield file
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)
 
 
+def open_streams() -> None:
+    """Makes stdin, stdout and stderr usable for text, whatever environment the process got.
+
+    A closed one becomes /dev/null. A character that stdout's encoding lacks is printed as its
+    escape, as stderr prints it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def unless_unread(command: Callable[[], int]) -> int:
     """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
 
-    stdout is /dev/null from then on, or Python would print a second error at exit.
+    stdout is /dev/null from then on, or Python would print a second error at exit. Raises
+    FaultError if the disk of stdout, or of another file, is full or not for this user.
     """
     try:
         try:
             return command()
         finally:  # also reached after SystemExit, which --help raises
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        fault = fault_of_disk(error)
+        if fault is None and not isinstance(error, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if fault is not None:
+            raise fault from error
         return _UNREAD

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES, without
-from mpissd.common.output import append_row, check_output, print_json
+from mpissd.common.output import append_row, check_output, print_json, whole_file
 from mpissd.common.row import key
 from mpissd.engine.workload.tokenizer import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
@@ -159,10 +159,13 @@ def _kept(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(folder / f"{row.load_id}.npz", **numbers)
+        with whole_file(folder / f"{row.load_id}.npz") as file:
+            np.savez_compressed(file, allow_pickle=False, **numbers)
         append_row(Path(config.out, "loads.jsonl"), asdict(row))
     except OSError as error:
-        raise ConfigError(f"out={config.out!r}: cannot be written: {error.strerror}") from error
+        print_json(asdict(row))
+        where = f"out={config.out!r}: {error.filename}"
+        raise ConfigError(f"{where}: cannot be written: {error.strerror}") from error
     texts = []
     for times in (row.ttft_s, row.tpot_s):
         cells = ["–"] * 3

@@ -51,6 +51,10 @@ _INSTANT_S = 5e-6
 _ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
 
 
+class UnwrittenError(FaultError):
+    """The output folder takes no row."""
+
+
 def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
     """Runs one configuration on all ranks, of which the last ones may learn; returns the exit code.
 
@@ -150,7 +154,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
             whole = joined_leads(groups) if several else groups[0]
             measured = Measured(whole, draft, profile, digests, groups if several else ())
             row = _conclude(session, measured, sweep)
-        except GateError as loss:
+        except (GateError, UnwrittenError) as loss:
             error = loss
     agree(world, error)
     if config.trace is not None:
@@ -163,15 +167,17 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
     """Builds the row on rank 0, checks it against the gates, and writes the files.
 
     Raises GateError if the row contradicts itself or physics; it then goes to OUT/flagged.jsonl.
-    Raises FaultError if the row could not be written.
+    Raises UnwrittenError if the row could not be written, after printing the row.
     """
     row, arrays = make_row(session, measured, sweep), round_arrays(measured)
     faults = violations(row, arrays)
     try:
         write_row(session, row, measured, arrays, faults)
     except OSError as error:  # for example a full disk, or a file system that has gone away
-        out = session.job.config.out
-        raise FaultError(f"out={out!r}: the row was not written: {error.strerror}") from error
+        if not faults:
+            print(json_line(row.to_dict()), flush=True)
+        where = f"out={session.job.config.out!r}: {error.filename}"
+        raise UnwrittenError(f"{where}: the row was not written: {error.strerror}") from error
     if faults:
         raise GateError(f"row {row.run_id} contradicts itself: {'; '.join(faults)}")
     return row

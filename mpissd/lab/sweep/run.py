@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common import guard
-from mpissd.common.errors import ConfigError, GateError, MpissdError
+from mpissd.common.errors import ConfigError, FaultError, GateError, MpissdError
 from mpissd.common.output import append_row, json_line
 from mpissd.common.row import Row
 from mpissd.common.stage import Stage
@@ -111,6 +111,8 @@ class Sweep:
             row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
+            if refused.exit_code == FaultError.exit_code:  # no later row can be written, either
+                raise
             return Refused(str(refused), refused.exit_code)  # whose traceback holds no buffers
         session.resources.close()
         return row
