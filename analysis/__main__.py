@@ -6,6 +6,10 @@ no row that a figure could be drawn from; 141 stdout was closed by its reader.
 
 from __future__ import annotations
 
+import os
+
+os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that is not installed here
+
 import re
 import signal
 import sys

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -186,10 +187,14 @@ class Poster(Figure):
         return frame.loc[:, frame.notna().any()] if len(frame) else frame
 
 
-def themed() -> Any:
-    """Returns a context manager that applies the style."""
-    rc = {**sns.axes_style("ticks"), **sns.plotting_context("talk"), **_LOOK, **_FIXED}
-    return mpl.rc_context(rc)
+@contextmanager
+def themed() -> Iterator[None]:
+    """Applies the style, whatever a user's matplotlibrc sets."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        for style in (sns.axes_style("ticks"), sns.plotting_context("talk"), _LOOK, _FIXED):
+            mpl.rcParams.update(style)
+        yield
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
