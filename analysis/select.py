@@ -6,6 +6,7 @@ compare` (mpissd/common/compare.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -68,8 +69,8 @@ def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -
     if rows.empty:
         return rows
     keys = key(rows, columns)
-    counts = keys.value_counts()
-    best = min(counts.index, key=lambda value: (-counts[value], str(value)))
+    counts = Counter(keys)
+    best = min(counts, key=lambda value: (-counts[value], str(value)))
     values = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
     notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {values}")
     return rows[keys == best]

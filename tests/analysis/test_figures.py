@@ -1,6 +1,7 @@
 """Every figure, as an object: axes, legends, points, caption; its numbers by hand; its rivals."""
 
 import json
+import os
 import warnings
 from dataclasses import replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from analysis.figures.study import gains_of, pays, whole_pays
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
 from analysis.select import cases, plain, where
 from analysis.style import Poster, rendered, themed
+from tests.scripts import ROOT, python
 
 FIXTURE = Path(__file__).parent / "fixture"
 STUDY = "uses measured over_gpus over_batch host_path hidden".split()
@@ -29,6 +31,29 @@ Line = dict[str, Any]
 @lru_cache(maxsize=1)
 def data() -> Data:
     return load([FIXTURE])
+
+
+def test_figures_depend_on_no_setting_of_a_user(tmp_path: Path) -> None:
+    """Nor on their environment: the files of a hostile one have the same bytes."""
+    settings = "text.usetex: True\nfont.size: 30\nsavefig.bbox: tight\nsvg.fonttype: none\n"
+    (tmp_path / "matplotlibrc").write_text(settings + "axes.formatter.use_locale: True\n")
+    hostile = {
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "HOME": "/proc/none",
+        "LC_ALL": "tr_TR.UTF-8",
+        "SOURCE_DATE_EPOCH": "0",
+        "PYTHONIOENCODING": "ascii",
+        "COLUMNS": "20",
+    }
+    files = []
+    for name, folder, variables in (("plain", ROOT, {}), ("hostile", tmp_path, hostile)):
+        out = tmp_path / name
+        words = ["-m", "analysis", "latency", f"--results={FIXTURE}", f"--out={out}"]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        done = python(*words, cwd=folder, env=environ)
+        assert done.returncode == 0, done.stderr
+        files.append({path.name: path.read_bytes() for path in out.rglob("latency.*")})
+    assert len(files[0]) == 3 and files[0] == files[1]
 
 
 def raw() -> list[Line]:

@@ -27,6 +27,29 @@ from tests.tiny_pair import tiny_pair
 HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
 
 
+@pytest.mark.parametrize("command", ["-m mpissd plan --help", "-m analysis --help"])
+@pytest.mark.parametrize(
+    ("streams", "code", "last"),
+    [
+        ("PYTHONIOENCODING=ascii", 0, ""),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", 0, ""),
+        ("<&- >&-", 0, ""),
+        (">/dev/full", 5, "stdout: No space left on device\n"),
+    ],
+)
+def test_help_is_printed_to_any_stdout(command: str, streams: str, code: int, last: str) -> None:
+    """An encoding without …, a closed stdout, a full disk: no traceback."""
+    words = streams.split()
+    variables = [word for word in words if "=" in word]
+    shell = shlex.join(["env", *variables, sys.executable, *command.split()])
+    shell += "".join(f" {word}" for word in words if "=" not in word)
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr.partition(": ")[2]) == (code, last), done.stderr
+    assert done.stdout.isascii() or not variables
+
+
 def parse(*arguments: str) -> RunConfig:
     command = cli.parse(list(arguments))
     assert isinstance(command, Command) and isinstance(command.config, RunConfig)

@@ -1,6 +1,7 @@
 """Rows and rounds, read strictly; two results compared: refusals, the rows selected, the output."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.errors import ConfigError
-from mpissd.common.row import Row
-from mpissd.lab.tables.load import load_rows
+from mpissd.common.row import Row, fault_of
+from mpissd.lab.tables.load import LeftOut, load_rows
 from mpissd.lab.tables.pair import check_alike
 from tests.scripts import refused
 
@@ -71,6 +72,8 @@ GOOD = json.dumps(dict(ar()))
         (f"{GOOD}\n[1, 2]\n", 2, "a list: allowed: a JSON object"),
         (f"{GOOD}\n{json.dumps(dict(ar(tok_per_s=1.0)))}\n", 2, "another row"),
         (GOOD.encode() + b"\n\n\xff\xfe{}\n", 3, "no JSON"),
+        (GOOD.replace("62.5", '"62.5"'), 1, "tok_per_s='62.5': allowed: a number"),
+        (GOOD.replace("62.5", "NaN"), 1, "NaN is no number"),
     ],
 )
 def test_a_bad_line_is_named(
@@ -80,6 +83,42 @@ def test_a_bad_line_is_named(
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=re.escape(f"{path}:{line_number}: ") + f".*{reason}"):
         load_rows([path])
+
+
+STRANGE = ("62.5", "", True, -1, 10**400, [], [None], {}, {"mean": "3"}, "\ud800", "2026-13-45")
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_a_value_of_another_type_costs_one_row(
+    tmp_path: Path, value: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever key has it, compare shows the other rows, and counts those that it leaves out."""
+    names = [*ar(), "fan_out", "hit_rate", "rank_digests", "phases_us", "configuration"]
+    strange = [sd(name) | {name: value} for name in names if name not in ("run_id", "schema")]
+    faults = [fault_of(row) for row in strange]
+    path = write(tmp_path / "runs.jsonl", ar(), sd("good"), *strange)
+    assert main(["compare", f"{path},"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    expected = [(n, fault[1]) for n, fault in enumerate(faults, 3) if fault is not None]
+    start = f"mpissd: left out 1 row of {path}: line"
+    assert lines == [f"{start} {n}: {reason}" for n, reason in expected]
+    assert {"tok_per_s", "seed", "world_size"} <= {fault[0] for fault in faults if fault}
+
+
+def test_rows_with_one_fault_are_counted_in_one_line(tmp_path: Path) -> None:
+    rows = [ar(run_id=f"{n}", tok_per_s=str(n)) for n in range(3)]
+    path, left_out = write(tmp_path / "runs.jsonl", *rows, ar(tp=None), ar(run_id="x")), LeftOut()
+    assert [row.run_id for row in load_rows([path], left_out)] == ["x"]
+    assert left_out.lines == [
+        f"left out 3 rows of {path}: line 1: tok_per_s='0': allowed: a number",
+        f"left out 1 row of {path}: line 4: it has no tp",
+    ]
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "runs.jsonl")
+    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: is no regular file"):
+        load_rows([tmp_path])
 
 
 def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,23 @@
 refusal is one line, with exit code 2, and writes nothing. With --on_draft_loss=ar the targets go on
 without their draft if the launcher lets them."""
 
+import json
 import os
+import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mpissd.common.errors import FaultError
 from mpissd.common.row import Row
 from mpissd.lab.gates import violations
-from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, shim, start
+from tests.mpi.harness import DIRECT, Job, Started, ended, launch, needs_mpi, shim, start
 from tests.mpi.struck import Strike, faults_of
 from tests.needs import lack
 
@@ -38,6 +42,30 @@ def test_the_lead_of_a_second_group_is_named() -> None:
 @pytest.mark.parametrize("strike", STRIKES, ids=str)
 def test_a_struck_rank_is_named_and_the_job_is_gone(strike: Strike) -> None:
     assert faults_of(strike) == []
+
+
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_a_full_disk_is_named_and_the_row_is_printed(tmp_path: Path, command: str) -> None:
+    """Also where stderr is a file, over which the launcher writes its own lines."""
+    out, err = tmp_path / "out", tmp_path / "err"
+    out.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(out)]
+    if os.geteuid() or subprocess.run(mount).returncode:
+        lack("root that may mount a tmpfs")
+    try:
+        with suppress(OSError):
+            (out / "filler").write_bytes(bytes(1 << 17))
+        flags = [*NULL, "--rounds=30", f"--out={out}", "--num_drafts=1"]
+        flags += ["--mode=ssd"] if command == "run" else ["--repeats=1", "--grid=mode=ssd"]
+        shell = f"{DIRECT} 2>{shlex.quote(str(err))}"
+        done = ended(Started(["bash", "-c", shell, "mpirun", "2", "mpissd", command, *flags]))
+        assert done.code == FaultError.exit_code and "Traceback" not in err.read_text()
+        (line,) = [line for line in err.read_text().splitlines() if line.startswith("mpissd: ")]
+        assert f"{out}/" in line and line.endswith("No space left on device")
+        assert Row.from_dict(json.loads(done.out.splitlines()[-1])).tok_per_s > 0
+        assert not [*out.rglob("*.part"), *out.rglob("runs.jsonl")]
+    finally:
+        subprocess.run(["umount", out], check=True)
 
 
 @contextmanager
