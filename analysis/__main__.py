@@ -6,9 +6,18 @@ no row that a figure could be drawn from; 141 stdout was closed by its reader.
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 import os
 
-os.environ["MPLBACKEND"] = "agg"  # a notebook's shell names a backend that is not installed here
+# When it is imported, matplotlib reads these variables and a matplotlibrc in the current folder. A
+# notebook's shell names a backend that is not installed, and a file may set a user's locale.
+os.environ |= {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}
+_here = os.open(".", os.O_RDONLY)
+os.chdir("/")
+import matplotlib as _  # noqa: F401
+
+os.fchdir(_here)
+os.close(_here)
 
 import re
 import signal

@@ -51,7 +51,7 @@ _OTHER_KEYS = {  # that are read, too
     "provenance.started_at": str,
     "provenance.command": list[str],
     "provenance.hosts": list[str],
-    "provenance.ranks": list[Mapping[str, Any]],
+    "provenance.ranks": list[Mapping[str, str]],
     "provenance.sweep": Mapping[str, Any],
     "provenance.sweep.task": str,
     "provenance.sweep.flags": Mapping[str, Any],
