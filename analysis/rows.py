@@ -21,7 +21,6 @@ A line that cannot be read is left out with a note: file, line and reason.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -160,54 +159,49 @@ def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:
 
 
 def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
-    """Returns a row's columns, with defaults for keys that the line lacks.
+    """Returns a row's columns, with defaults for keys that the line lacks or has null for.
 
-    Raises ValueError if a needed key is missing, or has an impossible value.
+    line: from read_lines, which checks the values. Raises ValueError if a needed key is missing.
     """
     if missing := [name for name in _NEEDED if line.get(name) is None]:
         raise ValueError(f"it has no {missing[0]}")
-    row = Row.from_dict({**_DEFAULTS, **line})
-    try:
-        rate, gpus = float(row.tok_per_s), int(row.world_size)
-        if not (0 < rate < math.inf and gpus >= 1):
-            raise ValueError(f"{row.tok_per_s} tok/s on {row.world_size} GPUs")
-        policy = ""
-        if row.mode == "ssd" and row.fan_out:
-            given = str(flags_of(row).get("fan_out"))
-            is_geometric = given.startswith("geometric")
-            policy = f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
-        # Mean parts of the lead's round, in µs.
-        mean, device = row.round_us.get("mean"), row.device_us or {}
-        forward, reduce = device.get("forward"), device.get("all_reduce") or 0.0
-        wait = ((row.phases_us or {}).get("lead") or {}).get("draft_wait")
-        parts = {"round_s": mean}
-        if mean is not None and forward is not None and wait is not None:
-            other = max(0.0, mean - forward - reduce - wait)
-            parts |= {"forward_s": forward, "all_reduce_s": reduce, "wait_s": wait}
-            parts["other_s"] = other
-        drafts = bool(row.t_draft_s and row.lookahead)
-        return {
-            **dict.fromkeys((*KEYS, *RETIRED)),
-            **row,
-            "row": row,
-            "folder": str(folder),
-            "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
-            "gpus": gpus,
-            "alpha": _number(row.acceptance, "alpha"),
-            "p_hit": _number(row.hit_law, "p_hit"),
-            "policy": policy,
-            "per_gpu": rate / gpus,
-            "per_sequence": rate / int(row.batch_size),
-            "low": rate,
-            "high": rate,
-            "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
-            "backup_cut": row.backup_lookahead not in (None, row.lookahead),
-            "other_draft": row.other_draft_device,
-            "commit": str((row.provenance or {}).get("commit") or ""),
-            **{name: None if us is None else us / 1e6 for name, us in parts.items()},
-        }
-    except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-        raise ValueError(f"not as a row's values are: {error!r}") from error
+    row = Row.from_dict({**line, **{k: v for k, v in _DEFAULTS.items() if line.get(k) is None}})
+    rate, gpus = float(row.tok_per_s), int(row.world_size)
+    policy = ""
+    if row.mode == "ssd" and row.fan_out:
+        given = str(flags_of(row).get("fan_out"))
+        is_geometric = given.startswith("geometric")
+        policy = f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
+    # Mean parts of the lead's round, in µs.
+    mean, device = row.round_us.get("mean"), row.device_us or {}
+    forward, reduce = device.get("forward"), device.get("all_reduce") or 0.0
+    wait = ((row.phases_us or {}).get("lead") or {}).get("draft_wait")
+    parts = {"round_s": mean}
+    if mean is not None and forward is not None and wait is not None:
+        other = max(0.0, mean - forward - reduce - wait)
+        parts |= {"forward_s": forward, "all_reduce_s": reduce, "wait_s": wait}
+        parts["other_s"] = other
+    drafts = bool(row.t_draft_s and row.lookahead)
+    return {
+        **dict.fromkeys((*KEYS, *RETIRED)),
+        **row,
+        "row": row,
+        "folder": str(folder),
+        "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
+        "gpus": gpus,
+        "alpha": _number(row.acceptance, "alpha"),
+        "p_hit": _number(row.hit_law, "p_hit"),
+        "policy": policy,
+        "per_gpu": rate / gpus,
+        "per_sequence": rate / int(row.batch_size),
+        "low": rate,
+        "high": rate,
+        "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
+        "backup_cut": row.backup_lookahead not in (None, row.lookahead),
+        "other_draft": row.other_draft_device,
+        "commit": str((row.provenance or {}).get("commit") or ""),
+        **{name: None if us is None else us / 1e6 for name, us in parts.items()},
+    }
 
 
 def _number(text: str | None, name: str) -> float:

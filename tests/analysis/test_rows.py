@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis.__main__ import main
+from analysis.__main__ import draw, main
 from analysis.figures import FIGURES
 from analysis.rows import NothingLeft, load
 from analysis.select import machines, on_machine
@@ -48,6 +48,15 @@ def test_a_bad_line_costs_one_note(tmp_path: Path, bad: str, note: str) -> None:
     assert len(data.rows) == 2
     (found,) = data.notes.lines
     assert found.startswith(f"left out 1 row of {tmp_path}/runs.jsonl: line 2: {note}"), found
+
+
+def test_null_is_a_key_that_is_missing(tmp_path: Path) -> None:
+    """Every figure's condition may be unknown: no row is left out for it."""
+    names = ("batch_size", "context", "seed", "graph", "num_drafts", "dtype", "provenance")
+    rows = [changed(line, **dict.fromkeys(names)) for line in LINES]
+    data = load([write(tmp_path, *rows)])
+    assert len(data.rows) == len(LINES) and not data.notes.lines
+    assert [item.why for item in draw(data, "latency")]
 
 
 def test_a_broken_profile_costs_one_note(tmp_path: Path) -> None:

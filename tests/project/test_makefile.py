@@ -35,6 +35,18 @@ def box(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_a_gpu_check_skips_what_needs_more_gpus(tmp_path: Path, gpus: int) -> None:
+    fake_tools(tmp_path, f"#!/bin/sh\ncase $* in *getDeviceCount*) echo {gpus} ;; esac\n")
+    bin_, logs = tmp_path / "fakes/bin", str(tmp_path / "logs")
+    tools = {"PYTHON": str(bin_ / "python"), "MPIRUN": str(bin_ / "mpirun"), "LOGS": logs}
+    done = call(tmp_path, str(ROOT / "tests/gpu/check.sh"), **tools)
+    (line,) = [line for line in done.stdout.splitlines() if "chained-2" in line]
+    assert line.split() == (
+        ["pass", "chained-2"] if gpus > 1 else f"skip chained-2 needs 2 GPUs, here {gpus}".split()
+    )
+
+
 def make_run(box: Path, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
     fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     return call(box, "make", "run", *fakes, *variables, **env)
