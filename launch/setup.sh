@@ -58,6 +58,7 @@ text_extra() {
         case $word in
             --pair=*.json* | --target=*.json | --draft=*.json) ;;
             --pair=*/*/* | --target=*/* | --draft=*/* | --prompt*) extra=text ;;
+            --target=* | --draft=*) [ ! -f "${word#*=}" ] || extra=text ;;
         esac
     done
     case " $* " in

@@ -34,6 +34,7 @@ from mpissd.common.flags import (
     switch,
     words,
 )
+from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
@@ -100,7 +101,7 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
         raise
     if path is None:
         return False
-    return path.suffix == ".gguf" or any(path.glob("*.safetensors"))
+    return is_gguf(path) or any(path.glob("*.safetensors"))
 
 
 @dataclass(frozen=True)

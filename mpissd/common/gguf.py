@@ -7,7 +7,7 @@ tokens; this reader takes 0.05 s. Source: the GGUF specification, version 3.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from struct import Struct
@@ -15,6 +15,7 @@ from struct import error as StructError
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import regular_status
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _KEYS = {
@@ -29,6 +30,7 @@ _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 _STRING, _ARRAY = 8, 9
 _HEADER = Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _LENGTH, _KIND, _ARRAY_HEAD = Struct("<Q"), Struct("<I"), Struct("<IQ")
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
 # Errors that impossible sizes and types raise when they are read.
@@ -45,39 +47,85 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's place in the file. shape: in ggml's order, the contiguous dimension first. kind:
-    ggml's number of its type. offset: bytes after data_start."""
+    """A tensor's place. shape: in ggml's order, the contiguous dimension first. kind: ggml's number
+    of its type. start: bytes before it in the file `path`, which is a shard of a split model."""
 
     shape: tuple[int, ...]
     kind: int
-    offset: int
+    start: int
+    path: Path
 
 
 @dataclass(frozen=True)
 class GgufFile:
     """The metadata and tensors of a GGUF file, by name. data_start: where the tensors' bytes
-    begin."""
+    begin. paths: the file, or all shards of a split model, whose first has the metadata."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     data_start: int
+    paths: tuple[Path, ...]
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a file has GGUF's magic bytes, or else a name that ends in .gguf."""
+    try:
+        regular_status(path)
+        with path.open("rb") as file:
+            if file.read(4) == _MAGIC:
+                return True
+    except (ConfigError, OSError):
+        pass  # reading the file reports why
+    return path.suffix == ".gguf"
 
 
 def read_gguf(path: Path) -> GgufFile:
     """Returns a file's metadata; raises ConfigError if it is unreadable, cut off or no GGUF.
 
-    A file that has not changed since the last call is not read again.
+    Given the first shard of a split model, returns the tensors of all shards. A file that has not
+    changed since the last call is not read again.
     """
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r}: {error.strerror}") from error
-    return _read(path, state.st_mtime_ns, state.st_size)
+    first = _read(path)
+    count = first.metadata.get("split.count", 1)
+    return first if count in (0, 1) else _joined(first, count)
+
+
+def _joined(first: GgufFile, count: Any) -> GgufFile:
+    """Returns a split model, with the tensors of its `count` shards, which are named as llama.cpp
+    names them; raises ConfigError if the file is not the first, or if one is missing or foreign."""
+    where = repr(str(first.path))
+    name = first.path.name
+    ending = "-{:05d}-of-{:05d}.gguf"
+    number = first.metadata.get("split.no")
+    is_count = type(count) is int and 1 < count < 1 << 16
+    if number != 0 or not is_count or not name.endswith(ending.format(1, count)):
+        raise ConfigError(
+            f"{where}: split.no={number!r}, split.count={count!r}: this is a shard of a split "
+            "model: allowed: the first, *-00001-of-….gguf, next to the others"
+        )
+    prefix = name.removesuffix(ending.format(1, count))
+    tensors = dict(first.tensors)
+    paths = [first.path.with_name(prefix + ending.format(n + 1, count)) for n in range(count)]
+    for number, path in enumerate(paths[1:], 1):
+        shard = _read(path)
+        place = shard.metadata.get("split.no"), shard.metadata.get("split.count")
+        if place != (number, count) or tensors.keys() & shard.tensors.keys():
+            raise ConfigError(f"{str(path)!r} is not shard {number + 1} of {count} of {where}")
+        tensors |= shard.tensors
+    if (total := first.metadata.get("split.tensors.count")) != len(tensors):
+        raise ConfigError(f"{where}: split.tensors.count={total!r}: its shards have {len(tensors)}")
+    return replace(first, tensors=tensors, paths=tuple(paths))
+
+
+def _read(path: Path) -> GgufFile:
+    """Returns one file, whichever shard it is."""
+    state = regular_status(path)
+    return _read_once(path, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, *state: int) -> GgufFile:
+def _read_once(path: Path, *state: int) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).read()
@@ -96,28 +144,36 @@ class _Reader:
     def read(self) -> GgufFile:
         magic, version, num_tensors, num_entries = self._next(_HEADER)
         where = repr(str(self._path))
-        if magic != b"GGUF":
+        if magic != _MAGIC:
             raise ConfigError(f"{where}: is no GGUF file")
         if version not in _VERSIONS:
-            raise ConfigError(f"{where}: GGUF version {version}: allowed: 2, 3")
+            raise ConfigError(f"{where}: GGUF version {version}: allowed: 2, 3, little-endian")
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
-            name = self._string()
+            name = self._name()
+            if name in metadata:
+                raise ConfigError(f"{where}: the key {name} is there twice")
             metadata[name] = self._value(self._next(_KIND)[0])
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
-            name = self._string()
+            name = self._name()
             (num_dims,) = self._next(_KIND)
             if num_dims > _MOST_DIMS:
                 raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
             shape = self._next(Struct(f"<{num_dims}Q"))
-            tensors[name] = TensorInfo(shape, *self._next(Struct("<IQ")))
+            if name in tensors:
+                raise ConfigError(f"{where}: the tensor {name} is there twice")
+            kind, offset = self._next(Struct("<IQ"))
+            tensors[name] = TensorInfo(shape, kind, offset, self._path)
         align = int(metadata.get("general.alignment", 32))
         start = -(-self._at // align) * align
         for name, info in tensors.items():
-            if start + info.offset >= len(self._data):
+            if info.start % align:
+                raise ValueError(f"tensor {name!r} at {info.start}, not aligned to {align}")
+            if start + info.start >= len(self._data):
                 raise ConfigError(f"{where}: cut off before tensor {name!r}")
-        return GgufFile(self._path, metadata, tensors, start)
+            tensors[name] = replace(info, start=start + info.start)
+        return GgufFile(self._path, metadata, tensors, start, (self._path,))
 
     def _next(self, form: Struct) -> tuple[Any, ...]:
         values = form.unpack_from(self._data, self._at)
@@ -132,6 +188,13 @@ class _Reader:
         text = self._data[self._at : end].decode(errors="replace")
         self._at = end
         return text
+
+    def _name(self) -> str:
+        """Returns the name of a key or a tensor, which a message may contain."""
+        name = self._string()
+        if not name.isprintable():
+            raise ValueError(f"the name {name!r}")
+        return name
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -153,6 +216,9 @@ def read_fields(path: Path) -> dict[str, Any]:
     of an architecture that is not supported.
     """
     file, where = read_gguf(path), repr(str(path))
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{where}: general.type={kind!r} is not supported: allowed: model")
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import regular_status
 
 # One quantity has several names: the current one, OPT's and GPT-2's.
 _NAMES = {
@@ -82,6 +83,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def load(path: Path) -> Mapping[str, Any]:
     """Returns the JSON object in the file, or the text_config inside it."""
+    regular_status(path)
     try:
         config = json.loads(path.read_text("utf-8"))
     except OSError as error:

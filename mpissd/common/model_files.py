@@ -82,12 +82,12 @@ def packaged(preset: str) -> Path | None:
 
 def has_files(path: Path) -> bool:
     """Returns whether a path that `find` gave holds weights, and not only a config.json."""
-    return path.suffix == ".gguf" or os.path.isdir(path)
+    return os.path.isdir(path) or gguf.is_gguf(path)
 
 
 def read_shape(path: Path) -> dict[str, Any]:
     """Returns the fields of a presets.ModelShape of a path from `find`; raises ConfigError."""
-    if path.suffix == ".gguf":
+    if gguf.is_gguf(path):
         return gguf.read_fields(path)
     source = path / "config.json" if os.path.isdir(path) else path
     if source != path and not source.exists() and (weights := sorted(path.glob("*.gguf"))):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf import read_gguf
+from mpissd.common.gguf import is_gguf, read_gguf
 
 _NORMAL = 1  # a GGUF token type: neither control nor padding
 
@@ -42,7 +42,7 @@ def tokens_of(path: Path) -> dict[int, str]:
     Added and special tokens are left out, since models of one vocabulary rename them. Empty if
     there is no tokenizer. Raises ConfigError if the file is damaged.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         metadata = read_gguf(path).metadata
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))

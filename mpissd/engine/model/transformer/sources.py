@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
-from mpissd.common.gguf import read_gguf
+from mpissd.common.files import regular_status
+from mpissd.common.gguf import is_gguf, read_gguf
 from mpissd.common.model_files import has_files
 from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model
 from mpissd.common.rounds import Ints
@@ -230,6 +231,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     not give the offsets that a memory map needs.
     """
     safetensors = library("safetensors", str(path.parent))
+    regular_status(path)
     try:
         with safetensors.safe_open(path, framework="numpy"):
             pass
@@ -294,15 +296,16 @@ class GgufTensor(Tensor):
 
 
 class GgufFiles:
-    """The tensors of one .gguf by their Hugging Face names."""
+    """The tensors of a .gguf, or of all shards of a split one, by their Hugging Face names."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
 
         Raises ConfigError, one line, if the file is damaged.
         """
-        self.paths, self.file = [path], read_gguf(path)
-        self._data, self._where = np.memmap(path, np.uint8, "r"), repr(str(path))
+        self.file = read_gguf(path)
+        self.paths = list(self.file.paths)
+        self._data = {part: np.memmap(part, np.uint8, "r") for part in self.paths}
         # llama.cpp's converter makes a rotated pair's rows neighbours, for "llama" only.
         is_llama = self.file.metadata["general.architecture"] == "llama"
         self._head_dim = head_dim if is_llama else 0
@@ -311,17 +314,18 @@ class GgufFiles:
         """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
+        where = repr(str(info.path))
+        file = self._data[info.path]
         if (known := _block(info.kind)) is None:
-            raise ConfigError(f"{self._where}: {name} is of ggml's type {info.kind}, not supported")
+            raise ConfigError(f"{where}: {name} is of ggml's type {info.kind}, not supported")
         block, size = known
         if not info.shape or info.shape[0] % block:
-            raise ConfigError(f"{self._where}: {name}: {info.shape} elements, in blocks of {block}")
+            raise ConfigError(f"{where}: {name}: {info.shape} elements, in blocks of {block}")
         shape = (*info.shape[:0:-1], info.shape[0] // block * size)
-        start = self.file.data_start + info.offset
-        if start + math.prod(shape) > len(self._data):
-            raise ConfigError(f"{self._where} is cut off before the end of {name}")
-        data = self._data[start : start + math.prod(shape)].reshape(shape)
-        is_rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        if info.start + math.prod(shape) > len(file):
+            raise ConfigError(f"{where} is cut off before the end of {name}")
+        data = file[info.start : info.start + math.prod(shape)].reshape(shape)
+        is_rotated = name.partition("self_attn.")[2].startswith(("q_proj", "k_proj"))
         return GgufTensor(data, info.kind, info.shape[::-1], is_rotated * self._head_dim)
 
     def integers(self, name: str) -> None:
@@ -397,6 +401,7 @@ def _stamp(where: str) -> Stamp:
     if path is None or not os.path.exists(path):
         return ()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
+    files = list(read_gguf(path).paths) if is_gguf(path) else files
     stats = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
     return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in stats)
 
@@ -418,7 +423,7 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
     if path is None or not has_files(path):
         config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
         return random_checkpoint(mapped(config), seed)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         gguf = GgufFiles(path, shape.head_dim)
         factors = gguf.get(ROPE_FACTORS)
         read = None if factors is None else factors.part().read()
