@@ -25,6 +25,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def parsed(*texts: str) -> dict[str, Any]:
+    """Returns the keys that texts like 'rope_theta=500.0' give a JSON value."""
+    pairs = (text.partition("=") for text in texts)
+    return {name.replace("\\n", "\n"): json.loads(value) for name, _, value in pairs}
+
+
 def values_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, float32."""
     return {
@@ -64,16 +70,19 @@ def write_folder(
 
 
 def write_gguf(
-    path: Path, values: dict[str, np.ndarray], kind: str = "F32", **changes: Any
+    path: Path, values: dict[str, np.ndarray], kind: str = "F32", shards: int = 0, **changes: Any
 ) -> Path:
-    """Writes a .gguf as llama.cpp's converter does: q and k reordered, matrices of type `kind`."""
+    """Writes a .gguf as llama.cpp's converter does: q and k reordered, matrices of type `kind`.
+
+    shards: tensors of each shard of a split file; 0: one file. changes: architecture, metadata.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
     from mpissd.engine.model.transformer.sources import gguf_name
 
     architecture = changes.get("architecture", "llama")
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=shards)
     told = {
         "block_count": CONFIG["num_hidden_layers"],
         "embedding_length": CONFIG["hidden_size"],
@@ -85,11 +94,13 @@ def write_gguf(
     }
     for key, value in {**told, **changes.get("metadata", {})}.items():
         kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds |= {bool: writer.add_bool, list: writer.add_array}
         if value is not None:
-            kinds[type(value)](f"{architecture}.{key}", value)
+            name = key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}"
+            kinds[type(value)](name, value)
     for name, value in values.items():
         stored, own = value, GGMLQuantizationType.F32
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = len(value) // 16
             stored = value.reshape(heads, 2, 8, -1).swapaxes(1, 2).reshape(value.shape)
         if value.ndim == 2:
@@ -99,4 +110,4 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*")) if shards else path

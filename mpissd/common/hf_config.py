@@ -28,6 +28,17 @@ _PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
 _GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 _FOURFOLD_FFN = ("gpt2", "gptj")  # Here n_inner = null means 4 · n_embd.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# What a key means that is absent, where that depends on the family; source: transformers 5.
+_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_ABSENT: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": 128},
+}
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -82,7 +93,10 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """Returns the JSON object in the file, or the text_config inside it."""
+    """Returns the JSON object in the file, or the text_config inside a multi-modal model's.
+
+    Absent keys are there with the family's value, where that is not the same for all families.
+    """
     regular_status(path)
     try:
         config = json.loads(path.read_text("utf-8"))
@@ -93,7 +107,9 @@ def load(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{str(path)!r} holds no JSON object but a {type(config).__name__}")
     text_config = config.get("text_config")
-    return text_config if isinstance(text_config, dict) else config
+    if isinstance(text_config, dict) and config.get("model_type") not in _GATED_FFN:
+        config = text_config
+    return {**_ABSENT.get(str(config.get("model_type")), {}), **config}
 
 
 def _is_gated(path: Path, model_type: str, config: Mapping[str, Any]) -> bool:

@@ -66,7 +66,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
     arrays = {name: np.ascontiguousarray(values) for name, values in stored.items()}
     size = (folder / WEIGHTS).write_bytes(packed(arrays))
     shape, scaling = config.shape, config.rope_scaling
-    family = config.family if config.qkv_bias or config.qk_norm else "llama"
+    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
     own |= {"kind": config.kind} if config.kind else {}
     rope_scaling = scaling and {
@@ -76,6 +76,8 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
         "high_freq_factor": scaling.high,
         "original_max_position_embeddings": scaling.original,
     }
+    if config.rope_divisor != 1:
+        rope_scaling = {"rope_type": "linear", "factor": config.rope_divisor}
     document = {
         "architectures": [f"{family.title()}ForCausalLM"],
         "model_type": family,

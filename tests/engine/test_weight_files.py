@@ -304,29 +304,6 @@ def blocks_file(home: Path, values: dict[str, np.ndarray]) -> Path:
     return write_gguf(home / "good.gguf", values, "Q8_0")
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported: allowed: llama"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config='awq'"),
-        ({"quantization_config": {}, "mpissd": {"quantization": "int4"}}, "quantization='int4'"),
-        ({"mpissd": {"head": "low-rank"}}, "mpissd.head='low-rank' is not supported"),
-        ({"rope_scaling": YARN}, "rope_type='yarn' is not supported: allowed: default, llama3"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"head_dim": 15}, "head_dim=15 with forward=transformer: allowed: even numbers"),
-        ({"rope_theta": -1}, "rope_theta=-1: allowed: numbers above 0"),
-    ],
-)
-def test_other_architectures_are_refused(home: Path, change: dict[str, Any], told: str) -> None:
-    (home / "config.json").write_text(json.dumps({**CONFIG, **change}), "utf-8")
-    refused(home / "config.json", told)
-
-
 @ANY
 @given(data=st.data())
 def test_a_cut_file_is_refused(
@@ -409,22 +386,6 @@ def test_folders_without_weights(home: Path) -> None:
     refused(home / "no-such.gguf", "No such file")
     (home / "text.gguf").write_text("hello")
     refused(home / "text.gguf")
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"architecture": "gemma2"}, "general.architecture='gemma2' is not supported"),
-        ({"metadata": {"expert_count": 8}}, "expert_count=8 says mixture-of-experts"),
-        ({"metadata": {"rope.scaling.type": "yarn"}}, "rope.scaling.type='yarn'"),
-        ({"metadata": {"block_count": 3}}, "model.layers.2.input_layernorm.weight is missing"),
-        ({"metadata": {"block_count": None}}, "llama.block_count is missing"),
-    ],
-)
-def test_gguf_files_of_other_architectures(
-    home: Path, values: dict[str, np.ndarray], changes: dict[str, Any], told: str
-) -> None:
-    refused(write_gguf(home / "other.gguf", values, **changes), told)
 
 
 def test_a_ggml_type_that_the_library_lacks(home: Path, blocks_file: Path) -> None:

@@ -8,7 +8,7 @@ TransformerConfig. An unsupported model is refused in one line that names the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,59 @@ from mpissd.common.shapes import STATE_KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
+_NO_KEY = "a file without this key"  # of keys that are not known: they may change the result
+# Keys of a config.json that are read, and those that change no logit, null or not.
+_READ = frozenset(
+    """
+    model_type architectures num_hidden_layers hidden_size intermediate_size num_attention_heads
+    num_key_value_heads head_dim vocab_size hidden_act rms_norm_eps tie_word_embeddings
+    max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
+    attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types
+    quantization_config use_mrope rope_interleaved is_encoder_decoder mpissd
+    """.split()
+)
+_HARMLESS = frozenset(
+    """
+    transformers_version transformers.js_config torch_dtype dtype torchscript use_bfloat16
+    unsloth_version unsloth_fixed is_llama_config tokenizer_class name_or_path pretraining_tp
+    attn_implementation use_flash_attn return_dict output_attentions output_hidden_states
+    output_scores return_dict_in_generate chunk_size_feed_forward gradient_checkpointing
+    initializer_range attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop
+    neftune_noise_alpha use_cache cache_implementation max_sequence_length seq_length
+    model_max_length bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    decoder_start_token_id id2label label2id num_labels problem_type finetuning_task
+    task_specific_params prefix max_length max_new_tokens min_length do_sample early_stopping
+    num_beams num_beam_groups num_return_sequences temperature top_k top_p typical_p
+    repetition_penalty encoder_repetition_penalty length_penalty diversity_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty
+    """.split()
+)
+_ROPE_READ: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+_ROPE_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# The same of a .gguf, after the architecture's name.
+_GGUF_READ = frozenset(
+    """
+    block_count embedding_length feed_forward_length context_length attention.head_count
+    attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
+    rope.scaling.type rope.scaling.factor rope.scale_linear
+    """.split()
+)
+_GGUF_HARMLESS = frozenset(
+    """
+    vocab_size tensor_data_layout rope.scaling.original_context_length rope.scaling.finetuned
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +99,8 @@ class TransformerConfig:
     """Architecture of a supported transformer.
 
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
-    tied: the LM head is the embedding. max_positions: the longest context in tokens. head_vocab:
+    tied: the LM head is the embedding. rope_divisor: divides all frequencies (linear scaling).
+    max_positions: the longest context in tokens. head_vocab:
     rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. bits: of
     a weight of the matrices that a forward reads, as CPUs keep them; the mean. kind: of a
     draft that reads its target's hidden state, one of shapes.STATE_KINDS; "" for a model that reads
@@ -58,6 +112,7 @@ class TransformerConfig:
     family: str
     rope_theta: float = 10000.0
     rope_scaling: Llama3Scaling | None = None
+    rope_divisor: float = 1.0
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -82,7 +137,7 @@ class TransformerConfig:
         Source: RoFormer (2104.09864), equation 15, and Llama 3.1's scaling of long wavelengths.
         """
         half = np.arange(0, self.shape.head_dim, 2) / self.shape.head_dim
-        angles = self.rope_theta**-half
+        angles = self.rope_theta**-half / self.rope_divisor
         scaling = self.rope_scaling
         if scaling is None:
             return angles
@@ -139,35 +194,40 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
     for key, value, is_supported, allowed in rules:
         if not is_supported:
             raise ConfigError(
-                f"{str(path)!r}: {key}={value!r} is not supported: allowed: {allowed}"
+                f"{str(path)!r}: {key}={value!r:.80} is not supported: allowed: {allowed}"
             )
+
+
+def _unknown(prefix: str, keys: Mapping[str, Any], known: Iterable[str]) -> list[Rule]:
+    """Returns the rules of keys that are not known: null, or a private name (_name_or_path)."""
+    unknown = sorted(keys.keys() - set(known))
+    neutral = ((key, keys[key] is None or key.startswith("_")) for key in unknown)
+    return [
+        (prefix + key if key.isprintable() else repr(key), keys[key], is_neutral, _NO_KEY)
+        for key, is_neutral in neutral
+    ]
 
 
 def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     """Returns the configuration that a config.json describes; raises ConfigError."""
     config = hf_config.load(path)
     family, ours = config.get("model_type"), own_keys(config)
-    # Older versions have rope_theta and rope_scaling, newer ones both in rope_parameters.
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(config.get(key), dict):
-            rope.update(config[key])
-    if config.get("rope_theta") is not None:
-        rope["rope_theta"] = config["rope_theta"]
-    rope_type = rope.get("rope_type", rope.get("type") or "default")
     # Qwen's files name a window and turn it off.
-    slides = bool(config.get("use_sliding_window", family == "mistral"))
+    slides = bool(family not in ("qwen2", "qwen3") or config.get("use_sliding_window"))
     window = config.get("sliding_window") if slides else None
     packed = config.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
     kinds, activation = config.get("layer_types") or [], config.get("hidden_act", "silu")
     is_plain = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
-    bias, mlp_bias = config.get("attention_bias"), config.get("mlp_bias")
-    rotated = config.get("partial_rotary_factor", 1)
+    bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
+    classes = config.get("architectures") or []
+    own_class = f"{family}".title() + "ForCausalLM"
+    is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
+    off = ((key, config.get(key)) for key in ("mlp_bias", "use_mrope", "rope_interleaved"))
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
-        ("rope_type", rope_type, rope_type in ("default", "llama3"), "default, llama3"),
+        ("architectures", classes, is_own, f"{own_class} alone"),
         ("sliding_window", window, window is None, "null, or one that is not used"),
         ("layer_types", kinds, is_plain, "full_attention"),
         ("quantization_config", method, not packed, _DENSE),
@@ -176,30 +236,49 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
-        ("mlp_bias", mlp_bias, not mlp_bias, "false"),
-        ("partial_rotary_factor", rotated, rotated in (None, 1), "1"),
+        ("tie_word_embeddings", tied, tied is None or isinstance(tied, bool), "false, true"),
+        *((key, value, not value, "false") for key, value in off),
+        *_unknown("", config, _READ | _HARMLESS),
     ]
     _check(path, rules)
-    scaling = None
-    if rope_type == "llama3":
-        keys = "factor", "low_freq_factor", "high_freq_factor"
-        factor, low, high = (_number(path, rope, key) for key in keys)
-        original = int(_number(path, rope, "original_max_position_embeddings"))
-        if factor < 1 or not low < high:
-            raise ConfigError(f"{str(path)!r}: rope_scaling: allowed: factor >= 1 and low < high")
-        scaling = Llama3Scaling(factor, low, high, original)
     return TransformerConfig(
         shape,
         str(family),
-        rope_theta=_number(path, rope, "rope_theta", 10000.0),
-        rope_scaling=scaling,
+        **_rotation(path, config),
         norm_eps=_number(path, config, "rms_norm_eps", 1e-6),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(tied),
         max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
         kind=kind or "",
     )
+
+
+def _rotation(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig that say how positions are rotated."""
+    # Older versions have rope_theta and rope_scaling, newer ones both in rope_parameters.
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = scaling if isinstance(scaling, dict) else {"rope_type": scaling}
+    rope = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | scaling
+    kind = rope.get("rope_type", rope.get("type") or "default")
+    rotated = rope["partial_rotary_factor"]
+    read = _ROPE_READ.get(str(kind))
+    rules: list[Rule] = [
+        ("rope_type", kind, read is not None, ", ".join(_ROPE_READ)),
+        ("partial_rotary_factor", rotated, rotated in (None, 1), "1"),
+        *_unknown("rope_parameters.", rope, {*_ROPE_SHARED, *(read or ())}),
+    ]
+    _check(path, rules)
+    theta = _number(path, rope, "rope_theta", 10000.0)
+    if not read:
+        return {"rope_theta": theta}
+    numbers = [_number(path, rope, key) for key in read]
+    if kind == "linear":
+        return {"rope_theta": theta, "rope_divisor": numbers[0]}
+    factor, low, high, original = numbers
+    if factor < 1 or not low < high:
+        raise ConfigError(f"{str(path)!r}: rope_scaling: allowed: factor >= 1 and low < high")
+    return {"rope_theta": theta, "rope_scaling": Llama3Scaling(factor, low, high, int(original))}
 
 
 def own_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -224,30 +303,53 @@ def of_gguf(
     factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
     """
     path, family = file.path, str(file.metadata["general.architecture"])
-    own = {key.removeprefix(f"{family}."): value for key, value in file.metadata.items()}
-    scaling, window = own.get("rope.scaling.type", "none"), own.get("attention.sliding_window")
-    rotated = own.get("rope.dimension_count", shape.head_dim)
+    prefix = f"{family}."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    # Absent keys mean what they mean to llama.cpp.
+    scaling = own.get("rope.scaling.type", "linear")
+    own.setdefault("attention.value_length", shape.hidden // shape.num_heads)
+    neutral = {
+        "attention.value_length": shape.head_dim,
+        "attention.causal": True,
+        "attention.sliding_window": 0,
+        "rope.dimension_count": shape.head_dim,
+        "rope.scaling.attn_factor": 1,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "use_parallel_residual": False,
+    }
+    needed = ("context_length", "attention.layer_norm_rms_epsilon")
     rules: list[Rule] = [
-        (f"{family}.rope.scaling.type", scaling, scaling in ("none", ""), "none"),
-        (f"{family}.attention.sliding_window", window, not window, "none"),
-        (f"{family}.rope.dimension_count", rotated, rotated == shape.head_dim, str(shape.head_dim)),
+        (f"{prefix}rope.scaling.type", scaling, scaling in ("none", "linear"), "none, linear"),
+        *((prefix + key, own.get(key), key in own, "numbers above 0") for key in needed),
+        *((prefix + k, own.get(k), own.get(k, v) == v, str(v)) for k, v in neutral.items()),
+        *_unknown(prefix, own, _GGUF_READ | _GGUF_HARMLESS | neutral.keys()),
     ]
     _check(path, rules)
+    factor = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
     config = TransformerConfig(
         shape,
         family,
         rope_theta=_number(path, own, "rope.freq_base", 10000.0),
-        norm_eps=_number(path, own, "attention.layer_norm_rms_epsilon", 1e-5),
-        qkv_bias=family == "qwen2",
+        rope_divisor=_number(path, own, factor, 1.0) if scaling == "linear" else 1.0,
+        norm_eps=_number(path, own, "attention.layer_norm_rms_epsilon"),
+        qkv_bias=family == "qwen2" or (family == "llama" and "blk.0.attn_q.bias" in file.tensors),
         qk_norm=family == "qwen3",
         tied="output.weight" not in file.tensors,
-        max_positions=int(_number(path, own, "context_length", 2048)),
+        max_positions=int(_number(path, own, "context_length")),
     )
     if factors is None:
         return config
     # The file does not name the constants, which are the same for all models of Llama 3.
     scaled = replace(config, rope_scaling=Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192))
-    if not np.allclose(config.frequencies() / scaled.frequencies(), factors, rtol=1e-3):
+    is_llama3 = config.rope_divisor == 1 and len(factors) == len(config.frequencies())
+    if not is_llama3 or not np.allclose(
+        config.frequencies() / scaled.frequencies(), factors, rtol=1e-4
+    ):
         where = f"{str(path)!r}: rope_freqs.weight"
-        raise ConfigError(f"{where} is not supported: allowed: Llama 3's")
+        raise ConfigError(f"{where} is not supported: allowed: Llama 3's, without another scaling")
     return scaled

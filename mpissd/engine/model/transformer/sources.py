@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -32,7 +33,7 @@ from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import regular_status
 from mpissd.common.gguf import is_gguf, read_gguf
-from mpissd.common.model_files import has_files
+from mpissd.common.model_files import has_files, read_shape
 from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model
 from mpissd.common.rounds import Ints
 from mpissd.common.token_lists import check_same_tokens
@@ -58,8 +59,10 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja"]
 _TIMEOUT_S = 10
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "<i1", "I32": "<i4"}
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
+_UNREAD = "allowed: files without tensors that are not read, as they may change the result"
 ROPE_FACTORS = "rope_freqs.weight"
 _PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's cache
 _OUTSIDE = {EMBEDDING: "token_embd.weight", HEAD: "output.weight", LAST_NORM: "output_norm.weight"}
@@ -112,12 +115,14 @@ def open_files(
     target: Checkpoint | None = None,
     *,
     shares_head: bool = False,
+    depth: int = 0,
 ) -> Checkpoint:
     """Returns the weights in files; reads no tensor yet.
 
     target: the model that lends its input embedding to a draft without one. shares_head: whether it
-    also lends the rows `head_ids` of its LM head. Raises ConfigError, one line that names the file
-    and the tensor, if one is missing or has another shape than in the configuration.
+    also lends the rows `head_ids` of its LM head. depth: the number of layers in the files, which
+    may be more than the configuration has. Raises ConfigError, one line that names the file and the
+    tensor, if one is missing, has another shape than in the configuration, or is not read.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
     ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
@@ -151,6 +156,10 @@ def open_files(
         if tensor.shape != size:
             raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
         by_name[name] = tensor
+    for name in sorted(files.unread):
+        layer = _LAYER.match(name)
+        if layer is None or not config.shape.num_layers <= int(layer[1]) < depth:
+            raise ConfigError(f"{where}: the tensor {name!r} is not supported: {_UNREAD}")
     if config.tied:
         by_name[HEAD] = by_name[EMBEDDING]
     read = [each for name, each in by_name.items() if len(each.shape) == 2 and name != EMBEDDING]
@@ -160,12 +169,16 @@ def open_files(
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    """Returns the folder's files of weights; if the folder has an index, those that it names."""
+    """Returns the folder's file of weights, or else those that its index names, as transformers
+    chooses them."""
     index = folder / INDEX
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
     if not index.exists():
-        if paths := sorted(folder.glob("*.safetensors")):
-            return paths
-        raise ConfigError(f"{str(folder)!r} has no *.safetensors: allowed: a folder with weights")
+        allowed = f"allowed: a folder with {WEIGHTS} or {INDEX}"
+        adapter = ", but an adapter's" if (folder / "adapter_config.json").exists() else ""
+        raise ConfigError(f"{str(folder)!r} has no *.safetensors of a model{adapter}: {allowed}")
+    regular_status(index)
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
         paths = [folder / name for name in sorted(names)]
@@ -180,15 +193,20 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder by their Hugging Face names."""
+    """The tensors of a folder by their Hugging Face names. unread: those not asked for yet."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the headers; raises ConfigError, one line that names the file, if one is missing or
         damaged."""
         self.paths = _weight_paths(folder)
-        self._entries = {
-            name: (path, entry) for path in self.paths for name, entry in _header(path).items()
-        }
+        self._entries: dict[str, tuple[Path, dict[str, Any]]] = {}
+        for path in self.paths:
+            for name, entry in _header(path).items():
+                if name in self._entries:
+                    first = self._entries[name][0].name
+                    raise ConfigError(f"{str(path)!r}: {name!r} is in {first}, too: allowed: once")
+                self._entries[name] = path, entry
+        self.unread = {name for name in self._entries if not name.endswith("rotary_emb.inv_freq")}
         self._maps = {path: np.memmap(path, np.uint8, "r") for path in self.paths}
 
     def get(self, name: str) -> Tensor | None:
@@ -215,6 +233,7 @@ class SafetensorsFiles:
     def _array(self, name: str, kinds: Iterable[str]) -> NDArray[Any]:
         """Returns a tensor as it is stored; raises ConfigError if its dtype is not in `kinds`."""
         path, entry = self._entries[name]
+        self.unread.discard(name)
         if entry["dtype"] not in kinds:
             allowed = ", ".join(kinds)
             raise ConfigError(f"{str(path)!r}: {name} is {entry['dtype']}: allowed: {allowed}")
@@ -272,7 +291,8 @@ class GgufTensor(Tensor):
 
     def read(self, rows: slice, columns: slice) -> Floats:
         if len(self.shape) == 1:
-            return np.asarray(_values(self._data[None], self._kind)[0, rows], np.float32)
+            values = _values(self._data[None], self._kind)[0]
+            return np.asarray(values[self._stored(rows)], np.float32)
         first = columns.start // self._block[0] * self._block[0]
         values = _values(self._bytes(rows, columns), self._kind)
         return values[:, columns.start - first : columns.stop - first]
@@ -284,19 +304,25 @@ class GgufTensor(Tensor):
         data = self._bytes(rows, columns)
         return self._kind, data.reshape(len(data), -1, size)
 
+    def _stored(self, rows: slice) -> slice | NDArray[np.int64]:
+        """Returns where the file has these rows."""
+        if not (width := self._head_dim):
+            return rows
+        wanted = np.arange(rows.start, rows.stop)
+        pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
+        return np.asarray(wanted - wanted % width + 2 * pair + half)
+
     def _bytes(self, rows: slice, columns: slice) -> NDArray[np.uint8]:
         """Returns the bytes of the blocks that hold this part, a row for each of its rows."""
-        stored: slice | NDArray[np.int64] = rows
-        if width := self._head_dim:
-            wanted = np.arange(rows.start, rows.stop)
-            pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
-            stored = wanted - wanted % width + 2 * pair + half
         block, size = self._block
+        stored = self._stored(rows)
         return self._data[stored, columns.start // block * size : -(-columns.stop // block) * size]
 
 
 class GgufFiles:
-    """The tensors of a .gguf, or of all shards of a split one, by their Hugging Face names."""
+    """The tensors of a .gguf, or of all shards of a split one, by their Hugging Face names.
+
+    unread: the tensors' own names that `get` was not asked for."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
@@ -305,15 +331,17 @@ class GgufFiles:
         """
         self.file = read_gguf(path)
         self.paths = list(self.file.paths)
+        self.unread = set(self.file.tensors)
         self._data = {part: np.memmap(part, np.uint8, "r") for part in self.paths}
         # llama.cpp's converter makes a rotated pair's rows neighbours, for "llama" only.
-        is_llama = self.file.metadata["general.architecture"] == "llama"
-        self._head_dim = head_dim if is_llama else 0
+        self.is_llama = self.file.metadata["general.architecture"] == "llama"
+        self._head_dim = head_dim if self.is_llama else 0
 
     def get(self, name: str) -> Tensor | None:
         """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
+        self.unread.discard(gguf_name(name))
         where = repr(str(info.path))
         file = self._data[info.path]
         if (known := _block(info.kind)) is None:
@@ -423,11 +451,12 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
     if path is None or not has_files(path):
         config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
         return random_checkpoint(mapped(config), seed)
+    depth = read_shape(path)["num_layers"]
     if is_gguf(path):
         gguf = GgufFiles(path, shape.head_dim)
-        factors = gguf.get(ROPE_FACTORS)
+        factors = gguf.get(ROPE_FACTORS) if gguf.is_llama else None
         read = None if factors is None else factors.part().read()
-        opened = open_files(gguf, configs.of_gguf(gguf.file, shape, read))
+        opened = open_files(gguf, configs.of_gguf(gguf.file, shape, read), depth=depth)
     else:
         config, files = configs.of_folder(path / "config.json", shape), SafetensorsFiles(path)
         ours = configs.own_keys(hf_config.load(path / "config.json"))
@@ -435,7 +464,10 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         if reads_target and other is None:
             raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
         shares_head = reads_target and ours.get("head") == "target"
-        opened = open_files(files, config, other if reads_target else None, shares_head=shares_head)
+        # A head in the files may differ from the embedding, whatever config.json says.
+        config = replace(config, tied=config.tied and HEAD not in files.unread)
+        lender = other if reads_target else None
+        opened = open_files(files, config, lender, shares_head=shares_head, depth=depth)
     if vocab_size == shape.vocab_size:
         return opened
     config, ids = mapped(opened.config), opened.head_ids
