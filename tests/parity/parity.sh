@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Greedy tokens of mpissd against those of Hugging Face transformers: make parity [LIBRARY=PYTHON]
-# Tiny random models of every family, and SmolLM2 behind 64 prompts, 128 tokens each, some minutes.
-# LIBRARY is a Python that has PyTorch and transformers; without it they go into .venv-parity.
+# mpissd against Hugging Face transformers and llama.cpp: make parity [LIBRARY=PYTHON]
+# Greedy tokens of tiny random models of every family, and of SmolLM2 behind 64 prompts, 128 tokens
+# each; logits of random .gguf files and folders. Some minutes.
+# LIBRARY is a Python that has PyTorch, transformers and cyllama, a wheel of llama.cpp; without it
+# they go into .venv-parity. FILES and SEED: the number of random files, and which.
 set -euo pipefail
 cd "${0%/*}/../.."
 python=${PYTHON:-.venv/bin/python} library=${LIBRARY:-.venv-parity/bin/python}
@@ -9,7 +11,7 @@ if [ -z "${LIBRARY:-}" ] && [ ! -e .venv-parity/complete ]; then
     echo "parity: installing PyTorch and transformers in .venv-parity … (once)" >&2
     rm -rf .venv-parity
     "$python" -m venv .venv-parity
-    "$library" -m pip install -q --disable-pip-version-check gguf torch transformers
+    "$library" -m pip install -q --disable-pip-version-check gguf torch transformers cyllama
     touch .venv-parity/complete
 fi
 out=$(mktemp -d)
@@ -20,3 +22,7 @@ export HF_HUB_DISABLE_PROGRESS_BARS=1 TQDM_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_T
 "$library" tests/parity/library.py "$out"
 "$library" tests/parity/library.py "$out" --gguf="$gguf"
 PYTHONPATH=. "$python" tests/parity/greedy.py "$out"/*.json
+files=("$out/files" "${FILES:-700}" "${SEED:-0}")
+PYTHONPATH=. "$python" tests/parity/files.py write "${files[@]}"
+"$library" tests/parity/library_files.py "${files[0]}" 2>"$out/log"
+PYTHONPATH=. "$python" tests/parity/files.py check "${files[@]}"
