@@ -37,7 +37,7 @@ CONFIG_KEYS = """
     quantization={"bits":4} rope_interleaved=true partial_rotary_factor=0.5 sliding_window=4
     rope_parameters={"factor":4.0} rope_parameters={"partial_rotary_factor":0.5}
     rope_scaling={"rope_type":"yarn"} rope_scaling="dynamic" text_config={"model_type":"llama"}
-    tie_word_embeddings="false" two\\nlines=1 model_type="gemma2" mpissd={"head":"low-rank"}
+    tie_word_embeddings="false" model_type="gemma2" mpissd={"head":"low-rank"}
     quantization_config={"quant_method":"awq"} mpissd={"quantization":"int4"} hidden_act="gelu"
     rope_scaling={"rope_type":"llama3","factor":8.0} head_dim=15 rope_theta=-1
     """.split()
@@ -49,7 +49,7 @@ HARMLESS_GGUF = """
     """.split()
 HARMLESS_CONFIG = """
     _name_or_path="x" torch_dtype="float32" temperature=0.6 architectures=["LlamaForCausalLM"]
-    scale_emb=null attention_dropout=0.1 use_mrope=false
+    scale_emb=null attention_dropout=0.1 use_mrope=false logit_scale=1.0 training_steps=9
     """.split()
 UNREAD = """
     lm_head.bias score.weight model.layers.1.self_attn.o_proj.bias model.layers.1.mlp.down_proj.bias

@@ -24,35 +24,19 @@ from mpissd.common.shapes import STATE_KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
-_NO_KEY = "a file without this key"  # of keys that are not known: they may change the result
-# Keys of a config.json that are read, and those that change no logit, null or not.
-_READ = frozenset(
-    """
-    model_type architectures num_hidden_layers hidden_size intermediate_size num_attention_heads
-    num_key_value_heads head_dim vocab_size hidden_act rms_norm_eps tie_word_embeddings
-    max_position_embeddings rope_theta rope_scaling rope_parameters partial_rotary_factor
-    attention_bias mlp_bias sliding_window use_sliding_window max_window_layers layer_types
-    quantization_config use_mrope rope_interleaved is_encoder_decoder mpissd
+_NO_KEY = "a file without this key"
+# Keys of a config.json that change results in other architectures or programs. transformers ignores
+# them in the supported families, as it ignores all keys that it does not know.
+_OF_OTHERS = """
+    auto_map text_config vision_config per_layer_config quantization compression_config
+    rope_ratio rotary_dim
+    rotary_pct rotary_emb_base qkv_bias o_bias attention_out_bias use_qk_norm qk_norm qk_layernorm
+    clip_qkv no_rope_layers no_rope_layer_interval attn_temperature_tuning query_pre_attn_scalar
+    attn_logit_softcapping final_logit_softcapping logit_scale logits_scaling logit_softcap
+    embedding_multiplier attention_multiplier residual_multiplier lm_head_multiplier mup_multiplier
+    scale_emb scale_depth dim_model_base use_mrope rope_interleaved mlp_bias parallel_attn
+    use_parallel_residual norm_type add_cross_attention pruned_heads lora_rank transformers_weights
     """.split()
-)
-_HARMLESS = frozenset(
-    """
-    transformers_version transformers.js_config torch_dtype dtype torchscript use_bfloat16
-    unsloth_version unsloth_fixed is_llama_config tokenizer_class name_or_path pretraining_tp
-    attn_implementation use_flash_attn return_dict output_attentions output_hidden_states
-    output_scores return_dict_in_generate chunk_size_feed_forward gradient_checkpointing
-    initializer_range attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop
-    neftune_noise_alpha use_cache cache_implementation max_sequence_length seq_length
-    model_max_length bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
-    decoder_start_token_id id2label label2id num_labels problem_type finetuning_task
-    task_specific_params prefix max_length max_new_tokens min_length do_sample early_stopping
-    num_beams num_beam_groups num_return_sequences temperature top_k top_p typical_p
-    repetition_penalty encoder_repetition_penalty length_penalty diversity_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty
-    """.split()
-)
 _ROPE_READ: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -220,11 +204,12 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     kinds, activation = config.get("layer_types") or [], config.get("hidden_act", "silu")
     is_plain = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
     bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
+    causal = config.get("is_causal")
     classes = config.get("architectures") or []
     own_class = f"{family}".title() + "ForCausalLM"
     is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
-    off = ((key, config.get(key)) for key in ("mlp_bias", "use_mrope", "rope_interleaved"))
+    others = ((key, config.get(key)) for key in _OF_OTHERS)
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("architectures", classes, is_own, f"{own_class} alone"),
@@ -234,11 +219,14 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         ("mpissd.quantization", quantization, quantization in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
         ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
+        ("is_causal", causal, causal in (None, True), "true"),
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
         ("tie_word_embeddings", tied, tied is None or isinstance(tied, bool), "false, true"),
-        *((key, value, not value, "false") for key, value in off),
-        *_unknown("", config, _READ | _HARMLESS),
+        *(
+            (key, value, not value or (value == 1 and value is not True), _NO_KEY)
+            for key, value in others
+        ),
     ]
     _check(path, rules)
     return TransformerConfig(
