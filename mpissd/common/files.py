@@ -1,7 +1,8 @@
-"""Checks a file of the user's before it is opened."""
+"""Reads files that a user names. A pipe or a device is refused, since reading it may never end."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -9,16 +10,28 @@ from pathlib import Path
 from mpissd.common.errors import ConfigError
 
 
-def regular_status(path: Path) -> os.stat_result:
+def check_regular(path: Path) -> os.stat_result:
     """Returns the status of a regular file, or of the one that a link leads to.
 
-    Raises ConfigError for anything else: a pipe would block its reader, and a device like
-    /dev/zero has no end.
+    Raises OSError, which says so, for a pipe, a device, a socket or a folder.
     """
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is a pipe or a device: allowed: a regular file", str(path))
+    return status
+
+
+def regular_status(path: Path) -> os.stat_result:
+    """Returns the status of a regular file as check_regular does, but raises ConfigError."""
     try:
-        status = path.stat()
+        return check_regular(path)
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"cannot read {str(path)!r}: allowed: a regular file")
-    return status
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of a regular file; raises OSError."""
+    check_regular(path)
+    return path.read_bytes()

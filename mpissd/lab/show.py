@@ -19,9 +19,9 @@ import numpy as np
 
 from mpissd.engine.comm.topology import launcher_size
 from mpissd.engine.decode.round import RoundResult
+from mpissd.engine.workload.answer import AnswerText, sources_of
 from mpissd.engine.workload.base import Workload
 from mpissd.engine.workload.text import TextWorkload
-from mpissd.engine.workload.tokenizer import AnswerText, sources_of
 
 Piece = tuple[str, str]  # a text, and the source of its token
 
@@ -261,7 +261,8 @@ def shown(workload: Workload) -> Iterator[Show | None]:
         yield None
         return
     config, limit = workload.job.config, workload.job.config.token_limit
-    text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
+    prompt = workload.prompts[WATCHED].tokens
+    text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids, prompt)
     kept: list[str] = []
     with open_terminal() as terminal:
         colours = terminal is not None and config.show and "NO_COLOR" not in os.environ

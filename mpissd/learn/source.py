@@ -18,7 +18,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.tokenizer import Tokenizer, encoded, load_tokenizer, read_entries
+from mpissd.engine.workload.prompts import encoded, read_entries
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 
 ASKING = """
@@ -109,7 +110,7 @@ class Openings:
             for name, texts in {"asking": ASKING, "coding": CODING}.items()
         }
         ids = range(min(RANKS, tokenizer.vocab_size))
-        words: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.decode([i]))]
+        words: list[tuple[int, ...]] = [(i,) for i in ids if _WORD.fullmatch(tokenizer.piece(i))]
         self.words = words or [()]
 
     def draw(self, choose: random.Random) -> tuple[int, ...]:

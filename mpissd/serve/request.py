@@ -20,8 +20,10 @@ from typing import Any, NamedTuple, NoReturn
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
 from mpissd.common.rounds import Logprob
+from mpissd.engine.workload.answer import AnswerText
 from mpissd.engine.workload.grammar import make_grammar
-from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, check_text
+from mpissd.engine.workload.prompts import check_text
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
@@ -162,7 +164,7 @@ class Request:
         choices = [self, *(copy(self) for _ in range(1, self.n))]
         for index, choice in enumerate(choices):
             choice.index, choice._new = index, []
-            choice._text = AnswerText(tokenizer, self.stop, stop_ids)
+            choice._text = AnswerText(tokenizer, self.stop, stop_ids, self.prompt)
             if index and self.seed is not None:
                 choice.seed = (self.seed + index) % 2**63
         return choices
@@ -229,7 +231,7 @@ class Request:
         """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
 
         def named(token: int, value: float) -> dict[str, Any]:
-            name = self._tokenizer.decode([token], specials=True)
+            name = self._tokenizer.piece(token)
             raw = None if "\N{REPLACEMENT CHARACTER}" in name else list(name.encode())
             return {"token": name, "logprob": value, "bytes": raw}
 
@@ -334,7 +336,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
         raise _refused(name, value, f"a string, or up to {MOST_STOPS} strings, none empty")
     if len(texts) > MOST_STOPS:
         raise ConfigError(f"{name}: {len(texts)} strings: allowed: at most {MOST_STOPS}")
-    return tuple(check_text(name, text) if text.strip() else text for text in texts)
+    return tuple(check_text(name, text) for text in texts)
 
 
 def _bias(name: str, value: Any) -> list[tuple[int, float]]:

@@ -35,13 +35,9 @@ from mpissd.engine.decode.speculator import (
 )
 from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.tokenizer import (
-    AnswerText,
-    Message,
-    load_tokenizer,
-    read_prompts,
-    sources_of,
-)
+from mpissd.engine.workload.answer import AnswerText, sources_of
+from mpissd.engine.workload.prompts import read_prompts
+from mpissd.engine.workload.tokenizer import Message, load_tokenizer
 from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 L = TypeVar("L", bound="Loops")
@@ -240,7 +236,7 @@ def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token
     else:
         raise ConfigError("prompt: is empty")
     own = set() if config.stop_token is None else {config.stop_token}
-    text = AnswerText(tokenizer, config.stop_strings, tokenizer.stop_ids | own)
+    text = AnswerText(tokenizer, config.stop_strings, tokenizer.stop_ids | own, tokens)
     ids = ",".join(str(token) for token in tokens)
     # Without a tokenizer the decoder knows no stops: they end the answer here.
     plain = replace(config, prompt=None, prompt_ids=ids, stop=None, stop_token=None)

@@ -22,6 +22,7 @@ from mpissd.engine.model.transformer.sources import config_of, known_ids, open_c
 from mpissd.engine.spec import sampling
 from mpissd.engine.spec.fanout import FanOuts, lanes_of
 from mpissd.engine.spec.lookup import LONGEST
+from mpissd.engine.workload.answer import AnswerText
 from mpissd.engine.workload.base import (
     WARM_TOKENS,
     Endings,
@@ -44,16 +45,10 @@ from mpissd.engine.workload.oracle import (
     SampledTarget,
     check_finite,
 )
+from mpissd.engine.workload.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.workload.sequence import Batch
 from mpissd.engine.workload.sequence import Sequence as Live
-from mpissd.engine.workload.tokenizer import (
-    AnswerText,
-    Prompt,
-    Tokenizer,
-    digest_of,
-    load_tokenizer,
-    read_prompts,
-)
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
@@ -398,13 +393,14 @@ class TextEndings(Endings):
         strings: Sequence[str],
         stop_ids: Collection[int],
         room: Mapping[int, int],
+        prompts: Mapping[int, Sequence[int]],
     ) -> None:
-        """room: the tokens that each request may emit within the context, by request id. Raises
-        ConfigError for stop strings without a tokenizer."""
+        """room: the tokens that each request may emit within the context, by request id. prompts:
+        their tokens. Raises ConfigError for stop strings without a tokenizer."""
         super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
-        self._tokenizer, self._strings = tokenizer, strings
+        self._tokenizer, self._strings, self._prompts = tokenizer, strings, prompts
         self._texts: dict[int, AnswerText] = {}
 
     def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
@@ -412,7 +408,8 @@ class TextEndings(Endings):
             return super()._stopped(request_id, tokens)
         text = self._texts.get(request_id)
         if text is None:
-            text = AnswerText(self._tokenizer, self._strings, self._stop)
+            prompt = self._prompts[request_id]
+            text = AnswerText(self._tokenizer, self._strings, self._stop, prompt)
             self._texts[request_id] = text
         for n, token in enumerate(tokens, 1):
             text.push(token)
@@ -566,8 +563,9 @@ class TextWorkload(Workload):
 
     def endings(self) -> TextEndings:
         job = self.job
-        room = {n: job.longest - len(prompt.tokens) for n, prompt in enumerate(self.prompts)}
-        return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room)
+        prompts = {n: prompt.tokens for n, prompt in enumerate(self.prompts)}
+        room = {n: job.longest - len(tokens) for n, tokens in prompts.items()}
+        return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room, prompts)
 
     def row_fields(self) -> dict[str, Any]:
         config, digest = self.job.config, crc32(self.grammar.encode())

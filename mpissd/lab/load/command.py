@@ -27,7 +27,7 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES, without
 from mpissd.common.output import append_row, check_output, print_json, whole_file
 from mpissd.common.row import key
-from mpissd.engine.workload.tokenizer import Entry, read_entries
+from mpissd.engine.workload.prompts import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.sse import DONE, Event, EventStream
 from mpissd.serve.config import AUTO, KEY_VARIABLE

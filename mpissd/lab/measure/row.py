@@ -35,9 +35,10 @@ from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import GroupView, SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.session.session import Session
+from mpissd.engine.workload.answer import SOURCES, AnswerText
 from mpissd.engine.workload.base import ROW_FIELDS
 from mpissd.engine.workload.text import TextWorkload
-from mpissd.engine.workload.tokenizer import SOURCES, AnswerText, tokenizer_digest
+from mpissd.engine.workload.tokenizer import tokenizer_digest
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.predict.row import is_followable, is_predictable
@@ -521,11 +522,12 @@ def _write_text(
             ended = "length" if is_over else "rounds"
             if tokens[-1] in workload.stop_ids:
                 ended = "stop_token"
+            prompt, origins = workload.prompts[request_id], sources[request_id].tolist()
             if workload.tokenizer is not None:
-                text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids)
+                strings, tokenizer = config.stop_strings, workload.tokenizer
+                text = AnswerText(tokenizer, strings, workload.stop_ids, prompt.tokens)
                 shown = "".join([text.push(token) for token in tokens]) + text.flush()
                 ended = text.ended or ended
-            prompt, origins = workload.prompts[request_id], sources[request_id].tolist()
             answer = {
                 **prompt.entry,
                 "text": shown,

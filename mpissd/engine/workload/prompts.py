@@ -1,0 +1,156 @@
+"""The prompts of a run: read from flags and files, checked and encoded.
+
+The flags give one prompt, or a file of lines {"prompt": …} or {"messages": […]}. A prompt is one
+user message in the model's chat template if it has one and --chat_template allows it. If not, it is
+the text that the model continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
+from mpissd.engine.workload.tokenizer import Tokenizer
+
+_ID = re.compile(r"[0-9]{1,18}")
+
+Entry = Mapping[str, Any]  # {"prompt": text} or {"messages": [{"role": …, "content": …}, …]}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as it was given ({} for --prompt_ids), and its tokens."""
+
+    entry: Entry
+    tokens: tuple[int, ...]
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """Returns the SHA-256 of the prompts' tokens: a line each, in decimal, a space between."""
+    lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def read_prompts(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    context: int | None = None,
+    vocab: int | None = None,
+) -> list[Prompt]:
+    """Returns the prompts of a run, encoded.
+
+    tokenizer: may be None with --prompt_ids. context: the longest sequence in tokens (None:
+    unknown). vocab: ids are below it (None: unknown). Raises ConfigError, which names the line of
+    the file: no prompt, an empty one, invalid UTF-8 or JSON, or a prompt that leaves no room for an
+    answer.
+    """
+    named: list[tuple[str, Prompt]] = []
+    if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
+        for number, part in enumerate(config.prompt_ids.split(";"), 1):
+            where, ids = f"prompt_ids: prompt {number}", part.split(",")
+            if not all(_ID.fullmatch(token.strip()) for token in ids):
+                raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
+            named.append((where, Prompt({}, tuple(int(token) for token in ids))))
+    else:
+        assert tokenizer is not None, "text without a tokenizer"
+        entries = [] if config.prompts is None else read_entries(config.prompts)
+        if not entries and config.prompt is None:
+            needed = "prompt: needed with workload=text (or prompts=FILE.jsonl, prompt_ids)"
+            raise ConfigError(needed)
+        for where, entry in entries or [("prompt", {"prompt": config.prompt})]:
+            tokens = encoded(where, entry, tokenizer, chat=config.chat_template, context=context)
+            named.append((where, Prompt(entry, tokens)))
+    for where, prompt in named:
+        count, largest = len(prompt.tokens), max(prompt.tokens, default=0)
+        if not count:
+            raise ConfigError(f"{where}: has no tokens")
+        if vocab is not None and largest >= vocab:
+            raise ConfigError(f"{where}: token {largest}: allowed: 0..{vocab - 1}")
+        if context is not None and count >= context:
+            raise ConfigError(
+                f"{where}: {count} tokens: allowed: at most {context - 1}, since the model's "
+                f"context has {context}"
+            )
+    return [prompt for _, prompt in named]
+
+
+def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
+    """Returns the entries of a flag's JSONL file, each with its name for error messages; blank
+    lines are skipped. Raises ConfigError."""
+    path = Path(file).expanduser()
+    name = f"{flag}={str(path)!r}"
+    try:
+        lines = read_file(path).split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from error
+    entries: list[tuple[str, Entry]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{name}: line {number}"
+        try:
+            entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: is no JSON: {error}") from error
+        if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
+            raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
+        _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
+        entries.append((where, entry))
+    if not entries:
+        raise ConfigError(f"{name}: holds no prompt")
+    return entries
+
+
+def encoded(
+    where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool, context: int | None = None
+) -> tuple[int, ...]:
+    """Returns the tokens of an entry; raises ConfigError if it is no text or no conversation.
+
+    chat: whether a prompt is a message in the model's chat template, if it has one. context: in
+    tokens; a text far beyond it is refused before it is encoded.
+    """
+    if "messages" in entry:
+        messages = entry["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f"{where}: messages: allowed: a list of at least one message")
+        for number, message in enumerate(messages, 1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                allowed = 'allowed: {"role": "…", "content": "…"}'
+                raise ConfigError(f"{where}: message {number}: {allowed}")
+            check_text(f"{where}: message {number}", message.get("content"))
+    else:
+        text = check_text(where, entry["prompt"])
+        messages = [{"role": "user", "content": text}]
+        chat = chat and tokenizer.template is not None
+    try:
+        if "messages" in entry or chat:
+            return tuple(tokenizer.chat(messages, context=context))
+        return tuple(tokenizer.encode(text, context=context))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_text(where: str, text: Any) -> str:
+    """Returns the text of a prompt; raises ConfigError if it is no Unicode text."""
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: {json.dumps(text)} is no text")
+    _check_unicode(where, text)
+    return text
+
+
+def _check_unicode(where: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # arguments carry invalid bytes as lone surrogates
+        raise ConfigError(f"{where}: is no UTF-8 text (character {error.start + 1})") from error

@@ -1,0 +1,441 @@
+"""Reads a model's vocabulary, stop tokens and chat templates from its files.
+
+A Hugging Face folder is read as `AutoTokenizer` of transformers 5 reads it, with every file that it
+reads; a GGUF file as llama.cpp reads it, absent keys included. What cannot be read in the same way
+is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
+from mpissd.common.gguf import read_gguf
+from mpissd.engine.model.transformer.sources import library as load_library
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer's content. stop_ids: tokens that end an answer. templates: chat templates by
+    name. specials: named special tokens that a template may use. backend: the library's object."""
+
+    stop_ids: frozenset[int]
+    templates: Mapping[str, str]
+    specials: Mapping[str, str]
+    backend: tokenizers.Tokenizer
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------
+
+_SPECIALS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
+_GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend")  # take tokenizer.json as it is
+# Classes that take only the vocabulary of tokenizer.json, and the special tokens they default to.
+_CLASSES = {
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+}
+
+
+def from_folder(folder: Path) -> Vocabulary:
+    """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
+    library = load_library("tokenizers", "workload=text")
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
+    text, where = _text(path), repr(str(folder / "tokenizer_config.json"))
+    config, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    for key in ("auto_map", "fast_tokenizer_files", "fix_mistral_regex"):
+        if config.get(key):
+            raise ConfigError(f"{where}: {key} is not supported: allowed: a folder without it")
+    kind = _class_of(config.get("tokenizer_class") or model.get("tokenizer_class"), model, text)
+    if kind not in (*_GENERIC, *_CLASSES):
+        allowed = ", ".join((*_GENERIC[1:], *_CLASSES))
+        raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: {allowed}")
+    whole = json.loads(text) if kind in _CLASSES or "added_tokens_decoder" not in config else {}
+    try:
+        rebuilt = json.dumps(_rebuilt(kind, whole, config)) if kind in _CLASSES else text
+        backend = library.Tokenizer.from_str(rebuilt)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
+    padding = backend.padding
+    backend.no_truncation()  # what a trainer saved for its batches
+    backend.no_padding()
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    is_bpe = type(backend.model).__name__ == "BPE"
+    if is_bpe and backend.model.dropout:
+        raise ConfigError(f"{str(path)!r}: model.dropout={backend.model.dropout}: allowed: none")
+    if config.get("clean_up_tokenization_spaces") and not is_bpe:
+        raise ConfigError(f"{where}: clean_up_tokenization_spaces=true: allowed: false, or BPE")
+    decoder, settings = _added(folder, config, whole)
+    if padding is not None:
+        settings.setdefault("pad_token", padding["pad_token"])
+    named, others = _special(settings, decoder.values(), _CLASSES.get(kind, {}))
+    stops = set[int]()
+    if (eos := named.get("eos_token")) is not None:
+        is_known = str(eos) in (token.content for token in decoder.values())
+        if not is_known and backend.token_to_id(_content(eos)) is None:
+            if "eos_token" in settings:
+                raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
+            eos = None
+    _add(backend, decoder, named, others)
+    if kind == "Qwen2Tokenizer":
+        texts = dict.fromkeys(map(_content, [*named.values(), *others]))
+        backend.add_tokens([library.AddedToken(token, special=True) for token in texts])
+    if eos is not None:
+        stops.add(backend.token_to_id(_content(eos)))
+    generation = _json(folder / "generation_config.json") or model
+    also = generation.get("eos_token_id")
+    stops.update(also if isinstance(also, list) else [] if also is None else [also])
+    specials = {name: _content(token) for name, token in named.items()}
+    return Vocabulary(frozenset(stops), _templates(folder, config), specials, backend)
+
+
+def _class_of(declared: str | None, model: Mapping[str, Any], text: str) -> str:
+    """Returns the class that AutoTokenizer makes of a folder, without its "Fast"."""
+    name, family = (declared or "").removesuffix("Fast"), model.get("model_type")
+    if family == "qwen2" or (family == "qwen3" and not name):
+        return "Qwen2Tokenizer"
+    is_byte_level = name == "LlamaTokenizer" and '"ByteLevel"' in text
+    return "" if family == "mistral" or is_byte_level else name
+
+
+def _rebuilt(kind: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tokenizer.json of a class's own steps with the vocabulary of a file's."""
+    is_llama, prefix = kind == "LlamaTokenizer", config.get("add_prefix_space")
+    prefix = is_llama if prefix is None else bool(prefix)
+    plain = {"dropout": None, "unk_token": None, "ignore_merges": False}
+    own = {"fuse_unk": is_llama, "byte_fallback": is_llama}
+    model = {"type": "BPE", "vocab": whole["model"]["vocab"], "merges": whole["model"]["merges"]}
+    result: dict[str, Any] = {"model": {**plain, **own, **model}, "added_tokens": []}
+    result["post_processor"] = whole.get("post_processor")
+    bytes_only = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
+    result["decoder"], result["pre_tokenizer"] = bytes_only, {**bytes_only, "use_regex": True}
+    if kind == "Qwen2Tokenizer":
+        split = {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated"}
+        steps = [{**split, "invert": False}, {**bytes_only, "use_regex": False}]
+        result["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+        result["normalizer"] = {"type": "NFC"}
+    if is_llama:
+        scheme = "always" if config.get("legacy", False) else "first"
+        mark = {"type": "Metaspace", "replacement": "▁", "split": False}
+        result["pre_tokenizer"] = {**mark, "prepend_scheme": scheme if prefix else "never"}
+        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+        steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+        result["decoder"] = {"type": "Sequence", "decoders": steps + [strip] * prefix}
+    return result
+
+
+def _added(
+    folder: Path, config: Mapping[str, Any], whole: Mapping[str, Any]
+) -> tuple[dict[int, tokenizers.AddedToken], dict[str, Any]]:
+    """Returns (added tokens by their declared id, the settings of tokenizer_config.json with those
+    of the files that older versions wrote).
+
+    A config with added_tokens_decoder overrides special_tokens_map.json, added_tokens.json and the
+    added tokens of tokenizer.json (`whole`).
+    """
+    from tokenizers import AddedToken
+
+    settings, decoder = dict(config), dict[int, AddedToken]()
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    if "added_tokens_decoder" in config:
+        decoder = {int(i): _token(each) for i, each in config["added_tokens_decoder"].items()}
+        return decoder, settings
+    for key, value in _json(folder / "special_tokens_map.json").items():
+        if isinstance(value, dict) and key != "extra_special_tokens":
+            value = AddedToken(**{**value, "special": True})
+        elif isinstance(value, list) and key == "extra_special_tokens":
+            value = [*(settings.get(key) or []), *value]
+        settings[key] = value
+    if "extra_special_tokens" not in settings:
+        settings["extra_special_tokens"] = settings.get("additional_special_tokens")
+    extra = settings["extra_special_tokens"] or []
+    texts = {_content(settings[key]) for key in _SPECIALS if settings.get(key)}
+    texts |= set(map(_content, extra))
+    for text, number in _json(folder / "added_tokens.json").items():
+        is_special = text in texts
+        decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
+    for each in whole["added_tokens"]:
+        decoder[each["id"]] = _token(each)
+    return decoder, settings
+
+
+def _special(
+    settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken], default: Mapping[str, str]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Returns (special tokens by name, those without a name): texts, or AddedTokens."""
+    known = {token.content: token for token in added}
+    named = {}
+    for name in _SPECIALS:
+        if (token := settings.get(name, default.get(name))) is not None:
+            named[name] = known.get(_content(token), _token(token)) if name in settings else token
+    extra = settings.get("extra_special_tokens") or []
+    for name, token in settings.items():  # such as image_token
+        if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
+            named[name] = _token(token)
+    if isinstance(extra, dict):
+        named |= {name: _token(token) for name, token in extra.items()}
+        extra = []
+    return named, [_token(token) for token in extra]
+
+
+def _add(
+    backend: tokenizers.Tokenizer,
+    decoder: Mapping[int, tokenizers.AddedToken],
+    named: Mapping[str, Any],
+    others: Iterable[Any],
+) -> None:
+    """Adds tokens in AutoTokenizer's order, on which the ids of new ones depend."""
+    from tokenizers import AddedToken
+
+    tokens: list[Any] = [decoder[number] for number in sorted(decoder)]
+    present = {token.content for token in backend.get_added_tokens_decoder().values()}
+    present |= {token.content for token in tokens}
+    names = set(map(_content, named.values()))
+    for token in [*named.values(), *others]:
+        if _content(token) not in present and token not in tokens:  # a text equals no AddedToken
+            tokens.append(token)
+    tokens = [AddedToken(each, special=True) if isinstance(each, str) else each for each in tokens]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    backend.add_tokens(tokens)
+
+
+def _token(value: Any) -> Any:
+    """Returns a token of a file: a text, or an AddedToken of an object {"content": …}."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str | AddedToken):
+        return value
+    return AddedToken(**{key: value[key] for key in value.keys() - {"id", "__type"}})
+
+
+def _content(token: Any) -> str:
+    return str(token if isinstance(token, str) else _token(token).content)
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the chat templates by name; files override all of tokenizer_config.json."""
+    value = config.get("chat_template")
+    paths = {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
+    if (path := folder / "chat_template.jinja").exists():
+        paths["default"] = path
+    if paths:
+        return {name: _text(path) for name, path in paths.items()}
+    if isinstance(value, list):
+        value = {each["name"]: each["template"] for each in value}
+    templates = value if isinstance(value, dict) else {} if value is None else {"default": value}
+    if wrong := [name for name, text in templates.items() if not isinstance(text, str)]:
+        raise TypeError(f"chat_template {wrong[0]} is no text")
+    return templates
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_file(path).decode("utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "is no UTF-8 text"
+        raise ConfigError(f"{str(path)!r}: {reason}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{str(path)!r}: is no JSON object")
+    return value
+
+
+# --- GGUF files -----------------------------------------------------------------------------------
+
+_GGUF_SPECIALS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
+_DEFAULT_ID = 11  # llama.cpp's BOS and EOS of a byte-pair vocabulary that names none
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # ggml's types of tokens that a text may spell
+
+# How the models of llama.cpp's names split text before byte pairs are merged. Source: llama.cpp,
+# llama-vocab.cpp, and the models' own tokenizer.json.
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SPLITS = {
+    "qwen2": (_QWEN,),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "smollm": (r"\p{N}", _WORDS),
+    "gpt-2": (_WORDS,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
+}
+_NFC = ("qwen2",)  # names of vocabularies that normalise text to Unicode's NFC first
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token needs no merges, and BOS is added
+# Tokens that end an answer by their text alone.
+_ENDS = (
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
+    "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
+).split()
+# Of each group llama.cpp takes the token of the key fim_…_token_id, or any one by its text. The
+# last three end an answer.
+_FIRST_OF = {
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> "
+    "<|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
+    "<|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> "
+    "<|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
+_NO_ENDS = ("fim_pre", "fim_suf", "fim_mid")
+# Of families whose tokens llama.cpp treats by rules of their own.
+_FOREIGN = (
+    "<|return|> <|call|> <|calls|> <|flush|> <|tool_response> <|channel|> <|message|> <|start|> "
+    "<|constrain|>"
+).split()
+
+
+def from_gguf(path: Path) -> Vocabulary:
+    """Builds the byte-pair vocabulary that a GGUF file describes.
+
+    Raises ConfigError for another kind (SentencePiece), for a pre-tokenizer that is not known here,
+    and for what llama.cpp itself leaves to chance.
+    """
+    library = load_library("tokenizers", "workload=text")
+    from tokenizers import decoders, models, normalizers, processors
+
+    where, metadata = repr(str(path)), read_gguf(path).metadata
+    known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
+    if known.get("model") != "gpt2" or "tokens" not in known or "merges" not in known:
+        kind = known.get("model", "none")
+        raise ConfigError(
+            f"{where}: its tokenizer is {kind!r}: allowed: gpt2 (byte pairs), or the "
+            "model's Hugging Face folder"
+        )
+    if "phi3" in (name := str(metadata.get("general.name", "")).lower().replace("-", "")):
+        raise ConfigError(f"{where}: general.name={name!r}: allowed: the Hugging Face folder")
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(known["tokens"])]
+    numbers = {token: i for i, token in enumerate(tokens)}
+    if len(numbers) < len(tokens):
+        raise ConfigError(f"{where}: tokenizer.ggml.tokens: allowed: each token once")
+    for key, number in known.items():
+        if key.endswith("_token_id") and not 0 <= number < len(tokens):
+            raise ConfigError(f"{where}: {key}: token {number} of {len(tokens)} tokens")
+    pre = known.get("pre") or "default"
+    if pre not in _SPLITS:
+        raise ConfigError(f"{where}: pre-tokenizer {pre!r}: allowed: {', '.join(sorted(_SPLITS))}")
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(known["merges"])]
+    try:
+        model = models.BPE(numbers, merges, ignore_merges=pre in _LLAMA3_NAMES)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{where}: its merges: {_first_line(error)}") from error
+    backend: tokenizers.Tokenizer = library.Tokenizer(model)
+    backend.pre_tokenizer = _split(pre)
+    if pre in _NFC:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    default = {"bos": _DEFAULT_ID, "eos": _DEFAULT_ID}
+    named = {name: known.get(f"{name}_token_id", default.get(name, -1)) for name in _GGUF_SPECIALS}
+    ids: dict[str, int] = {name: i for name, i in named.items() if 0 <= i < len(tokens)}
+    kinds, stops = _kinds(where, numbers, known, ids.get("eos"))
+    spelled = [i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    _check_apart(where, [tokens[i] for i in spelled])
+    backend.add_tokens(
+        [
+            library.AddedToken(tokens[i], special=kinds[i] != _USER_DEFINED, normalized=False)
+            for i in spelled
+        ]
+    )
+    around = {"bos": known.get("add_bos_token", pre in _LLAMA3_NAMES)}
+    around["eos"] = known.get("add_eos_token", False)
+    if wanted := [name for name, is_added in around.items() if is_added]:
+        if missing := [name for name in wanted if name not in ids]:
+            raise ConfigError(f"{where}: tokenizer.ggml.{missing[0]}_token_id is missing")
+        texts = {name: tokens[ids[name]] for name in wanted}
+        backend.post_processor = processors.TemplateProcessing(
+            [text for text in (texts.get("bos"), "$A", texts.get("eos")) if text is not None],
+            special_tokens=[(texts[name], ids[name]) for name in wanted],
+        )
+    template = metadata.get("tokenizer.chat_template")
+    specials = {_GGUF_SPECIALS[name]: tokens[i] for name, i in ids.items()}
+    templates = {} if template is None else {"default": template}
+    return Vocabulary(frozenset(stops), templates, specials, backend)
+
+
+def _kinds(
+    where: str, numbers: Mapping[str, int], known: Mapping[str, Any], eos: int | None
+) -> tuple[list[int], set[int]]:
+    """Returns (the type of each token, the tokens that end an answer), as llama.cpp finds them by
+    keys and texts."""
+    kinds: list[int] = list(known.get("token_type") or [1] * len(numbers))
+    if len(kinds) != len(numbers):
+        raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
+    if foreign := [text for text in _FOREIGN if text in numbers]:
+        raise ConfigError(f"{where}: token {foreign[0]!r}: allowed: the Hugging Face folder")
+    controls = {numbers[text] for text in _ENDS if text in numbers}
+    stops = controls | ({eos} if eos is not None else set())
+    stops |= {known[f"{name}_token_id"] for name in ("eot", "eom") if f"{name}_token_id" in known}
+    for group, texts in _FIRST_OF.items():
+        ids = [numbers[text] for text in texts.split() if text in numbers]
+        if (number := known.get(f"{group}_token_id")) is not None:
+            ids = [number]
+        else:
+            controls |= set(ids)
+        ends = group not in _NO_ENDS
+        if len(ids) > 1 and (ends or any(kinds[i] != _CONTROL for i in ids)):
+            raise ConfigError(
+                f"{where}: tokenizer.ggml.{group}_token_id is missing, and several tokens have "
+                f"its text: tokens {', '.join(map(str, ids))}"
+            )
+        stops |= set(ids) if ends else set()
+    for i in controls:
+        kinds[i] = _CONTROL
+    return kinds, stops
+
+
+def _check_apart(where: str, texts: Iterable[str]) -> None:
+    """Refuses tokens that can overlap in a text, of which llama.cpp finds the longest first, and
+    the library the first one. Runs of one character are the same for both."""
+    texts = [text for text in texts if len(set(text)) > 1]
+    beginnings = {text[:size] for text in texts for size in range(1, len(text))}
+    for text in texts:
+        if tail := next((text[i:] for i in range(1, len(text)) if text[i:] in beginnings), None):
+            raise ConfigError(f"{where}: token {text!r} ends as another one begins, with {tail!r}")
+
+
+def _split(name: str) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    splits = [Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
+    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
