@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.files import read_file
 
 _OF_DISKS = frozenset(  # errors of a disk or its permissions, and none of this program
     getattr(errno, name)
@@ -146,7 +147,7 @@ def _is_row(text: bytes) -> bool:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the whole rows of a file that jobs may be adding to; [] if it does not exist."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_file(path).split(b"\n")
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if _is_row(line)]

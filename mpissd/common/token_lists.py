@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
 from mpissd.common.gguf import is_gguf, read_gguf
 
 _NORMAL = 1  # a GGUF token type: neither control nor padding
@@ -50,7 +51,7 @@ def tokens_of(path: Path) -> dict[int, str]:
         return {number: token for number, (token, kind) in pairs if kind == _NORMAL}
     file = path / "tokenizer.json"
     try:
-        return _ordinary(json.loads(file.read_text("utf-8")))
+        return _ordinary(json.loads(read_file(file)))
     except (FileNotFoundError, NotADirectoryError):  # the latter for a bare config.json
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

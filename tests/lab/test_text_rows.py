@@ -22,7 +22,8 @@ from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
-from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer
+from mpissd.engine.workload.answer import AnswerText
+from mpissd.engine.workload.tokenizer import Tokenizer
 from mpissd.lab.measure import run
 from mpissd.lab.measure.beside import verdict
 from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, width_of
@@ -247,14 +248,14 @@ def a_round(
 def test_tokens_behind_the_end_of_an_answer_are_not_counted(words: Tokenizer) -> None:
     letters = [tiny.of_byte(ord(c)) for c in "abcd"]
     for stop, rounds, kept in ([["bc"], letters, 3], [[], [letters[0], 1, *letters[2:]], 2]):
-        show = Show(AnswerText(words, stop, {1}), lambda new, _: None, has_cache=True)
+        show = Show(AnswerText(words, stop, {1}, ()), lambda new, _: None, has_cache=True)
         show.take(a_round([0], [rounds], [4], letters[0]))
         assert show.is_over and show.meter.num_tokens == kept
 
 
 def test_the_first_sequence_is_shown_wherever_it_stands_in_the_batch(words: Tokenizer) -> None:
     shown: list[Piece] = []
-    show = Show(AnswerText(words, [], {1}), lambda new, _: shown.extend(new), has_cache=True)
+    show = Show(AnswerText(words, [], {1}, ()), lambda new, _: shown.extend(new), has_cache=True)
     letters = [tiny.of_byte(ord(c)) for c in "abcdef"]
     show.take(a_round([3, 0], [letters[:4], letters[:4]], [4, 2], letters[5]))
     assert shown == [("a", "cache"), ("b", "cache"), ("f", "bonus")]

@@ -154,7 +154,6 @@ def test_a_caller_that_stops_early_leaves_no_thread(pair: TinyPair) -> None:
     ("prompt", "flags", "message"),
     [
         ("", {}, "prompt: needs a value"),
-        (" ", {}, "prompt: is empty"),
         ([], {}, "prompt: is empty"),
         ("x" * 1100, {}, "tokens: allowed: at most"),
         ("hello", {"top_p": 0.5}, "top_p=0.5 with temperature=0"),

@@ -27,7 +27,9 @@ TEXT = (
     "The quick brown fox jumps over the lazy dog. I'll say: it's 1234567 times 42, don't you "
     "think? Hello world! naïve café 日本語 😀\n\n    def f(x):\n\treturn x + 1\n user system tools "
 ) * 9
-WORDS = "hello,  world, don't, 12345, café, cafe\u0301, 日本, 😀, \n\n, \t, <mark>, <|im_end|>, </s>,"
+WORDS = (
+    "hello,  world, don't, 12345, café, cafe\u0301, 日本, 😀, \n\n, \t, <mark>, <|im_end|>, </s>,"
+)
 WORDS += " <a>, ▁x, <unk>, ., ?!, X, Ünï, naïve, ab<|im_start|>cd, \u200d, ＡＢ, ﬁ"
 NAMES = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<mark>", "<a>", "[MASK]", "<t> x"]
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
@@ -172,7 +174,9 @@ def write_folder(r: Random, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
     (folder / "tokenizer.json").write_text(json.dumps(state))
     if r.random() < 0.95:
-        kept = {key: value for key, value in config.items() if value is not None or r.random() < 0.5}
+        kept = {
+            key: value for key, value in config.items() if value is not None or r.random() < 0.5
+        }
         (folder / "tokenizer_config.json").write_text(json.dumps(kept))
 
 
@@ -224,7 +228,7 @@ def theirs_of_folder(folder: Path, r: Random) -> dict[str, Any]:
 
 
 def write_gguf(r: Random, path: Path) -> None:
-    """Writes a byte-pair vocabulary, most of its keys absent at random, and a model of one layer."""
+    """Writes a byte-pair vocabulary, with keys absent at random, and a model of one layer."""
     import gguf
 
     made = tokenizers.Tokenizer(models.BPE())
@@ -347,7 +351,9 @@ def compare(out: Path) -> int:
         kind = "files" if path.suffix == ".gguf" else "folders"
         try:
             found = differences(path, theirs, counts) if "error" not in theirs else []
-            outcome = "differing" if found else "refused by the library" if "error" in theirs else "equal"
+            outcome = (
+                "differing" if found else "refused by the library" if "error" in theirs else "equal"
+            )
         except ConfigError as error:
             found = [] if "\n" not in str(error) else [f"more than a line: {error}"]
             outcome = "differing" if found else "refused"

@@ -60,7 +60,6 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("stop", ["a"] * 17, "at most 16"),
     ("stop", 7, "a string"),
     ("stop", "a" * 2000, "up to 16 strings"),
-    ("prompt", "", "is empty"),
     ("prompt", ["a", "b"], "one list of token ids"),
     ("prompt", [-1], "one list of token ids"),
     ("speculation", {"lookahead": -1}, "lookahead=-1: allowed: a whole number >= 0"),

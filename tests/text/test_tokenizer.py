@@ -1,7 +1,9 @@
 """Text to tokens and back, from a Hugging Face folder and from a GGUF file; text while it arrives:
 only whole characters, and nothing after a stop; prompts from flags and files."""
 
+import codecs
 import json
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,13 @@ from hypothesis import strategies as st
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import read_gguf
+from mpissd.engine.backend.profile import load_profile
+from mpissd.engine.workload.answer import AnswerText
+from mpissd.engine.workload.grammar import Grammars, make_grammar, read_grammar
+from mpissd.engine.workload.prompts import read_entries, read_prompts
 from mpissd.engine.workload.text import TextEndings
-from mpissd.engine.workload.tokenizer import AnswerText, Tokenizer, load_tokenizer, read_prompts
-from tests.text import tiny
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from tests.text import layouts, tiny
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -36,7 +42,10 @@ def write_gguf(path: Path, **changed: Any) -> Path:
     }
     writer = GGUFWriter(path, "llama")
     kinds = {str: writer.add_string, list: writer.add_array, int: writer.add_uint32}
+    kinds[bool] = writer.add_bool
     for key, value in metadata.items():
+        if value is None:
+            continue
         kinds[type(value)](f"tokenizer.ggml.{key}", value)
     writer.add_chat_template(tiny.TEMPLATE)
     writer.add_tensor("output.weight", np.zeros((4, 8), np.float32))
@@ -122,7 +131,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ({"pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"eos_token_id": 999}, "token 999 of 264 tokens"),
         ({"merges": ["no such"]}, "its merges"),
-        ({"token_type": [3]}, "its tokenizer is damaged"),
+        ({"token_type": [3]}, "token_type has 1 values for 264 tokens"),
     ],
 )
 def test_a_wrong_gguf_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -149,8 +158,13 @@ def test_a_gguf_file_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None
         ("{{ messages.__class__.__mro__ }}", "chat template"),
         ("{% for n in range(10 ** 9) %}{% endfor %}", "chat template: Range too big"),
         ("{{ '\ud800' }}", "chat template"),
+        ("{% for n in 'ab' * 9999 %}{% for m in range(9999) %}{% endfor %}{% endfor %}", "lines"),
+        ("{% for n in range(9999) %}{{ 'ab' * 99999 }}{% endfor %}", "characters"),
+        ("{{ 'ab' * 10 ** 9 }}", "characters"),
+        ("{% set n = namespace(x='a') %}{% for m in range(99) %}{% set n.x = n.x ~ n.x %}"
+         "{% endfor %}", "characters"),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_fails_is_refused(tmp_path: Path, template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tiny.write(tmp_path, chat_template=template))).chat(CHAT)
@@ -161,7 +175,7 @@ END = 1  # <|e|>
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int], *stops: Collection[Any]) -> list[str]:
     """The text that each token completes, and the rest at the end. stops: strings, then tokens."""
-    text = AnswerText(tokenizer, *stops or ((), ()))
+    text = AnswerText(tokenizer, *stops or ((), ()), ())
     return [*(text.push(token) for token in tokens), text.flush()]
 
 
@@ -185,7 +199,7 @@ def test_a_text_ends_before_its_first_stop(
     """The tiny vocabulary has tokens of one letter and of several."""
     letters = st.sampled_from([*of_bytes("helo"), *range(259, 264)])
     tokens = data.draw(st.lists(letters, max_size=12))
-    text, shown, all_of_it = AnswerText(words, stops, {END}), "", ""
+    text, shown, all_of_it = AnswerText(words, stops, {END}, ()), "", ""
     for n, token in enumerate(tokens, 1):
         shown += text.push(token)
         all_of_it = words.decode(tokens[:n])
@@ -204,7 +218,8 @@ def test_a_stop_token_ends_the_text_and_gives_what_was_held(words: Tokenizer) ->
 
 
 def test_endings_count_the_tokens_up_to_the_one_that_ends(words: Tokenizer) -> None:
-    endings = TextEndings(words, ["lo\n"], {END}, {7: 99, 8: 99, 9: 5})
+    room = {7: 99, 8: 99, 9: 5}
+    endings = TextEndings(words, ["lo\n"], {END}, room, {key: [0] for key in room})
     assert endings.kept(7, 0, of_bytes("hel")) is None
     assert endings.kept(8, 0, [5, END, 9]) == 2
     assert endings.kept(7, 3, of_bytes("lo\nxx")) == 3
@@ -213,10 +228,10 @@ def test_endings_count_the_tokens_up_to_the_one_that_ends(words: Tokenizer) -> N
 
 
 def test_without_stop_strings_no_tokenizer_is_needed() -> None:
-    endings = TextEndings(None, [], {END}, {0: 99})
+    endings = TextEndings(None, [], {END}, {0: 99}, {})
     assert [endings.kept(0, 0, [3, 4]), endings.kept(0, 2, [END])] == [None, 1]
     with pytest.raises(ConfigError, match="needs a tokenizer"):
-        TextEndings(None, ["x"], {END}, {})
+        TextEndings(None, ["x"], {END}, {}, {})
 
 
 def test_decoders_that_drop_a_first_space_keep_the_spaces_between(tmp_path: Path) -> None:
@@ -274,12 +289,10 @@ def test_token_ids_need_no_tokenizer() -> None:
         (b"{", "line 2: is no JSON"),
         (b'{"prompt": "\xff"}', "line 2: is no UTF-8 text .byte 13"),
         (b'{"prompt": "a", "messages": []}', "line 2: allowed:"),
-        (b'{"prompt": " \\n"}', "line 2: is empty"),
         (b'{"prompt": null}', "line 2: null is no text"),
         (b'{"prompt": "\\ud800"}', "line 2: is no UTF-8 text"),
         (b'{"messages": []}', "line 2: messages: allowed"),
         (b'{"messages": [{"role": "user"}]}', "line 2: message 1: null is no text"),
-        (b'{"messages": [{"role": "user", "content": ""}]}', "line 2: message 1: is empty"),
         (b'{"prompt": "' + b"x" * 90 + b'"}', "line 2: 1.. tokens: allowed: at most 99"),
         (b"[" * 100_000, "line 2: is no JSON"),
     ],
@@ -305,3 +318,158 @@ def test_stop_strings_are_one_or_a_json_list() -> None:
     assert asked(stop="a,b").stop_strings == ("a,b",)
     assert asked(stop="[x]").stop_strings == ("[x]",)
     assert asked(stop='["\\n\\n", "#"]').stop_strings == ("\n\n", "#")
+
+
+@pytest.mark.parametrize(("config", "files", "tokens"), layouts.LAYOUTS)
+def test_every_file_of_a_folder_counts_as_in_transformers(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, Any], tokens: list[int]
+) -> None:
+    found = load_tokenizer(str(layouts.write(tmp_path, config, files)))
+    assert found.encode(layouts.TEXT) == tokens
+
+
+@pytest.mark.parametrize(("config", "tokens"), layouts.SENTENCES)
+def test_a_class_of_its_own_rules_gives_their_tokens(
+    tmp_path: Path, config: dict[str, Any], tokens: list[int]
+) -> None:
+    found = load_tokenizer(str(layouts.write_sentences(tmp_path, **config)))
+    assert found.encode("a</s>a") == tokens
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tokenizer_class": "BertTokenizer"}, "tokenizer_class='BertTokenizer': allowed: "),
+        ({"auto_map": {"AutoTokenizer": ["a.B", None]}}, "auto_map is not supported"),
+        ({"fix_mistral_regex": True}, "fix_mistral_regex is not supported"),
+    ],
+)
+def test_what_is_read_by_code_of_another_library_is_refused(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(layouts.write(tmp_path, config, {})))
+
+
+def test_ids_with_a_gap_are_bounded_by_the_largest(tmp_path: Path) -> None:
+    whole = json.loads((tiny.write(tmp_path) / "tokenizer.json").read_text())
+    whole["model"]["vocab"]["hello"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    found = load_tokenizer(str(tmp_path))
+    assert (found.vocab_size, found.encode("hello")) == (301, [300])
+    text = make_grammar("r", "regex", "hello", found)
+    allowed = Grammars(found, 320, found.stop_ids).begin(text).allowed([])
+    assert allowed is not None and np.flatnonzero(allowed).tolist()[-1] == 300
+
+
+@pytest.mark.parametrize(
+    ("changed", "tokens", "stops"),
+    [
+        ({}, [262], {1}),
+        ({"pre": "llama-bpe"}, [0, 262], {1}),
+        ({"pre": "llama-bpe", "add_bos_token": False, "add_eos_token": True}, [262, 1], {1}),
+        ({"eos_token_id": None}, [262], {11}),
+        ({"pre": "llama-bpe", "bos_token_id": None}, [11, 262], {1}),
+        ({"eot_token_id": 2, "unknown_token_id": 0}, [262], {1, 2}),
+        ({"add_space_prefix": True, "pre": "gpt-2"}, [262], {1}),
+        ({"token_type": None}, [262], {1}),
+        ({"tokens": [*tiny.tokens()[:-1], "</s>"]}, [262], {1, 263}),
+        ({"tokens": [*tiny.tokens()[:-1], "<|repo_name|>"]}, [262], {1, 263}),
+    ],
+)
+def test_absent_keys_of_a_gguf_are_llama_cpps(
+    tmp_path: Path, changed: dict[str, Any], tokens: list[int], stops: set[int]
+) -> None:
+    if "tokens" in changed:
+        changed["merges"] = [" ".join(pair) for pair in tiny.MERGES[:-1]]
+    found = load_tokenizer(str(write_gguf(tmp_path / "x.gguf", **changed)))
+    assert (found.encode("hello"), set(found.stop_ids)) == (tokens, stops)
+
+
+def test_a_vocabulary_without_a_pre_tokenizer_splits_as_llama_cpps_default(tmp_path: Path) -> None:
+    merges = [" ".join(pair) for pair in [*tiny.MERGES, ("1", "2"), ("!", "a")]]
+    tokens = [*tiny.tokens(), "12", "!a"]
+    kinds = [3] * 3 + [1] * (len(tokens) - 3)
+    keys = {"merges": merges, "tokens": tokens, "token_type": kinds}
+    found = load_tokenizer(str(write_gguf(tmp_path / "d.gguf", pre=None, **keys)))
+    digits = [tokens.index("12"), tiny.of_byte(ord("3")), tokens.index("12")]
+    assert found.encode("12312") == digits
+    assert found.encode("!a") == of_bytes("!a")
+
+
+def test_the_text_of_an_answer_continues_the_prompts(tmp_path: Path) -> None:
+    """Also after a special token, and where bytes follow that are no text."""
+    found, word = load_tokenizer(str(layouts.write_sentences(tmp_path))), 261
+    byte = {each: 3 + each for each in range(256)}
+    for prompt in ([1, 260], [1, 260, 2], [1, byte[0xC3], byte[0xA9]]):
+        text = AnswerText(found, [], (), prompt)
+        assert [text.push(token) for token in (word, 2, byte[0xC3], byte[0xA9])] == [
+            " a",
+            "",
+            "",
+            "é",
+        ]
+        assert [text.push(byte[0x80]), text.push(word), text.flush()] == ["\ufffd", " a", ""]
+    assert found.piece(word) == " a"
+    endings = TextEndings(found, [" a"], {2}, {0: 9}, {0: [1, 260]})
+    assert endings.kept(0, 0, [260, word]) == 2
+
+
+@given(st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xE6, 0x97, 0xFF]), max_size=12))
+def test_bytes_wait_only_while_they_can_complete_a_character(
+    words: Tokenizer, values: list[int]
+) -> None:
+    text, shown = AnswerText(words, [], (), ()), ""
+    for count, value in enumerate(values, 1):
+        shown += text.push(tiny.of_byte(value))
+        certain = codecs.utf_8_decode(bytes(values[:count]), "replace", False)[0]
+        assert shown == certain
+    assert shown + text.flush() == bytes(values).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% generation %}{% set a = 1 %}x{{ a }}{% endgeneration %}{{ a }}", "x1"),
+        ("{{ messages | tojson(true) }}", '[{"role": "user", "content": "\\u00e9"}]'),
+        ("{{ messages[0] | tojson(indent=1, sort_keys=true) }}", '{\n "content": "é",\n "role"'),
+        ("{% for n in [1, 2] %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}", "1"),
+        ("{{ documents is none }}{{ messages[0].name is defined }}", "TrueFalse"),
+        ("{{ messages[0].thinking }}-{{ messages[0].reasoning_content }}", "-"),
+    ],
+)  # fmt: skip
+def test_templates_have_what_transformers_gives_them(
+    tmp_path: Path, template: str, text: str
+) -> None:
+    found = load_tokenizer(str(tiny.write(tmp_path, chat_template=template)))
+    assert found.decode(found.chat([{"role": "user", "content": "é", "name": None}])).startswith(
+        text
+    )
+
+
+def test_a_template_for_tools_is_used_for_tools(tmp_path: Path) -> None:
+    folder = tiny.write(tmp_path, chat_template=[{"name": "default", "template": "no"}])
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ tools[0] }}")
+    (folder / "chat_template.jinja").write_text("plain")
+    found = load_tokenizer(str(folder))
+    assert [found.decode(found.chat(CHAT)), found.decode(found.chat(CHAT, ["a"]))] == ["plain", "a"]
+
+
+def test_a_text_beyond_any_context_is_refused_before_it_is_encoded(words: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"prompt: 1000 bytes: allowed: at most 70, the model's"):
+        read_prompts(asked(prompt="é" * 500, chat_template="false"), words, context=10)
+
+
+def test_white_space_is_a_prompt(words: Tokenizer) -> None:
+    (found,) = read_prompts(asked(prompt=" \n", chat_template="false"), words)
+    assert found.tokens == tuple(of_bytes(" \n"))
+
+
+@pytest.mark.parametrize("read", ["prompts", "grammar", "tokenizer.json", "profile"])
+def test_a_pipe_is_refused(tmp_path: Path, read: str) -> None:
+    pipe = tmp_path / read
+    os.mkfifo(pipe)
+    readers = {"prompts": read_entries, "grammar": read_grammar, "profile": load_profile}
+    with pytest.raises(ConfigError, match="is no regular file"):
+        readers[read](str(pipe)) if read in readers else load_tokenizer(str(tmp_path))

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.files import read_file
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, ForwardKey, Program
 
@@ -384,7 +385,7 @@ def load_profile(text: str) -> Profile:
         raise unknown("device", text, builtin)
     path = builtin.get(text, Path(text))
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_file(path))
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"schema {schema!r}, this version reads {SCHEMA}")

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.files import read_file
 from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
 from mpissd.common.theory import accept_probabilities, power_law_miss
 from mpissd.common.workloads import LOOKUPS
@@ -341,7 +342,7 @@ def load_laws(path: str) -> LawFile:
 
 @lru_cache(maxsize=32)
 def _load(path: str, group: str, changed: int, size: int) -> LawFile:
-    data = Path(path).read_bytes()
+    data = read_file(Path(path))
     read = json.loads(data)
     if read["kind"] != "laws" or read["schema"] != SCHEMA:
         raise ValueError(f"schema {read['schema']} of {read['kind']}: allowed: {SCHEMA}")

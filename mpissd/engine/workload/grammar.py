@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
 from mpissd.common.rounds import MOST_FORCED, MOST_GRAMMAR, Ints
 from mpissd.engine.model.transformer.sources import library as load_library
 from mpissd.engine.workload.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     if colon and kind in ("regex", "choice"):
         return make(kind, value if kind == "regex" else value.split("|"))
     try:
-        schema = json.loads(Path(flag).expanduser().read_bytes())
+        schema = json.loads(read_file(Path(flag).expanduser()))
     except OSError as error:
         allowed = "allowed: json, regex:…, choice:A|B, or a file with a JSON schema"
         raise ConfigError(f"grammar={flag}: {error.strerror}: {allowed}") from error

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
 from mpissd.common.output import whole_file
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.model.forwards import Forwards
@@ -150,7 +151,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
 
     Raises ValueError for arrays of other lengths than they need, or of unknown tokens.
     """
-    data = Path(path).read_bytes()
+    data = read_file(Path(path))
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())
         arrays = {name: archive[name] for name in _ARRAYS}

@@ -69,7 +69,7 @@ class Tokenizer:
         """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It reads the name
         of a control token as ordinary text."""
         library = load_library("llguidance", "grammars")
-        vocabulary = _without_names(self._vocabulary.to_str())
+        vocabulary = _for_llguidance(self._vocabulary.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str, *, context: int | None = None) -> list[int]:
@@ -171,14 +171,22 @@ class Tokenizer:
             )
 
 
-def _without_names(text: str) -> str:
+def _for_llguidance(text: str, size: int) -> str:
     """Returns a tokenizer.json with random names for its control tokens, which no text contains.
 
     llguidance takes every added token "<…>" for a control token. Its forced text would otherwise
-    be encoded with control tokens, which its own parser then refuses.
+    be encoded with control tokens, which its own parser then refuses. Ids below `size` without a
+    token become control tokens, since llguidance needs all.
     """
     whole = json.loads(text)
     model, added = whole["model"], whole["added_tokens"]
+    if isinstance(model["vocab"], dict):
+        present = {*model["vocab"].values(), *(token["id"] for token in added)}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for number in set(range(size)) - present:
+            name = f"<gap {number}>"
+            model["vocab"][name] = number
+            added.append({"id": number, "content": name, "special": True, **flags})
     is_control = [token["special"] or re.fullmatch("(?s)<.*>", token["content"]) for token in added]
     names = {token["content"]: f"<{uuid4().hex}>" for token in compress(added, is_control)}
     for token in added:

@@ -70,7 +70,11 @@ def from_folder(folder: Path) -> Vocabulary:
     if kind not in (*_GENERIC, *_CLASSES):
         allowed = ", ".join((*_GENERIC[1:], *_CLASSES))
         raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: {allowed}")
-    whole = json.loads(text) if kind in _CLASSES or "added_tokens_decoder" not in config else {}
+    whole: dict[str, Any] = (
+        _json(path) if kind in _CLASSES or "added_tokens_decoder" not in config else {}
+    )
+    if kind in _CLASSES and "merges" not in whole["model"]:
+        raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: with byte pairs")
     try:
         rebuilt = json.dumps(_rebuilt(kind, whole, config)) if kind in _CLASSES else text
         backend = library.Tokenizer.from_str(rebuilt)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.files import read_file
 from mpissd.common.flags import MODES, without
 from mpissd.common.output import append_row, check_output, print_json, whole_file
 from mpissd.common.row import key
@@ -292,7 +293,7 @@ def row_of(
         schema=1,
         **{**dict.fromkeys(_COUNTS), **described, **named},
         arrivals="poisson",
-        prompts=f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}",
+        prompts=f"{path.name} {hashlib.sha256(read_file(path)).hexdigest()[:16]}",
         seed=config.seed,
         rate=load.rate if math.isfinite(load.rate) else None,
         duration_s=load.duration_s,

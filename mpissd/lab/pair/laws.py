@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 import mpissd
 from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import check_regular
 from mpissd.common.output import check_file, whole_file
 from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
@@ -203,6 +204,7 @@ def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
 def _of_row(row: Row, rounds: Path) -> Outcomes:
     """Returns the measured rounds of a row of text; raises ConfigError if they are not kept."""
     try:
+        check_regular(rounds)
         with np.load(rounds, allow_pickle=False) as archive:
             lines = archive["sequences"]
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from mpissd.common.config import MachineFlags, OutputFlags, RunConfig, with_text
 from mpissd.common.errors import ConfigError, unknown
+from mpissd.common.files import read_file
 from mpissd.common.flags import (
     MODES,
     Checked,
@@ -130,7 +131,7 @@ def read_grid(grid: str) -> list[Block]:
         inline_comment_prefixes=("#",),
     )
     try:
-        parser.read_string(Path(grid).read_text(), grid)
+        parser.read_string(read_file(Path(grid)).decode(), grid)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         allowed = "allowed: a file, or flag=value,value; flag=…"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.files import read_file
 from mpissd.common.row import NEEDED, READABLE, Row, fault_of, flat
 from mpissd.lab.tables.pair import configurations
 
@@ -76,11 +77,8 @@ def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
     """Yields (FILE:LINE, object) for each line of a .jsonl file: the object that the line holds,
     flattened, or a ConfigError if it holds none."""
-    if path.exists() and not path.is_file():  # a pipe may have no end
-        yield str(path), ConfigError(f"{path}: cannot be read: is no regular file")
-        return
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_file(path).split(b"\n")
     except OSError as error:
         yield str(path), ConfigError(f"{path}: cannot be read: {error.strerror}")
         return

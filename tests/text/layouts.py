@@ -1,0 +1,91 @@
+"""Layouts of tokenizer files, and what AutoTokenizer of transformers 5 makes of them.
+
+tests/parity/vocabularies.py compares hundreds more with the library itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.text import tiny
+
+TEXT = " <x>hello 12<|e|>"
+TOKEN = {"content": "<x>", "lstrip": True, "normalized": False, "rstrip": False, "special": True}
+TOKEN["single_word"] = False
+DECODER = {"264": TOKEN, "1": {**TOKEN, "content": "<|e|>"}}
+PAD = {"strategy": {"Fixed": 30}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2}
+BATCH = {
+    "truncation": {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+    "padding": {**PAD, "pad_token": "<x>", "pad_type_id": 0},
+}
+TYPED = {"__type": "AddedToken", **TOKEN}
+HELLO, BYTES = [262, 35, 52, 53, 1], [35, 63, 123, 65, 262, 35, 52, 53, 1]
+# (keys of tokenizer_config.json, other files with their keys, the tokens of TEXT).
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
+    ({"added_tokens_decoder": DECODER}, {}, [264, *HELLO]),
+    ({"added_tokens_decoder": {"264": TOKEN}}, {}, [264, *HELLO]),
+    ({}, {"added_tokens.json": {"<x>": 264}}, [35, 264, *HELLO]),
+    ({"extra_special_tokens": ["<x>"]}, {"added_tokens.json": {"<x>": 264}}, [35, 264, *HELLO]),
+    ({}, {"special_tokens_map.json": {"pad_token": TOKEN}}, [264, *HELLO]),
+    ({"added_tokens_decoder": {}}, {"special_tokens_map.json": {"pad_token": TOKEN}}, BYTES),
+    ({"additional_special_tokens": ["<y>", "<x>"]}, {}, [35, 265, *HELLO]),
+    ({"extra_special_tokens": {"b_token": "<x>"}, "a_token": "<y>"}, {}, [35, 265, *HELLO]),
+    ({"pad_token": TYPED, "unk_token": "<y>"}, {}, [265, *HELLO]),
+    ({}, {"tokenizer.json": BATCH}, [35, 264, *HELLO]),
+    ({"add_bos_token": True, "add_eos_token": True}, {}, BYTES),
+    ({"split_special_tokens": True}, {}, [*BYTES[:-1], 63, 127, 104, 127, 65]),
+    ({"tokenizer_class": "Qwen2TokenizerFast"}, {"config.json": {"model_type": "qwen2"}}, BYTES),
+    ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, {}, BYTES),
+    ({"tokenizer_class": "LlamaTokenizer"}, {}, BYTES),
+]
+# Of a SentencePiece-like vocabulary the tokens of "a</s>a", by keys of tokenizer_config.json.
+LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
+SENTENCES: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [1, 261, 2, 260]),
+    (LLAMA, [1, 261, 2, 260]),
+    ({**LLAMA, "legacy": True}, [1, 261, 2, 261]),
+    ({**LLAMA, "add_prefix_space": False}, [1, 260, 2, 260]),
+]
+
+
+def write(folder: Path, config: dict[str, Any], files: dict[str, Any]) -> Path:
+    """Writes the tiny tokenizer with changes, and other files."""
+    tiny.write(folder, **{"bos_token": None, **config})
+    base = json.loads((folder / "tokenizer.json").read_text())
+    for name, keys in {"config.json": {"model_type": "llama"}, **files}.items():
+        value = {**base, **keys} if name == "tokenizer.json" else keys
+        (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def write_sentences(folder: Path, **config: Any) -> Path:
+    """Writes a byte-fallback tokenizer with a dummy prefix, as of Llama 2."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "▁a"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    model = {"type": "BPE", "vocab": {text: i for i, text in enumerate(tokens)}}
+    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    mark = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    whole = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": text, "special": True, **flags}
+            for i, text in enumerate(tokens[:3])
+        ],
+        "pre_tokenizer": mark,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": first,
+            "pair": first,
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": [*steps, strip]},
+        "model": {**model, "merges": [["▁", "a"]], "fuse_unk": True, "byte_fallback": True},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
+    return folder
