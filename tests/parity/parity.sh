@@ -26,3 +26,6 @@ files=("$out/files" "${FILES:-700}" "${SEED:-0}")
 PYTHONPATH=. "$python" tests/parity/files.py write "${files[@]}"
 "$library" tests/parity/library_files.py "${files[0]}" 2>"$out/log"
 PYTHONPATH=. "$python" tests/parity/files.py check "${files[@]}"
+mkdir "$out/vocabularies"
+GGML_NO_BACKTRACE=1 "$library" tests/parity/vocabularies.py make "$out/vocabularies" 2> "$out/log" || { tail "$out/log" >&2; exit 1; }
+PYTHONPATH=. "$python" tests/parity/vocabularies.py compare "$out/vocabularies"

@@ -317,6 +317,7 @@ def make(out: Path, seed: int, folders: int, files: int) -> None:
 def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> list[str]:
     """Returns what mpissd makes otherwise of a folder or file; raises ConfigError."""
     from mpissd.common.errors import ConfigError
+    from mpissd.engine.workload.answer import AnswerText
     from mpissd.engine.workload.tokenizer import load_tokenizer
 
     ours, found = load_tokenizer(str(path)), list[str]()
@@ -326,11 +327,16 @@ def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> lis
     for tokens, text in theirs["ids"]:
         if (mine := ours.decode(tokens)) != text:
             found.append(f"decode {tokens}: {mine!r} instead of {text!r}")
+        prompt, rest = ours.decode(tokens[:3]), tokens[3:]
+        answer = AnswerText(ours, [], (), tokens[:3])
+        mine = "".join(map(answer.push, rest)) + answer.flush()
+        if "\ufffd" not in text and text.startswith(prompt) and mine != text[len(prompt) :]:
+            found.append(f"answer {tokens}: {mine!r} instead of {text[len(prompt) :]!r}")
     for chat, tokens in theirs["chats"]:
         try:
             mine = ours.chat(**chat)
         except ConfigError as error:
-            reason = str(error).replace(path.name, "it")[:60]
+            reason = str(error).replace(path.name, "FOLDER")[:60]
             counts[f"chats refused: {reason}" if tokens else "chats refused by both"] += 1
             continue
         counts["chats equal" if mine == tokens else "chats differing"] += 1

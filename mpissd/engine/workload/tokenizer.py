@@ -329,13 +329,10 @@ def _compiled(template: str) -> Template:
         concat = staticmethod(joined)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "**":
-                check(len(str(left)) * right)
-            if operator == "*" and (hasattr(left, "__len__") or hasattr(right, "__len__")):
-                check(len(left) * right if hasattr(left, "__len__") else left * len(right))
-            result = super().call_binop(context, operator, left, right)
-            check(len(result) if hasattr(result, "__len__") else 0)
-            return result
+            sizes = [len(each) if hasattr(each, "__len__") else each for each in (left, right)]
+            if operator == "**" or sizes != [left, right]:
+                check(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
+            return super().call_binop(context, operator, left, right)
 
     def tojson(
         value: Any,

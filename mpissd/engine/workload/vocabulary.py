@@ -43,8 +43,6 @@ class Vocabulary:
     backend: tokenizers.Tokenizer
 
 
-# --- Hugging Face folders -------------------------------------------------------------------------
-
 _SPECIALS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
 _GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend")  # take tokenizer.json as it is
 # Classes that take only the vocabulary of tokenizer.json, and the special tokens they default to.
@@ -70,9 +68,8 @@ def from_folder(folder: Path) -> Vocabulary:
     if kind not in (*_GENERIC, *_CLASSES):
         allowed = ", ".join((*_GENERIC[1:], *_CLASSES))
         raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: {allowed}")
-    whole: dict[str, Any] = (
-        _json(path) if kind in _CLASSES or "added_tokens_decoder" not in config else {}
-    )
+    is_read = kind in _CLASSES or "added_tokens_decoder" not in config
+    whole: dict[str, Any] = _json(path) if is_read else {}
     if kind in _CLASSES and "merges" not in whole["model"]:
         raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: with byte pairs")
     try:
@@ -93,23 +90,18 @@ def from_folder(folder: Path) -> Vocabulary:
     if padding is not None:
         settings.setdefault("pad_token", padding["pad_token"])
     named, others = _special(settings, decoder.values(), _CLASSES.get(kind, {}))
-    stops = set[int]()
-    if (eos := named.get("eos_token")) is not None:
-        is_known = str(eos) in (token.content for token in decoder.values())
-        if not is_known and backend.token_to_id(_content(eos)) is None:
-            if "eos_token" in settings:
-                raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
-            eos = None
-    _add(backend, decoder, named, others)
+    present, eos = {*backend.get_vocab(), *map(str, decoder.values())}, str(named.get("eos_token"))
+    if eos not in present and settings.get("eos_token") is not None:
+        raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
+    _add(backend, [decoder[number] for number in sorted(decoder)], named, others)
     if kind == "Qwen2Tokenizer":
-        texts = dict.fromkeys(map(_content, [*named.values(), *others]))
+        texts = dict.fromkeys(map(str, [*named.values(), *others]))
         backend.add_tokens([library.AddedToken(token, special=True) for token in texts])
-    if eos is not None:
-        stops.add(backend.token_to_id(_content(eos)))
+    stops = {backend.token_to_id(eos)} if eos in present and "eos_token" in named else set()
     generation = _json(folder / "generation_config.json") or model
     also = generation.get("eos_token_id")
     stops.update(also if isinstance(also, list) else [] if also is None else [also])
-    specials = {name: _content(token) for name, token in named.items()}
+    specials = {name: str(token) for name, token in named.items()}
     return Vocabulary(frozenset(stops), _templates(folder, config), specials, backend)
 
 
@@ -164,24 +156,21 @@ def _added(
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
     if "added_tokens_decoder" in config:
-        decoder = {int(i): _token(each) for i, each in config["added_tokens_decoder"].items()}
-        return decoder, settings
+        return {int(i): token for i, token in config["added_tokens_decoder"].items()}, settings
     for key, value in _json(folder / "special_tokens_map.json").items():
-        if isinstance(value, dict) and key != "extra_special_tokens":
-            value = AddedToken(**{**value, "special": True})
+        if isinstance(value, AddedToken):
+            value.special = True
         elif isinstance(value, list) and key == "extra_special_tokens":
             value = [*(settings.get(key) or []), *value]
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    extra = settings["extra_special_tokens"] or []
-    texts = {_content(settings[key]) for key in _SPECIALS if settings.get(key)}
-    texts |= set(map(_content, extra))
+    texts = {str(settings[key]) for key in _SPECIALS if settings.get(key)}
+    texts |= set(map(str, settings["extra_special_tokens"] or []))
     for text, number in _json(folder / "added_tokens.json").items():
         is_special = text in texts
         decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
-    for each in whole["added_tokens"]:
-        decoder[each["id"]] = _token(each)
+    decoder |= {each.pop("id"): AddedToken(**each) for each in whole["added_tokens"]}
     return decoder, settings
 
 
@@ -189,54 +178,33 @@ def _special(
     settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken], default: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[Any]]:
     """Returns (special tokens by name, those without a name): texts, or AddedTokens."""
-    known = {token.content: token for token in added}
+    known = {str(token): token for token in added}
     named = {}
     for name in _SPECIALS:
         if (token := settings.get(name, default.get(name))) is not None:
-            named[name] = known.get(_content(token), _token(token)) if name in settings else token
-    extra = settings.get("extra_special_tokens") or []
+            named[name] = known.get(str(token), token) if name in settings else token
     for name, token in settings.items():  # such as image_token
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
-            named[name] = _token(token)
-    if isinstance(extra, dict):
-        named |= {name: _token(token) for name, token in extra.items()}
-        extra = []
-    return named, [_token(token) for token in extra]
+            named[name] = token
+    extra = settings.get("extra_special_tokens") or []
+    return (named | extra, []) if isinstance(extra, dict) else (named, extra)
 
 
 def _add(
-    backend: tokenizers.Tokenizer,
-    decoder: Mapping[int, tokenizers.AddedToken],
-    named: Mapping[str, Any],
-    others: Iterable[Any],
+    backend: tokenizers.Tokenizer, tokens: list[Any], named: Mapping[str, Any], others: list[Any]
 ) -> None:
     """Adds tokens in AutoTokenizer's order, on which the ids of new ones depend."""
     from tokenizers import AddedToken
 
-    tokens: list[Any] = [decoder[number] for number in sorted(decoder)]
-    present = {token.content for token in backend.get_added_tokens_decoder().values()}
-    present |= {token.content for token in tokens}
-    names = set(map(_content, named.values()))
+    present = {str(token) for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     for token in [*named.values(), *others]:
-        if _content(token) not in present and token not in tokens:  # a text equals no AddedToken
+        if str(token) not in present and token not in tokens:  # a text equals no AddedToken
             tokens.append(token)
     tokens = [AddedToken(each, special=True) if isinstance(each, str) else each for each in tokens]
+    names = set(map(str, named.values()))
     for token in tokens:
-        token.special = token.special or token.content in names
+        token.special = token.special or str(token) in names
     backend.add_tokens(tokens)
-
-
-def _token(value: Any) -> Any:
-    """Returns a token of a file: a text, or an AddedToken of an object {"content": …}."""
-    from tokenizers import AddedToken
-
-    if isinstance(value, str | AddedToken):
-        return value
-    return AddedToken(**{key: value[key] for key in value.keys() - {"id", "__type"}})
-
-
-def _content(token: Any) -> str:
-    return str(token if isinstance(token, str) else _token(token).content)
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -263,19 +231,27 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{str(path)!r}: {reason}") from error
 
 
+def _token(value: dict[str, Any]) -> Any:
+    """Returns the added token that an object {"content": …} is; other objects as they are."""
+    from tokenizers import AddedToken
+
+    flags = {"single_word", "lstrip", "rstrip", "normalized", "special"}
+    if "content" not in value or not value.keys() <= flags | {"content", "__type"}:
+        return value
+    return AddedToken(**{key: each for key, each in value.items() if key != "__type"})
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(_text(path))
+        value = json.loads(_text(path), object_hook=_token)
     except ValueError as error:
         raise ConfigError(f"{str(path)!r}: {_first_line(error)}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{str(path)!r}: is no JSON object")
     return value
 
-
-# --- GGUF files -----------------------------------------------------------------------------------
 
 _GGUF_SPECIALS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
 _DEFAULT_ID = 11  # llama.cpp's BOS and EOS of a byte-pair vocabulary that names none
