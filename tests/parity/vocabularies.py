@@ -53,44 +53,38 @@ TEMPLATES = (
 def trained(r: Random) -> tokenizers.Tokenizer:
     """Trains a byte-level, SentencePiece-like, unigram or WordPiece tokenizer."""
     kind = r.choice(["bytes", "bytes", "spm", "spm", "unigram", "wordpiece"])
-    steps: list[Any] = []
+    options: dict[str, Any] = {"vocab_size": 150, "show_progress": False}
+    special, scheme = ["<unk>", "<s>", "</s>"], r.choice(["first", "always", "never"])
+    steps: list[Any] = [pre_tokenizers.Metaspace(prepend_scheme=scheme, split=r.random() < 0.5)]
+    decoder: Any = decoders.Metaspace(prepend_scheme=scheme)
     if kind == "bytes":
         made = tokenizers.Tokenizer(models.BPE(ignore_merges=r.random() < 0.3))
         splits = [Regex(GPT4), Regex(r"\p{N}"), Regex(r"\s+")]
         steps = [pre_tokenizers.Split(each, "isolated") for each in splits if r.random() < 0.4]
         prefix, whole = r.random() < 0.3, r.random() < 0.6
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=whole))
-        made.decoder = decoders.ByteLevel()
-        letters = pre_tokenizers.ByteLevel.alphabet()
-        trainer: Any = train.BpeTrainer(
-            vocab_size=330, initial_alphabet=letters, show_progress=False
-        )
+        options |= {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "vocab_size": 330}
+        decoder, trainer = decoders.ByteLevel(), train.BpeTrainer(**options)
     elif kind == "wordpiece":
         made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
         made.normalizer = normalizers.BertNormalizer(lowercase=r.random() < 0.5)
-        steps, made.decoder = [pre_tokenizers.BertPreTokenizer()], decoders.WordPiece()
-        trainer = train.WordPieceTrainer(
-            vocab_size=200, special_tokens=["[UNK]"], show_progress=False
-        )
+        steps, decoder = [pre_tokenizers.BertPreTokenizer()], decoders.WordPiece()
+        trainer = train.WordPieceTrainer(**options, special_tokens=["[UNK]"])
+    elif kind == "spm":
+        made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+        trainer = train.BpeTrainer(**options, special_tokens=special)
     else:
-        is_bpe, scheme = kind == "spm", r.choice(["first", "always", "never"])
-        model = models.BPE(unk_token="<unk>", fuse_unk=True) if is_bpe else models.Unigram()
-        made = tokenizers.Tokenizer(model)
-        steps = [pre_tokenizers.Metaspace(prepend_scheme=scheme, split=r.random() < 0.5)]
-        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
-        options = {"special_tokens": ["<unk>", "<s>", "</s>"], "show_progress": False}
-        trainer = train.BpeTrainer(vocab_size=120, **options)
-        if not is_bpe:
-            trainer = train.UnigramTrainer(vocab_size=120, unk_token="<unk>", **options)
-    made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+        made = tokenizers.Tokenizer(models.Unigram())
+        trainer = train.UnigramTrainer(**options, special_tokens=special, unk_token="<unk>")
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(steps), decoder
     extra = [normalizers.NFC(), normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()]
     if kind != "wordpiece" and r.random() < 0.3:
         made.normalizer = normalizers.Sequence([r.choice(extra)])
     made.train_from_iterator([TEXT], trainer)
-    state = json.loads(made.to_str())
     if kind == "spm" and r.random() < 0.7:  # bytes for what has no token, as Llama 2
-        vocab = state["model"]["vocab"]
+        state = json.loads(made.to_str())
         for byte in range(256):
+            vocab = state["model"]["vocab"]
             vocab.setdefault(f"<0x{byte:02X}>", len(vocab))
         state["model"]["byte_fallback"] = True
         made = tokenizers.Tokenizer.from_str(json.dumps(state))
@@ -98,8 +92,8 @@ def trained(r: Random) -> tokenizers.Tokenizer:
         made.decoder = decoders.Sequence([*start, decoders.Strip(" ", 1, 0)])
         if r.random() < 0.5:
             made.pre_tokenizer = pre_tokenizers.Sequence([])
-            steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            made.normalizer = normalizers.Sequence(steps)
+            dummy = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            made.normalizer = normalizers.Sequence(dummy)
     return made
 
 

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
 from tests.text import tiny
 
 TEXT = " <x>hello 12<|e|>"
@@ -60,32 +63,17 @@ def write(folder: Path, config: dict[str, Any], files: dict[str, Any]) -> Path:
 
 def write_sentences(folder: Path, **config: Any) -> Path:
     """Writes a byte-fallback tokenizer with a dummy prefix, as of Llama 2."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += ["▁", "a", "▁a"]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    first = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    model = {"type": "BPE", "vocab": {text: i for i, text in enumerate(tokens)}}
-    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    strip: dict[str, Any] = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    mark = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-    whole = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": text, "special": True, **flags}
-            for i, text in enumerate(tokens[:3])
-        ],
-        "pre_tokenizer": mark,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": first,
-            "pair": first,
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "Sequence", "decoders": [*steps, strip]},
-        "model": {**model, "merges": [["▁", "a"]], "fuse_unk": True, "byte_fallback": True},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
+    numbers = {text: number for number, text in enumerate(tokens)}
+    made = tokenizers.Tokenizer(
+        models.BPE(numbers, [("▁", "a")], fuse_unk=True, byte_fallback=True)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens(tokens[:3])
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
     return folder

@@ -102,9 +102,10 @@ class Tokenizer:
         if tools and not re.search(r"\btools\b", template):
             raise ConfigError(f"tools: {self.name}'s chat template ignores them: allowed: none")
         messages = [_plain(message) for message in messages]
-        last = messages[-1].get("content")
         if continues:
-            messages[-1] = {**messages[-1], "content": f"{last}{_CUT}"}
+            if not isinstance(last := messages[-1].get("content"), str):
+                raise ConfigError("the last message has no text to continue")
+            messages[-1] = {**messages[-1], "content": last + _CUT}
         asked = {"tools": tools or None, "add_generation_prompt": begins and not continues}
         variables = {"messages": messages, "documents": None, **asked, **self.specials}
         try:
