@@ -33,6 +33,10 @@ WORDS = (
 WORDS += " <a>, ▁x, <unk>, ., ?!, X, Ünï, naïve, ab<|im_start|>cd, \u200d, ＡＢ, ﬁ"
 NAMES = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<mark>", "<a>", "[MASK]", "<t> x"]
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -62,6 +66,10 @@ def trained(r: Random) -> tokenizers.Tokenizer:
         splits = [Regex(GPT4), Regex(r"\p{N}"), Regex(r"\s+")]
         steps = [pre_tokenizers.Split(each, "isolated") for each in splits if r.random() < 0.4]
         prefix, whole = r.random() < 0.3, r.random() < 0.6
+        if r.random() < 0.3:
+            steps = [pre_tokenizers.Split(Regex(QWEN), "isolated")]
+            made.normalizer = normalizers.NFC()
+            prefix = whole = False
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=whole))
         options |= {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "vocab_size": 330}
         decoder, trainer = decoders.ByteLevel(), train.BpeTrainer(**options)
@@ -76,9 +84,10 @@ def trained(r: Random) -> tokenizers.Tokenizer:
     else:
         made = tokenizers.Tokenizer(models.Unigram())
         trainer = train.UnigramTrainer(**options, special_tokens=special, unk_token="<unk>")
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(steps), decoder
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    made.decoder = decoder
     extra = [normalizers.NFC(), normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()]
-    if kind != "wordpiece" and r.random() < 0.3:
+    if made.normalizer is None and r.random() < 0.3:
         made.normalizer = normalizers.Sequence([r.choice(extra)])
     made.train_from_iterator([TEXT], trainer)
     if kind == "spm" and r.random() < 0.7:  # bytes for what has no token, as Llama 2
@@ -164,7 +173,7 @@ def write_folder(r: Random, folder: Path) -> None:
     if form == 3:
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates/tool_use.jinja").write_text(r.choice(TEMPLATES))
-    family = r.choice(["llama", "mistral", "qwen2", "qwen3"])
+    family = r.choice(["llama", "llama", "llama", "mistral", "qwen2", "qwen3"])
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
     (folder / "tokenizer.json").write_text(json.dumps(state))
     if r.random() < 0.95:
@@ -198,9 +207,9 @@ def conversation(r: Random) -> dict[str, Any]:
 
 def theirs_of_folder(folder: Path, r: Random) -> dict[str, Any]:
     """Returns transformers' tokens of texts and conversations, and texts of tokens."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     result: dict[str, Any] = {"texts": [], "chats": [], "ids": []}
     for _ in range(8):
         text = text_of(r)
@@ -288,7 +297,7 @@ def make(out: Path, seed: int, folders: int, files: int) -> None:
     """Writes the files, and what the libraries make of them."""
     import transformers  # noqa: F401  (once for all children)
     from cyllama.llama import llama_cpp  # noqa: F401
-    from transformers import AutoTokenizer  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
 
     for number in range(folders + files):
         r = Random(f"{seed} {number}")

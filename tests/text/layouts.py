@@ -1,4 +1,4 @@
-"""Layouts of tokenizer files, and what AutoTokenizer of transformers 5 makes of them.
+"""Layouts of tokenizer files, and what PreTrainedTokenizerFast of transformers makes of them.
 
 tests/parity/vocabularies.py compares hundreds more with the library itself.
 """
@@ -23,6 +23,7 @@ BATCH = {
 }
 TYPED = {"__type": "AddedToken", **TOKEN}
 HELLO, BYTES = [262, 35, 52, 53, 1], [35, 63, 123, 65, 262, 35, 52, 53, 1]
+CLASSES = ("GPT2Tokenizer", "LlamaTokenizer", "Qwen2TokenizerFast", "BertTokenizer")
 # (keys of tokenizer_config.json, other files with their keys, the tokens of TEXT).
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
     ({"added_tokens_decoder": DECODER}, {}, [264, *HELLO]),
@@ -37,17 +38,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
     ({}, {"tokenizer.json": BATCH}, [35, 264, *HELLO]),
     ({"add_bos_token": True, "add_eos_token": True}, {}, BYTES),
     ({"split_special_tokens": True}, {}, [*BYTES[:-1], 63, 127, 104, 127, 65]),
-    ({"tokenizer_class": "Qwen2TokenizerFast"}, {"config.json": {"model_type": "qwen2"}}, BYTES),
-    ({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, {}, BYTES),
-    ({"tokenizer_class": "LlamaTokenizer"}, {}, BYTES),
-]
-# Of a SentencePiece-like vocabulary the tokens of "a</s>a", by keys of tokenizer_config.json.
-LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
-SENTENCES: list[tuple[dict[str, Any], list[int]]] = [
-    ({}, [1, 261, 2, 260]),
-    (LLAMA, [1, 261, 2, 260]),
-    ({**LLAMA, "legacy": True}, [1, 261, 2, 261]),
-    ({**LLAMA, "add_prefix_space": False}, [1, 260, 2, 260]),
+    *(({"tokenizer_class": name, "add_prefix_space": True}, {}, BYTES) for name in CLASSES),
 ]
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.sources import library as load_library
@@ -150,8 +151,10 @@ class Tokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
+        # The library keeps a special token that the normalizer changes.
         added = self._vocabulary.get_added_tokens_decoder().items()
-        return frozenset(number for number, token in added if token.special)
+        special = (number for number, token in added if token.special)
+        return frozenset(number for number in special if not self.decode([number]))
 
     @cached_property
     def _decoder(self) -> bytes:
@@ -213,10 +216,10 @@ def load_tokenizer(where: str) -> Tokenizer:
     path = files_of(where)
     if path is None:
         raise ConfigError(f"{where}: random weights have no tokenizer: allowed: run --prompt_ids=…")
-    if path.suffix == ".json":
+    if path.suffix == ".json" and not is_gguf(path):
         path = path.parent
     try:
-        found = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+        found = from_gguf(path) if is_gguf(path) else from_folder(path)
         templates = found.templates
         tokenizer = Tokenizer(
             path.name,

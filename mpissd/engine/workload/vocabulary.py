@@ -1,7 +1,8 @@
 """Reads a model's vocabulary, stop tokens and chat templates from its files.
 
-A Hugging Face folder is read as `AutoTokenizer` of transformers 5 reads it, with every file that it
-reads; a GGUF file as llama.cpp reads it, absent keys included. What cannot be read in the same way
+A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, with every file
+that AutoTokenizer reads: tokenizer.json says how texts are split, whatever tokenizer_class names. A
+GGUF file is read as llama.cpp reads it, absent keys included. What cannot be read in the same way
 is refused by its name.
 """
 
@@ -44,13 +45,6 @@ class Vocabulary:
 
 
 _SPECIALS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
-_GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend")  # take tokenizer.json as it is
-# Classes that take only the vocabulary of tokenizer.json, and the special tokens they default to.
-_CLASSES = {
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
-    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
-}
 
 
 def from_folder(folder: Path) -> Vocabulary:
@@ -64,17 +58,9 @@ def from_folder(folder: Path) -> Vocabulary:
     for key in ("auto_map", "fast_tokenizer_files", "fix_mistral_regex"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} is not supported: allowed: a folder without it")
-    kind = _class_of(config.get("tokenizer_class") or model.get("tokenizer_class"), model, text)
-    if kind not in (*_GENERIC, *_CLASSES):
-        allowed = ", ".join((*_GENERIC[1:], *_CLASSES))
-        raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: {allowed}")
-    is_read = kind in _CLASSES or "added_tokens_decoder" not in config
-    whole: dict[str, Any] = _json(path) if is_read else {}
-    if kind in _CLASSES and "merges" not in whole["model"]:
-        raise ConfigError(f"{where}: tokenizer_class={kind!r}: allowed: with byte pairs")
+    whole: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
     try:
-        rebuilt = json.dumps(_rebuilt(kind, whole, config)) if kind in _CLASSES else text
-        backend = library.Tokenizer.from_str(rebuilt)
+        backend = library.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
     padding = backend.padding
@@ -89,56 +75,17 @@ def from_folder(folder: Path) -> Vocabulary:
     decoder, settings = _added(folder, config, whole)
     if padding is not None:
         settings.setdefault("pad_token", padding["pad_token"])
-    named, others = _special(settings, decoder.values(), _CLASSES.get(kind, {}))
+    named, others = _special(settings, decoder.values())
     present, eos = {*backend.get_vocab(), *map(str, decoder.values())}, str(named.get("eos_token"))
     if eos not in present and settings.get("eos_token") is not None:
         raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
     _add(backend, [decoder[number] for number in sorted(decoder)], named, others)
-    if kind == "Qwen2Tokenizer":
-        texts = dict.fromkeys(map(str, [*named.values(), *others]))
-        backend.add_tokens([library.AddedToken(token, special=True) for token in texts])
     stops = {backend.token_to_id(eos)} if eos in present and "eos_token" in named else set()
     generation = _json(folder / "generation_config.json") or model
     also = generation.get("eos_token_id")
     stops.update(also if isinstance(also, list) else [] if also is None else [also])
     specials = {name: str(token) for name, token in named.items()}
     return Vocabulary(frozenset(stops), _templates(folder, config), specials, backend)
-
-
-def _class_of(declared: str | None, model: Mapping[str, Any], text: str) -> str:
-    """Returns the class that AutoTokenizer makes of a folder, without its "Fast"."""
-    name, family = (declared or "").removesuffix("Fast"), model.get("model_type")
-    if family == "qwen2" or (family == "qwen3" and not name):
-        return "Qwen2Tokenizer"
-    is_byte_level = name == "LlamaTokenizer" and '"ByteLevel"' in text
-    return "" if family == "mistral" or is_byte_level else name
-
-
-def _rebuilt(kind: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tokenizer.json of a class's own steps with the vocabulary of a file's."""
-    is_llama, prefix = kind == "LlamaTokenizer", config.get("add_prefix_space")
-    prefix = is_llama if prefix is None else bool(prefix)
-    plain = {"dropout": None, "unk_token": None, "ignore_merges": False}
-    own = {"fuse_unk": is_llama, "byte_fallback": is_llama}
-    model = {"type": "BPE", "vocab": whole["model"]["vocab"], "merges": whole["model"]["merges"]}
-    result: dict[str, Any] = {"model": {**plain, **own, **model}, "added_tokens": []}
-    result["post_processor"] = whole.get("post_processor")
-    bytes_only = {"type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": True}
-    result["decoder"], result["pre_tokenizer"] = bytes_only, {**bytes_only, "use_regex": True}
-    if kind == "Qwen2Tokenizer":
-        split = {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated"}
-        steps = [{**split, "invert": False}, {**bytes_only, "use_regex": False}]
-        result["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-        result["normalizer"] = {"type": "NFC"}
-    if is_llama:
-        scheme = "always" if config.get("legacy", False) else "first"
-        mark = {"type": "Metaspace", "replacement": "▁", "split": False}
-        result["pre_tokenizer"] = {**mark, "prepend_scheme": scheme if prefix else "never"}
-        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-        steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-        steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-        result["decoder"] = {"type": "Sequence", "decoders": steps + [strip] * prefix}
-    return result
 
 
 def _added(
@@ -175,14 +122,14 @@ def _added(
 
 
 def _special(
-    settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken], default: Mapping[str, str]
+    settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken]
 ) -> tuple[dict[str, Any], list[Any]]:
     """Returns (special tokens by name, those without a name): texts, or AddedTokens."""
     known = {str(token): token for token in added}
     named = {}
     for name in _SPECIALS:
-        if (token := settings.get(name, default.get(name))) is not None:
-            named[name] = known.get(str(token), token) if name in settings else token
+        if (token := settings.get(name)) is not None:
+            named[name] = known.get(str(token), token)
     for name, token in settings.items():  # such as image_token
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
@@ -357,11 +304,9 @@ def from_gguf(path: Path) -> Vocabulary:
     if wanted := [name for name, is_added in around.items() if is_added]:
         if missing := [name for name in wanted if name not in ids]:
             raise ConfigError(f"{where}: tokenizer.ggml.{missing[0]}_token_id is missing")
-        texts = {name: tokens[ids[name]] for name in wanted}
-        backend.post_processor = processors.TemplateProcessing(
-            [text for text in (texts.get("bos"), "$A", texts.get("eos")) if text is not None],
-            special_tokens=[(texts[name], ids[name]) for name in wanted],
-        )
+        steps = [name for name in ("bos", "$A", "eos") if name == "$A" or name in wanted]
+        pieces = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in wanted]
+        backend.post_processor = processors.TemplateProcessing(steps, special_tokens=pieces)
     template = metadata.get("tokenizer.chat_template")
     specials = {_GGUF_SPECIALS[name]: tokens[i] for name, i in ids.items()}
     templates = {} if template is None else {"default": template}
