@@ -117,7 +117,7 @@ def test_rows_with_one_fault_are_counted_in_one_line(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "runs.jsonl")
-    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: is no regular file"):
+    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: is a pipe or a device"):
         load_rows([tmp_path])
 
 

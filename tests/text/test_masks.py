@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpissd.engine.workload.grammar import Grammar, Grammars, make_grammar
-from mpissd.engine.workload.tokenizer import Tokenizer, from_folder
+from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.text import tiny
 
@@ -71,7 +71,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     """Of the tiny tokenizer and a token that closes two brackets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "MERGES", (*tiny.MERGES, ("]", "]")))
-        return Fresh(from_folder(tiny.write(tmp_path_factory.mktemp("brackets"))))
+        return Fresh(load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("brackets")))))
 
 
 def allowed(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
