@@ -157,8 +157,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for writing that replaces `path` once the block ends without an error.
 
-    Readers see the old file or the new one whole, over NFS as well. Raises OSError with the path.
+    Readers see the old file or the new one whole, over NFS as well. A device or a pipe is written
+    into, since it must not be replaced. Raises OSError with the path.
     """
+    if path.exists() and not path.is_file():
+        with _named(path), path.open("wb") as file:
+            yield file
+        return
     half = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with _named(path), half.open("wb") as file:

@@ -20,7 +20,7 @@ class EventStream:
     """The events of one response, whose bytes may arrive in any pieces."""
 
     def __init__(self) -> None:
-        self._line = b""  # the beginning of the line that is still incomplete
+        self._parts = list[bytes]()  # of the line that is still incomplete
         self._is_first = True  # whether no line has ended yet
         self._ends_in_return = False  # whether the last bytes ended in CR, to which LF may belong
         self._kind, self._data = "message", list[str]()
@@ -32,7 +32,11 @@ class EventStream:
         if self._ends_in_return:
             new = new.removeprefix(b"\n")
         self._ends_in_return = new.endswith(b"\r")
-        *lines, self._line = re.split(rb"\r\n|\r|\n", self._line + new)
+        *lines, rest = re.split(rb"\r\n|\r|\n", new)
+        if lines:
+            lines[0] = b"".join([*self._parts, lines[0]])
+            self._parts = []
+        self._parts.append(rest)
         for line in lines:
             text = line.decode(errors="replace")
             text = text.removeprefix("\ufeff") if self._is_first else text  # a byte order mark

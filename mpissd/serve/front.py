@@ -60,10 +60,12 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
         words = without(words, name)
     options = []
     is_given = without(arguments, "on_draft_loss") != list(arguments)
-    if config.num_drafts and not is_given and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
+    is_wanted = config.run.on_draft_loss == "ar" or not is_given
+    if config.num_drafts and is_wanted and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
         if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft
-            words, options = [*words, "--on_draft_loss=ar"], ["--enable-recovery"]
+            words += ["--on_draft_loss=ar"] * (not is_given)
+            options = ["--enable-recovery"]
     command = ranks_command(words, config.num_ranks, options)
     with bound(config.host, config.port) as listener:
         return asyncio.run(_serve(config, job, listener, command))

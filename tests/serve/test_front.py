@@ -124,10 +124,14 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> No
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 
-def test_what_the_user_says_of_a_lost_draft_holds(pair: TinyPair, tmp_path: Path) -> None:
-    with started(pair, tmp_path, "--on-draft-loss=abort", MPISSD_ONE_HOST="1") as serving:
+@pytest.mark.parametrize("choice", ["abort", "ar"])
+def test_what_the_user_says_of_a_lost_draft_holds(
+    pair: TinyPair, tmp_path: Path, choice: str
+) -> None:
+    with started(pair, tmp_path, f"--on-draft-loss={choice}", MPISSD_ONE_HOST="1") as serving:
         words = Path(f"/proc/{serving.ranks}/cmdline").read_bytes().decode().split("\0")
-        assert "--on-draft-loss=abort" in words and "--on_draft_loss=ar" not in words
+        assert f"--on-draft-loss={choice}" in words and "--on_draft_loss=ar" not in words
+        assert ("--enable-recovery" in words) == (choice == "ar")
 
 
 def test_it_serves_under_a_long_tmpdir(pair: TinyPair, tmp_path: Path) -> None:
