@@ -26,6 +26,7 @@
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
 ##   TP=1  DRAFTS=1 (0 for ar)  LEARNERS=0  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
+##   TARGET=FOLDER DRAFT=FOLDER (in place of PAIR: Hugging Face folders or .gguf files)
 ##   GROUPS=1 (each of TP target ranks; they share the drafts: docs/pools.md)
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
 ##   K=7 (--lookahead)  TREE=15  FANOUT=uniform:3|geometric:24|list:4,4,3  ALPHA=0.8  PHIT=0.9
@@ -58,7 +59,7 @@ quote = '$(subst $(newline),'$$'\n'',$(subst ','\'',$1))'
 # An empty value is passed on to be refused: without it, a default would run.
 flag = $(if $(is_given),--$2=$(call quote,$(given)))
 
-flag_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair BACKEND:backend DEVICE:device WORKLOAD:workload \
+flag_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair TARGET:target DRAFT:draft BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead TREE:tree FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
     OUT:out PROMPT:prompt PROMPTS:prompts LEARNERS:learners
 flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
@@ -88,7 +89,7 @@ run:
 	$(check_names)$(setup_run)
 	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
 
-chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
+chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair TARGET:target DRAFT:draft BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
 chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 chat:

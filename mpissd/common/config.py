@@ -158,7 +158,7 @@ class MethodFlags(Checked):
         needs="target=None draft=None",
     )
     target: str | None = flag(
-        None, words, "target model: preset, config.json or gen:layers=…,hidden=…,ffn=…"
+        None, words, "target model: preset, folder, .gguf, or a shape (config.json, gen:layers=…)"
     )
     draft: str | None = flag(None, words, "draft model, named as the target is", needs="target")
     forward: str | None = flag(

@@ -253,7 +253,7 @@ class Endpoints:
             raise Problem(
                 400,
                 f"{len(request.prompt)} tokens of prompt and max_tokens={request.max_tokens or 1}: "
-                f"allowed: {ready.context} together, the model's context",
+                f"allowed: {ready.context} together, the server's --context",
                 "max_tokens" if room > 0 else subject,
                 code="context_length_exceeded",
             )

@@ -52,7 +52,7 @@ def test_a_conversation_is_coloured_and_its_history_goes_along(rig: Rig) -> None
         screen.until("ssd> ")
         screen.type("x" * 1100 + "\n")
         refusal = plain(screen.until("ssd> "))
-        assert "the model's context: /reset begins another conversation" in refusal
+        assert "the server's --context: /reset begins another conversation" in refusal
         screen.type("hello\n")
         screen.until("ssd> ")
         first, second, third = (len(each.prompt) for each in rig.script.submitted)

@@ -77,8 +77,8 @@ def read_prompts(
             raise ConfigError(f"{where}: token {largest}: allowed: 0..{vocab - 1}")
         if context is not None and count >= context:
             raise ConfigError(
-                f"{where}: {count} tokens: allowed: at most {context - 1}, since the model's "
-                f"context has {context}"
+                f"{where}: {count} tokens: allowed: at most {context - 1} with "
+                f"context={context}, which --context=N raises up to the model's own"
             )
     return [prompt for _, prompt in named]
 

@@ -181,6 +181,9 @@ def _kept(
         f"({share:.0%})",
         flush=True,
     )
+    if row.num_failed:
+        first = next(each.why for each in served if each.status not in (ANSWERED, REFUSED))
+        print(f"mpissd: {row.num_failed} failed; the first: {first[:200]}", file=sys.stderr)
     return row
 
 
@@ -242,7 +245,7 @@ def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> lis
 class Served:
     """One request's end. Times are in seconds from its arrival; status: 200 answered, 429 refused,
     any other failed. late_s: how late it was sent. speculation: drafted, accepted, hits, rounds, if
-    the server reports them."""
+    the server reports them. why: the reason of a failure."""
 
     at_s: float
     status: int
@@ -252,6 +255,7 @@ class Served:
     prompt_tokens: int = 0
     late_s: float = 0.0
     speculation: Mapping[str, int] | None = None
+    why: str = ""
 
     @property
     def tpot_s(self) -> float:
@@ -392,10 +396,12 @@ class Client:
         try:
             asked = self._ask(path, body, due, answer)
             status = await asyncio.wait_for(asked, self._config.deadline_s)
-        except (self._broken, asyncio.TimeoutError, *_DAMAGED):
+            why = "the stream ended before its answer" if status == _FAILED else f"status {status}"
+        except (self._broken, asyncio.TimeoutError, *_DAMAGED) as error:
             status = ANSWERED if answer.is_done else _FAILED
+            why = " ".join(str(error).split()) or type(error).__name__
         if status != ANSWERED:
-            return Served(arrival.at_s, status, late_s=late)
+            return Served(arrival.at_s, status, late_s=late, why=why)
         usage = _counts(answer.usage)
         return Served(
             at_s=arrival.at_s,
