@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-from mpissd.common.errors import ConfigError
-
 
 def check_regular(path: Path) -> os.stat_result:
     """Returns the status of a regular file, or of the one that a link leads to.
@@ -21,14 +19,6 @@ def check_regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is a pipe or a device: allowed: a regular file", str(path))
     return status
-
-
-def regular_status(path: Path) -> os.stat_result:
-    """Returns the status of a regular file as check_regular does, but raises ConfigError."""
-    try:
-        return check_regular(path)
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
 
 
 def read_file(path: Path) -> bytes:

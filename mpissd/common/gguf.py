@@ -7,6 +7,7 @@ tokens; this reader takes 0.05 s. Source: the GGUF specification, version 3.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from struct import error as StructError
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.files import regular_status
+from mpissd.common.files import check_regular
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _KEYS = {
@@ -71,13 +72,12 @@ class GgufFile:
 def is_gguf(path: Path) -> bool:
     """Returns whether a file has GGUF's magic bytes, or else a name that ends in .gguf."""
     try:
-        regular_status(path)
+        check_regular(path)
         with path.open("rb") as file:
-            if file.read(4) == _MAGIC:
-                return True
-    except (ConfigError, OSError):
-        pass  # reading the file reports why
-    return path.suffix == ".gguf"
+            has_magic = file.read(4) == _MAGIC
+    except OSError:  # reading the file reports why
+        has_magic = False
+    return has_magic or path.suffix == ".gguf"
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -120,19 +120,19 @@ def _joined(first: GgufFile, count: Any) -> GgufFile:
 
 def _read(path: Path) -> GgufFile:
     """Returns one file, whichever shard it is."""
-    state = regular_status(path)
-    return _read_once(path, state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=8)
-def _read_once(path: Path, *state: int) -> GgufFile:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(path, data).read()
+        state = check_regular(path)
+        return _read_once(path, state.st_mtime_ns, state.st_size)
     except OSError as error:
         raise ConfigError(f"{str(path)!r}: {error.strerror}") from error
     except _DAMAGED as error:
         raise ConfigError(f"{str(path)!r}: a GGUF file that is cut off or damaged") from error
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: Path, *state: int) -> GgufFile:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(path, data).read()
 
 
 class _Reader:
@@ -150,19 +150,15 @@ class _Reader:
             raise ConfigError(f"{where}: GGUF version {version}: allowed: 2, 3, little-endian")
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
-            name = self._name()
-            if name in metadata:
-                raise ConfigError(f"{where}: the key {name} is there twice")
+            name = self._name("key", metadata)
             metadata[name] = self._value(self._next(_KIND)[0])
         tensors: dict[str, TensorInfo] = {}
         for _ in range(num_tensors):
-            name = self._name()
+            name = self._name("tensor", tensors)
             (num_dims,) = self._next(_KIND)
             if num_dims > _MOST_DIMS:
                 raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
             shape = self._next(Struct(f"<{num_dims}Q"))
-            if name in tensors:
-                raise ConfigError(f"{where}: the tensor {name} is there twice")
             kind, offset = self._next(Struct("<IQ"))
             tensors[name] = TensorInfo(shape, kind, offset, self._path)
         align = int(metadata.get("general.alignment", 32))
@@ -189,11 +185,13 @@ class _Reader:
         self._at = end
         return text
 
-    def _name(self) -> str:
+    def _name(self, what: str, others: Collection[str]) -> str:
         """Returns the name of a key or a tensor, which a message may contain."""
         name = self._string()
         if not name.isprintable():
             raise ValueError(f"the name {name!r}")
+        if name in others:
+            raise ConfigError(f"{str(self._path)!r}: the {what} {name} is there twice")
         return name
 
     def _value(self, kind: int) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.files import regular_status
+from mpissd.common.files import read_file
 
 # One quantity has several names: the current one, OPT's and GPT-2's.
 _NAMES = {
@@ -97,9 +97,8 @@ def load(path: Path) -> Mapping[str, Any]:
 
     Absent keys are there with the family's value, where that is not the same for all families.
     """
-    regular_status(path)
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = json.loads(read_file(path).decode())
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
