@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
-from mpissd.common.files import regular_status
+from mpissd.common.files import check_regular, read_file
 from mpissd.common.gguf import is_gguf, read_gguf
 from mpissd.common.model_files import has_files, read_shape
 from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model
@@ -43,7 +43,6 @@ from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     HEAD_IDS,
-    LAST_NORM,
     PACKED,
     ArrayTensor,
     Blocks,
@@ -65,20 +64,6 @@ _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 _UNREAD = "allowed: files without tensors that are not read, as they may change the result"
 ROPE_FACTORS = "rope_freqs.weight"
 _PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's cache
-_OUTSIDE = {EMBEDDING: "token_embd.weight", HEAD: "output.weight", LAST_NORM: "output_norm.weight"}
-_INSIDE = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def library(name: str, what: str) -> ModuleType:
@@ -178,14 +163,14 @@ def _weight_paths(folder: Path) -> list[Path]:
         allowed = f"allowed: a folder with {WEIGHTS} or {INDEX}"
         adapter = ", but an adapter's" if (folder / "adapter_config.json").exists() else ""
         raise ConfigError(f"{str(folder)!r} has no *.safetensors of a model{adapter}: {allowed}")
-    regular_status(index)
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        names = set(json.loads(read_file(index))["weight_map"].values())
         paths = [folder / name for name in sorted(names)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        paths = []
-    if not paths:
-        raise ConfigError(f"{str(index)!r} is no index of safetensors (weight_map)")
+        if not paths:
+            raise ValueError("it is empty")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"is no index of safetensors (weight_map): {error}"
+        raise ConfigError(f"{str(index)!r} {reason}") from error
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{str(index)!r} names {path.name!r}, which is not there")
@@ -250,8 +235,8 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     not give the offsets that a memory map needs.
     """
     safetensors = library("safetensors", str(path.parent))
-    regular_status(path)
     try:
+        check_regular(path)
         with safetensors.safe_open(path, framework="numpy"):
             pass
         with path.open("rb") as file:
@@ -267,11 +252,20 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 def gguf_name(name: str) -> str:
     """Returns the GGUF name of a Hugging Face tensor ("blk.0.attn_q.weight")."""
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    inside, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_INSIDE[inside]}.{kind}" if inside in _INSIDE else name
+    layer = _LAYER.match(name)
+    if layer is None:
+        return _gguf_name(name)
+    return _gguf_name(f"model.layers.0.{name[layer.end() :]}").replace(".0.", f".{layer[1]}.", 1)
+
+
+@lru_cache(maxsize=256)
+def _gguf_name(name: str) -> str:
+    """Returns the GGUF name of a tensor of the first layer, or of none."""
+    gguf = library("gguf", "a .gguf")
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH.QWEN3, 1
+    )  # which has all tensors of the others
+    return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
 
 
 class GgufTensor(Tensor):
