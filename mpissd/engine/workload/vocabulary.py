@@ -201,6 +201,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 _GGUF_SPECIALS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
+_FOLDER = "allowed: the model's Hugging Face folder"
 _DEFAULT_ID = 11  # llama.cpp's BOS and EOS of a byte-pair vocabulary that names none
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # ggml's types of tokens that a text may spell
 
@@ -222,30 +223,27 @@ _SPLITS = {
 }
 _NFC = ("qwen2",)  # names of vocabularies that normalise text to Unicode's NFC first
 _LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token needs no merges, and BOS is added
-# Tokens that end an answer by their text alone.
+# llama.cpp recognises control tokens by their texts. These end an answer.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
-).split()
-# Of each group llama.cpp takes the token of the key fim_…_token_id, or any one by its text. The
-# last three end an answer.
-_FIRST_OF = {
-    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> "
-    "<|code_prefix|> <|prefix|>",
-    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
-    "<|code_suffix|> <|suffix|>",
-    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> "
-    "<|code_middle|> <|middle|>",
-    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
-    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
-    "fim_sep": "<|file_sep|>",
-}
-_NO_ENDS = ("fim_pre", "fim_suf", "fim_mid")
+)
+# Keys that name tokens of the groups below. Of each group it takes one; the last three end an
+# answer, too.
+_FIM_KEYS = ("fim_", "prefix_", "suffix_", "middle_")
+_ONE_OF = """
+    <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]
+    <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+    <|file_sep|>
+    """.strip().splitlines()
 # Of families whose tokens llama.cpp treats by rules of their own.
 _FOREIGN = (
     "<|return|> <|call|> <|calls|> <|flush|> <|tool_response> <|channel|> <|message|> <|start|> "
     "<|constrain|>"
-).split()
+)
 
 
 def from_gguf(path: Path) -> Vocabulary:
@@ -261,12 +259,9 @@ def from_gguf(path: Path) -> Vocabulary:
     known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
     if known.get("model") != "gpt2" or "tokens" not in known or "merges" not in known:
         kind = known.get("model", "none")
-        raise ConfigError(
-            f"{where}: its tokenizer is {kind!r}: allowed: gpt2 (byte pairs), or the "
-            "model's Hugging Face folder"
-        )
+        raise ConfigError(f"{where}: its tokenizer is {kind!r}, not gpt2 (byte pairs): {_FOLDER}")
     if "phi3" in (name := str(metadata.get("general.name", "")).lower().replace("-", "")):
-        raise ConfigError(f"{where}: general.name={name!r}: allowed: the Hugging Face folder")
+        raise ConfigError(f"{where}: general.name={name!r} is not supported: {_FOLDER}")
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(known["tokens"])]
     numbers = {token: i for i, token in enumerate(tokens)}
     if len(numbers) < len(tokens):
@@ -321,27 +316,19 @@ def _kinds(
     kinds: list[int] = list(known.get("token_type") or [1] * len(numbers))
     if len(kinds) != len(numbers):
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
-    if foreign := [text for text in _FOREIGN if text in numbers]:
-        raise ConfigError(f"{where}: token {foreign[0]!r}: allowed: the Hugging Face folder")
-    controls = {numbers[text] for text in _ENDS if text in numbers}
-    stops = controls | ({eos} if eos is not None else set())
-    stops |= {known[f"{name}_token_id"] for name in ("eot", "eom") if f"{name}_token_id" in known}
-    for group, texts in _FIRST_OF.items():
-        ids = [numbers[text] for text in texts.split() if text in numbers]
-        if (number := known.get(f"{group}_token_id")) is not None:
-            ids = [number]
-        else:
-            controls |= set(ids)
-        ends = group not in _NO_ENDS
-        if len(ids) > 1 and (ends or any(kinds[i] != _CONTROL for i in ids)):
-            raise ConfigError(
-                f"{where}: tokenizer.ggml.{group}_token_id is missing, and several tokens have "
-                f"its text: tokens {', '.join(map(str, ids))}"
-            )
-        stops |= set(ids) if ends else set()
+    if foreign := [text for text in _FOREIGN.split() if text in numbers]:
+        raise ConfigError(f"{where}: token {foreign[0]!r} is not supported: {_FOLDER}")
+    if keys := [key for key in known if key.startswith(_FIM_KEYS)]:
+        raise ConfigError(f"{where}: tokenizer.ggml.{keys[0]} is not supported: {_FOLDER}")
+    groups = [[numbers[text] for text in texts.split() if text in numbers] for texts in _ONE_OF]
+    if several := [ids for ids in groups if len(ids) > 1]:
+        raise ConfigError(f"{where}: tokens {several[0]} have one meaning: allowed: one of them")
+    ends = {numbers[text] for text in _ENDS.split() if text in numbers}.union(*groups[3:])
+    named = {known.get("eot_token_id"), known.get("eom_token_id"), eos} - {None}
+    controls = ends.union(*groups)
     for i in controls:
         kinds[i] = _CONTROL
-    return kinds, stops
+    return kinds, ends | named
 
 
 def _check_apart(where: str, texts: Iterable[str]) -> None:
