@@ -23,6 +23,7 @@ BATCH = {
 }
 TYPED = {"__type": "AddedToken", **TOKEN}
 HELLO, BYTES = [262, 35, 52, 53, 1], [35, 63, 123, 65, 262, 35, 52, 53, 1]
+PREPEND = {"tokenizer.json": {"normalizer": {"type": "Prepend", "prepend": "h"}}}
 CLASSES = ("GPT2Tokenizer", "LlamaTokenizer", "Qwen2TokenizerFast", "BertTokenizer")
 # (keys of tokenizer_config.json, other files with their keys, the tokens of TEXT).
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
@@ -30,6 +31,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], list[int]]] = [
     ({"added_tokens_decoder": {"264": TOKEN}}, {}, [264, *HELLO]),
     ({}, {"added_tokens.json": {"<x>": 264}}, [35, 264, *HELLO]),
     ({"extra_special_tokens": ["<x>"]}, {"added_tokens.json": {"<x>": 264}}, [35, 264, *HELLO]),
+    ({"pad_token": TYPED}, {"added_tokens.json": {"<x>": 264}, **PREPEND}, [107, *BYTES]),
     ({}, {"special_tokens_map.json": {"pad_token": TOKEN}}, [264, *HELLO]),
     ({"added_tokens_decoder": {}}, {"special_tokens_map.json": {"pad_token": TOKEN}}, BYTES),
     ({"additional_special_tokens": ["<y>", "<x>"]}, {}, [35, 265, *HELLO]),

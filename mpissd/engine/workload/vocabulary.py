@@ -112,7 +112,9 @@ def _added(
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    texts = {str(settings[key]) for key in _SPECIALS if settings.get(key)}
+    # Objects of tokenizer_config.json are no tokens yet where AutoTokenizer makes this set.
+    values = ((settings.get(key), config.get(key)) for key in _SPECIALS)
+    texts = {str(value) for value, old in values if isinstance(value, str) or value is not old}
     texts |= set(map(str, settings["extra_special_tokens"] or []))
     for text, number in _json(folder / "added_tokens.json").items():
         is_special = text in texts
