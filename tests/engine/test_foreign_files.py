@@ -51,6 +51,14 @@ HARMLESS_CONFIG = """
     _name_or_path="x" torch_dtype="float32" temperature=0.6 architectures=["LlamaForCausalLM"]
     scale_emb=null attention_dropout=0.1 use_mrope=false logit_scale=1.0 training_steps=9
     """.split()
+GGUF_SCALINGS = {  # with the divisor of all frequencies
+    'rope.scaling.type="linear" rope.scaling.factor=4.0': 4,
+    "rope.scaling.factor=4.0": 4,
+    "rope.scale_linear=4.0": 4,
+    "rope.scale_linear=4.0 rope.scaling.factor=2.0": 2,
+    'rope.scaling.type="none" rope.scaling.factor=4.0': 1,
+}
+SCALING = 'rope_parameters={"rope_type":"linear","factor":4.0,"rope_theta":10000.0} rope_theta=5'
 UNREAD = """
     lm_head.bias score.weight model.layers.1.self_attn.o_proj.bias model.layers.1.mlp.down_proj.bias
     model.layers.1.self_attn.sinks model.layers.1.self_attn.q_proj.lora_A.weight
@@ -77,24 +85,11 @@ def assert_equal(where: Path, values: Values) -> Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize(
-    ("keys", "divisor"),
-    [
-        ('rope.scaling.type="linear" rope.scaling.factor=4.0', 4),
-        ("rope.scaling.factor=4.0", 4),
-        ("rope.scale_linear=4.0", 4),
-        ("rope.scale_linear=4.0 rope.scaling.factor=2.0", 2),
-        ('rope.scaling.type="none" rope.scaling.factor=4.0', 1),
-        (
-            'rope_parameters={"rope_type":"linear","factor":4.0,"rope_theta":10000.0} rope_theta=5',
-            4,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "divisor"), [*GGUF_SCALINGS.items(), (SCALING, 4)])
 def test_linear_scaling(tmp_path: Path, values: Values, keys: str, divisor: float) -> None:
     """In a .gguf as llama.cpp reads it, and in config.json as transformers does."""
     more = parsed(*keys.split())
-    if "rope_theta" in more:
+    if keys == SCALING:
         path = write_folder(tmp_path / "m", {**CONFIG, **more}, values)
     else:
         path = write_gguf(tmp_path / "m.gguf", values, metadata=more)
@@ -108,19 +103,15 @@ def test_a_key_that_changes_the_result_is_named(tmp_path: Path, values: Values, 
     if key in GGUF_KEYS:
         refused(write_gguf(tmp_path / "m.gguf", values, metadata=parsed(key)), name)
     else:
-        message = {"rope_scaling": "", "rope_parameters": ""}.get(name, name)
+        message = "" if name in ("rope_scaling", "rope_parameters") else name
         refused(write_folder(tmp_path / "m", {**CONFIG, **parsed(key)}, values), message)
 
 
-@pytest.mark.parametrize("change", ['model_type="mistral"', 'model_type="qwen3"'])
-def test_absent_keys_mean_what_transformers_takes_them_for(
-    tmp_path: Path, values: Values, change: str
-) -> None:
-    config = {**CONFIG, **parsed(change, "use_sliding_window=false")}
-    message = (
-        "sliding_window=4096" if "mistral" in change else "q_proj.weight is [64, 64]: allowed: [512"
-    )
-    refused(write_folder(tmp_path / "m", config, values), message)
+def test_absent_keys_mean_what_transformers_takes_them_for(tmp_path: Path, values: Values) -> None:
+    messages = {"mistral": "sliding_window=4096", "qwen3": "q_proj.weight is [64, 64]: allowed: [5"}
+    for family, message in messages.items():
+        config = {**CONFIG, "model_type": family, "use_sliding_window": False}
+        refused(write_folder(tmp_path / family, config, values), message)
 
 
 def test_what_changes_nothing_passes(tmp_path: Path, values: Values) -> None:

@@ -21,6 +21,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mpissd.common.errors import ConfigError
+from mpissd.engine.model.transformer.config import CHANGING
+from tests.engine.test_foreign_files import (
+    CONFIG_KEYS,
+    GGUF_KEYS,
+    GGUF_SCALINGS,
+    HARMLESS_CONFIG,
+    HARMLESS_GGUF,
+)
 from tests.parity.greedy import CHUNK, Model
 from tests.weight_files import parsed, random_folder, write_folder, write_gguf
 
@@ -38,42 +46,36 @@ FAULTS = ("DIFFERENT", "FAILED", "WRONGLY REFUSED")
 SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 LAYOUTS = "shards both stray twice lost unindexed renamed half double".split()
 TYPES = "F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1".split()
-GGUF_KEYS = re.findall(r'"\{arch\}\.([a-z_.]+)"', inspect.getsource(gguf.constants.Keys))
+ALL_GGUF_KEYS = re.findall(r'"\{arch\}\.([a-z_.]+)"', inspect.getsource(gguf.constants.Keys))
 FOREIGN = """
-    embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale n_layer
-    final_logit_softcapping attn_logit_softcapping query_pre_attn_scalar clip_qkv qkv_bias scale_emb
-    use_qk_norm attention_out_bias num_local_experts is_causal use_mrope rope_interleaved ffn_dim
-    transformers_weights text_config layer_norm_eps hidden_dropout training_steps _name_or_path
-    per_layer_config attention_chunk_size partial_rotary_factor temperature pretraining_tp auto_map
+    n_layer ffn_dim num_local_experts layer_norm_eps hidden_dropout attention_chunk_size
+    pretraining_tp partial_rotary_factor temperature _name_or_path
     """.split()
 PLAIN = [None, 0, 1, 2, 4, 16, 0.5, 1.0, 4.0, True, False, "none", "linear", "yarn", [2, 2]]
 # Keys with the values that suit them.
-OF_GGUF = """
-    rope.scaling.type="none" rope.scaling.type="linear" rope.scaling.type="yarn" expert_count=0
-    rope.scaling.factor=1.0 rope.scaling.factor=4.0 rope.scale_linear=2.0 general.type="adapter"
-    rope.scaling.attn_factor=1.0 rope.scaling.attn_factor=2.0 attention.causal=true
-    rope.scaling.original_context_length=64 attention.sliding_window=4
-    """.split()
-OF_FOLDER = """
+OF_GGUF = [*GGUF_KEYS, *HARMLESS_GGUF, *(key for keys in GGUF_SCALINGS for key in keys.split())]
+OF_FOLDER = [*CONFIG_KEYS, *HARMLESS_CONFIG]
+OF_FOLDER += """
     rope_scaling={"type":"linear","factor":2.0} rope_scaling={"type":"dynamic","factor":4.0}
     rope_parameters={"rope_type":"linear","factor":4.0,"rope_theta":700.0} rope_theta=700.0
-    rope_parameters={"rope_type":"default","partial_rotary_factor":0.5} rope_scaling={"factor":4.0}
     rope_scaling={"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":64}
-    sliding_window=4 use_sliding_window=true use_sliding_window=false max_window_layers=0
-    max_window_layers=2 layer_types=["full_attention","full_attention"] attention_bias=true
-    layer_types=["full_attention","sliding_attention"] attention_bias=false mlp_bias=true
-    architectures=["LlamaForSequenceClassification"] quantization_config={"quant_method":"awq"}
+    use_sliding_window=true use_sliding_window=false max_window_layers=0 max_window_layers=2
+    layer_types=["full_attention","full_attention"] attention_bias=true attention_bias=false
+    layer_types=["full_attention","sliding_attention"] mlp_bias=true
     """.split()
 
 
 def change_tensors(dice: random.Random, values: dict[str, np.ndarray]) -> str:
     """Adds or removes tensors; returns what it did."""
-    numbers, change = np.random.default_rng(dice.randrange(99)), dice.choice([*EXTRA, "biases", ""])
+    numbers, change = (
+        np.random.default_rng(dice.randrange(99)),
+        dice.choice([*EXTRA, "biases", ""]),
+    )
     if not change:
         name = dice.choice(list(values))
         del values[name]
         return f"no {name}"
-    added = parsed(change) if change in EXTRA else {}
+    added = parsed(change) if "=" in change else {}
     for weight in [name for name in values if change == "biases" and "_proj" in name]:
         if "self_attn" in weight and "o_proj" not in weight:
             added[weight.replace("weight", "bias")] = len(values[weight])
@@ -84,27 +86,22 @@ def change_tensors(dice: random.Random, values: dict[str, np.ndarray]) -> str:
 
 def lay_out(layout: str, folder: Path, config: Any, values: Any) -> None:
     """Writes a folder's files, some with other weights that must not be read."""
-    weights, other = (
-        folder / "model.safetensors",
-        {name: value + 1 for name, value in values.items()},
-    )
+    weights = folder / "model.safetensors"
+    other = {name: value + 1 for name, value in values.items()}
     types = {"half": np.float16, "double": np.float64}
     values = {name: value.astype(types.get(layout, np.float32)) for name, value in values.items()}
     weights.unlink()
     count = 2 if layout in ("shards", "both", "twice", "lost", "unindexed") else 1
     write_folder(folder, config, values, count)
+    index = folder / "model.safetensors.index.json"
     match layout:
         case "both":
             save_file(values, weights)
             save_file(other, folder / SHARDS[0])
-        case "stray":
-            save_file(other, folder / "model_1.safetensors")
-        case "twice":
-            save_file(other, folder / SHARDS[1])
-        case "lost":
-            (folder / SHARDS[1]).unlink()
-        case "unindexed":
-            (folder / "model.safetensors.index.json").unlink()
+        case "stray" | "twice":
+            save_file(other, folder / (SHARDS[1] if layout == "twice" else "model_1.safetensors"))
+        case "lost" | "unindexed":
+            (folder / SHARDS[1] if layout == "lost" else index).unlink()
         case "renamed":
             weights.rename(folder / "consolidated.safetensors")
 
@@ -125,9 +122,9 @@ def write_case(dice: random.Random, folder: Path, is_gguf: bool) -> dict[str, An
     }
     _, values = random_folder(folder, dice.randrange(1 << 30), **config)
     keys = json.loads((folder / "config.json").read_text())
-    names, suited = [*keys, *FOREIGN], OF_FOLDER
+    names, suited = [*keys, *FOREIGN, *CHANGING], OF_FOLDER
     if is_gguf:
-        names, suited = GGUF_KEYS, OF_GGUF
+        names, suited = ALL_GGUF_KEYS, OF_GGUF
         widths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
         keys = dict.fromkeys(widths, 16) | {
             "attention.head_count": heads,

@@ -8,7 +8,6 @@ folders and .gguf files, and beside each the library's tokens and texts. `compar
 mpissd: each is equal, or refused in one line; exit code 1 if one is not.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -37,6 +36,9 @@ QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+MODEL = {"embedding_length": 32, "feed_forward_length": 32, "context_length": 64, "block_count": 1}
+MODEL |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+MATRICES = "attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down attn_norm ffn_norm"
 TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -116,6 +118,7 @@ def added(r: Random, text: str) -> dict[str, Any]:
 def write_folder(r: Random, folder: Path) -> None:
     """Writes tokenizer.json and random neighbour files."""
     folder.mkdir()
+    files = dict[str, Any]()
     made = trained(r)
     made.add_tokens([AddedToken(**added(r, text)) for text in r.sample(NAMES, r.randrange(5))])
     if r.random() < 0.3:
@@ -146,12 +149,12 @@ def write_folder(r: Random, folder: Path) -> None:
         config["added_tokens_decoder"] = {**same, **decoder} if r.random() < 0.8 else decoder
     if r.random() < 0.3:
         numbers = {token["content"]: int(number) for number, token in decoder.items()}
-        (folder / "added_tokens.json").write_text(json.dumps(numbers))
+        files["added_tokens.json"] = numbers
     more = r.choice([[], r.sample(NAMES, 2), {"audio_token": "<a>"}, None])
     config[r.choice(["additional_special_tokens", "extra_special_tokens"])] = more
     if r.random() < 0.3:
-        special = {"bos_token": {**added(r, "<s>")}, "pad_token": r.choice(NAMES)}
-        (folder / "special_tokens_map.json").write_text(json.dumps(special))
+        special = {"bos_token": added(r, "<s>"), "pad_token": r.choice(NAMES)}
+        files["special_tokens_map.json"] = special
     classes = ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast"]
     config["tokenizer_class"] = r.choice(
         [*classes, "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "BertTokenizer", None]
@@ -161,26 +164,25 @@ def write_folder(r: Random, folder: Path) -> None:
             config[key] = r.choice([True, False, None] if key != "split_special_tokens" else [True])
     if r.random() < 0.1:
         config["clean_up_tokenization_spaces"] = True
-    template = r.choice(TEMPLATES)
+    template, other = r.choices(TEMPLATES, k=2)
     form = r.randrange(4)
     if form == 0:
         config["chat_template"] = template
     elif form == 1:
-        pairs = [("default", template), ("tool_use", r.choice(TEMPLATES))]
+        pairs = [("default", template), ("tool_use", other)]
         config["chat_template"] = [{"name": name, "template": text} for name, text in pairs]
     else:
         (folder / "chat_template.jinja").write_text(template)
     if form == 3:
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates/tool_use.jinja").write_text(r.choice(TEMPLATES))
+        (folder / "additional_chat_templates/tool_use.jinja").write_text(other)
     family = r.choice(["llama", "llama", "llama", "mistral", "qwen2", "qwen3"])
-    (folder / "config.json").write_text(json.dumps({"model_type": family}))
-    (folder / "tokenizer.json").write_text(json.dumps(state))
+    files |= {"config.json": {"model_type": family}, "tokenizer.json": state}
     if r.random() < 0.95:
-        kept = {
-            key: value for key, value in config.items() if value is not None or r.random() < 0.5
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+        kept = {k: value for k, value in config.items() if value is not None or r.random() < 0.5}
+        files["tokenizer_config.json"] = kept
+    for name, keys in files.items():
+        (folder / name).write_text(json.dumps(keys))
 
 
 def text_of(r: Random) -> str:
@@ -248,32 +250,27 @@ def write_gguf(r: Random, path: Path) -> None:
     names = r.sample(names, r.randrange(10))
     kinds = [1] * len(tokens) + [r.choice([1, 2, 3, 3, 3, 4]) for _ in names]
     tokens += names
-    writer = gguf.GGUFWriter(path, "llama")
-    width, sizes = 32, {"embedding_length": 32, "feed_forward_length": 32, "head_count": 2}
-    for name, value in {**sizes, "context_length": 64, "block_count": 1}.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    pre = r.choice(["llama-bpe", "llama3", "qwen2", "smollm", "gpt-2", "default", None])
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    if r.random() < 0.8:
-        writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in state["merges"]])
-    for name in ("bos", "eos", "eot", "eom", "unk", "pad"):
-        if r.random() < 0.5:
-            getattr(writer, f"add_{name}_token_id")(r.randrange(len(tokens)))
+    own: dict[str, Any] = {"model": "gpt2", "tokens": tokens}
+    own["pre"] = r.choice(["llama-bpe", "llama3", "qwen2", "smollm", "gpt-2", "default", None])
+    own["token_type"] = kinds if r.random() < 0.8 else None
+    own["merges"] = [" ".join(pair) for pair in state["merges"]]
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        own[f"{name}_token_id"] = r.randrange(len(tokens)) if r.random() < 0.5 else None
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
-        if r.random() < 0.3:
-            getattr(writer, f"add_{name}")(r.random() < 0.5)
-    matrix = np.zeros((width, width), np.float32)
-    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), width), np.float32))
+        own[name] = r.random() < 0.5 if r.random() < 0.3 else None
+    keys = {f"llama.{name}": value for name, value in MODEL.items()}
+    keys |= {f"tokenizer.ggml.{name}": value for name, value in own.items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    adders = {str: writer.add_string, list: writer.add_array, bool: writer.add_bool}
+    adders |= {int: writer.add_uint32, float: writer.add_float32}
+    for name, value in keys.items():
+        if value is not None:
+            adders[type(value)](name, value)
+    matrix = np.zeros((32, 32), np.float32)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
     writer.add_tensor("output_norm.weight", matrix[0])
-    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-        writer.add_tensor(f"blk.0.{name}.weight", matrix)
-    for name in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.0.{name}.weight", matrix[0])
+    for name in MATRICES.split():
+        writer.add_tensor(f"blk.0.{name}.weight", matrix[0] if "norm" in name else matrix)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -293,7 +290,7 @@ def theirs_of_file(path: Path, r: Random) -> dict[str, Any]:
     return {"texts": pairs, "ends": ends, "chats": [], "ids": []}
 
 
-def make(out: Path, seed: int, folders: int, files: int) -> None:
+def make(out: Path, seed: int = 0, folders: int = 400, files: int = 200) -> None:
     """Writes the files, and what the libraries make of them."""
     import transformers  # noqa: F401  (once for all children)
     from cyllama.llama import llama_cpp  # noqa: F401
@@ -311,10 +308,10 @@ def make(out: Path, seed: int, folders: int, files: int) -> None:
                 result = theirs(path, r)
             except Exception as error:  # noqa: BLE001  (what the library refuses)
                 result = {"error": f"{type(error).__name__}: {error}"[:200]}
-            (out / f"{path.name}.json").write_text(json.dumps(result))
+            Path(f"{path}.json").write_text(json.dumps(result))
             os._exit(0)
         if os.wait()[1]:
-            (out / f"{path.name}.json").write_text(json.dumps({"error": "aborted"}))
+            Path(f"{path}.json").write_text(json.dumps({"error": "aborted"}))
 
 
 def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> list[str]:
@@ -323,18 +320,16 @@ def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> lis
     from mpissd.engine.workload.answer import AnswerText
     from mpissd.engine.workload.tokenizer import load_tokenizer
 
-    ours, found = load_tokenizer(str(path)), list[str]()
-    for text, tokens in theirs["texts"]:
-        if (mine := ours.encode(text)) != tokens:
-            found.append(f"encode {text!r}: {mine} instead of {tokens}")
+    ours = load_tokenizer(str(path))
+    pairs = [(f"encode {text!r}", ours.encode(text), tokens) for text, tokens in theirs["texts"]]
+    pairs += [(f"decode {ids}", ours.decode(ids), text) for ids, text in theirs["ids"]]
     for tokens, text in theirs["ids"]:
-        if (mine := ours.decode(tokens)) != text:
-            found.append(f"decode {tokens}: {mine!r} instead of {text!r}")
-        prompt, rest = ours.decode(tokens[:3]), tokens[3:]
-        answer = AnswerText(ours, [], (), tokens[:3])
-        mine = "".join(map(answer.push, rest)) + answer.flush()
-        if "\ufffd" not in text and text.startswith(prompt) and mine != text[len(prompt) :]:
-            found.append(f"answer {tokens}: {mine!r} instead of {text[len(prompt) :]!r}")
+        prompt, answer = ours.decode(tokens[:3]), AnswerText(ours, [], (), tokens[:3])
+        mine = "".join(map(answer.push, tokens[3:])) + answer.flush()
+        if "\ufffd" not in text and text.startswith(prompt):
+            pairs.append((f"answer {tokens}", mine, text[len(prompt) :]))
+    if "ends" in theirs:
+        pairs.append(("ends", sorted(ours.stop_ids), theirs["ends"]))
     for chat, tokens in theirs["chats"]:
         try:
             mine = ours.chat(**chat)
@@ -343,49 +338,33 @@ def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> lis
             counts[f"chats refused: {reason}" if tokens else "chats refused by both"] += 1
             continue
         counts["chats equal" if mine == tokens else "chats differing"] += 1
-        if mine != tokens:
-            found.append(f"chat {chat}: {mine} instead of {tokens}")
-    if "ends" in theirs and sorted(ours.stop_ids) != theirs["ends"]:
-        found.append(f"ends: {sorted(ours.stop_ids)} instead of {theirs['ends']}")
-    return found
+        pairs.append((f"chat {chat}", mine, tokens))
+    return [f"{what}: {mine} instead of {its}" for what, mine, its in pairs if mine != its]
 
 
-def compare(out: Path) -> int:
-    """Prints the counts, and the differences; returns 1 if there is one."""
+def compare(out: Path) -> None:
+    """Prints the counts, and the differences; exits with 1 if there is one."""
     from mpissd.common.errors import ConfigError
 
     counts = Counter[str]()
     for record in sorted(out.glob("[fg]*.json")):
         path, theirs = record.with_suffix(""), json.loads(record.read_text())
-        kind = "files" if path.suffix == ".gguf" else "folders"
+        kind, found = "files" if path.suffix == ".gguf" else "folders", list[str]()
+        outcome = "refused by the library" if "error" in theirs else "equal"
         try:
-            found = differences(path, theirs, counts) if "error" not in theirs else []
-            outcome = (
-                "differing" if found else "refused by the library" if "error" in theirs else "equal"
-            )
+            found = [] if "error" in theirs else differences(path, theirs, counts)
         except ConfigError as error:
-            found = [] if "\n" not in str(error) else [f"more than a line: {error}"]
-            outcome = "differing" if found else "refused"
-        counts[f"{kind} {outcome}"] += 1
+            outcome = "refused"
+            found = [f"more than a line: {error}"] * ("\n" in str(error))
+        counts[f"{kind} {'differing' if found else outcome}"] += 1
         for line in found[:2]:
             print(f"{path.name}: {line}")
     for name, count in sorted(counts.items()):
         print(f"vocabularies: {count} {name}")
-    return int(any("differing" in key for key in counts))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("mode", choices=["make", "compare"])
-    parser.add_argument("out", type=Path)
-    for name, default in {"seed": 0, "folders": 400, "files": 200}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    if given.mode == "compare":
-        return compare(given.out)
-    make(given.out, given.seed, given.folders, given.files)
-    return 0
+    sys.exit(any("differing" in key for key in counts))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    what, place, *words = sys.argv[1:]
+    pairs = (word.removeprefix("--").split("=") for word in words)
+    {"make": make, "compare": compare}[what](Path(place), **{name: int(n) for name, n in pairs})

@@ -27,7 +27,7 @@ _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
 # Keys of a config.json that change results in other architectures or programs. transformers ignores
 # them in the supported families, as it ignores all keys that it does not know.
-_OF_OTHERS = """
+CHANGING = """
     auto_map text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim
     rotary_pct rotary_emb_base qkv_bias o_bias attention_out_bias use_qk_norm qk_norm qk_layernorm
@@ -209,7 +209,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     own_class = f"{family}".title() + "ForCausalLM"
     is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
-    others = ((key, config.get(key)) for key in _OF_OTHERS)
+    others = ((key, config.get(key)) for key in CHANGING)
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("architectures", classes, is_own, f"{own_class} alone"),
