@@ -42,7 +42,7 @@ def grammars() -> Grammars:
     words = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     words.decoder = tokenizers.decoders.ByteLevel()
     words.add_special_tokens([end])
-    return Grammars(Tokenizer("four", frozenset({3}), None, {}, words), 4, {3})
+    return Grammars(Tokenizer(frozenset({3}), {}, {}, words, "four"), 4, {3})
 
 
 @lru_cache(maxsize=8)

@@ -11,9 +11,10 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
+from io import StringIO
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -26,12 +27,12 @@ from mpissd.engine.model.transformer.sources import library as load_library
 from mpissd.engine.workload.vocabulary import (
     MORE_TEMPLATES,
     TOKENIZER_FILES,
+    Vocabulary,
     from_folder,
     from_gguf,
 )
 
 if TYPE_CHECKING:
-    import tokenizers
     from jinja2 import Template
     from jinja2.nodes import Node
     from jinja2.parser import Parser
@@ -48,29 +49,27 @@ MOST_TEXT = 1 << 26  # characters that it may write
 
 
 @dataclass(frozen=True)
-class Tokenizer:
-    """A model's tokens. stop_ids: the tokens that end an answer. template: the model's chat
-    template (jinja2), or None; tool_template: the one for tools, if it has another. specials: named
-    special tokens that a template may use."""
+class Tokenizer(Vocabulary):
+    """A model's vocabulary, and what it makes of texts. name: the model's."""
 
     name: str
-    stop_ids: frozenset[int]
-    template: str | None
-    specials: Mapping[str, str]
-    _vocabulary: tokenizers.Tokenizer = field(repr=False)
-    tool_template: str | None = None
+
+    @property
+    def template(self) -> str | None:
+        """The model's chat template (jinja2), or None; it may have another one for tools."""
+        return self.templates.get("default")
 
     @cached_property
     def vocab_size(self) -> int:
         """The largest token id, plus 1; ids below it may be missing."""
-        return 1 + max(self._vocabulary.get_vocab().values(), default=-1)
+        return 1 + max(self.backend.get_vocab().values(), default=-1)
 
     @cached_property
     def for_grammars(self) -> Any:
         """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It reads the name
         of a control token as ordinary text."""
         library = load_library("llguidance", "grammars")
-        vocabulary = _for_llguidance(self._vocabulary.to_str(), self.vocab_size)
+        vocabulary = _for_llguidance(self.backend.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str, *, context: int | None = None) -> list[int]:
@@ -79,7 +78,7 @@ class Tokenizer:
         Raises ConfigError for a text that is longer than `context` of the longest tokens.
         """
         self._check_length(text, context)
-        return self._vocabulary.encode(text).ids
+        return self.backend.encode(text).ids
 
     def chat(
         self,
@@ -97,7 +96,7 @@ class Tokenizer:
         Raises ConfigError without a chat template, for tools that it ignores, for messages that it
         refuses, and for a text as `encode`.
         """
-        template = (tools and self.tool_template) or self.template
+        template = (tools and self.templates.get("tool_use")) or self.template
         if template is None:
             raise ConfigError(f"{self.name}: has no chat template: allowed: a plain prompt")
         if tools and not re.search(r"\btools\b", template):
@@ -118,7 +117,7 @@ class Tokenizer:
         except Exception as error:  # a program of the model's: it may fail in any way
             raise ConfigError(f"chat template: {' '.join(str(error).split())}") from error
         self._check_length(text, context)
-        return self._vocabulary.encode(text, add_special_tokens=False).ids
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """Returns the text of these tokens; special tokens are left out unless `specials`.
@@ -126,7 +125,7 @@ class Tokenizer:
         Bytes that are no whole UTF-8 character become U+FFFD. A decoder may change the first token:
         `piece` and engine.workload.answer give the text of tokens that follow others.
         """
-        return self._vocabulary.decode(list(ids), skip_special_tokens=not specials)
+        return self.backend.decode(list(ids), skip_special_tokens=not specials)
 
     def piece(self, token: int) -> str:
         """Returns the text of a token that follows another one, special tokens included."""
@@ -135,7 +134,7 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes that a token adds to a text; none for a special or missing token."""
-        text = self._vocabulary.id_to_token(token)
+        text = self.backend.id_to_token(token)
         if text is None or token in self._special_ids:
             return b""
         if self.is_byte(token):
@@ -146,24 +145,24 @@ class Tokenizer:
 
     def is_byte(self, token: int) -> bool:
         """Returns whether a token is one byte in the form <0x0A>."""
-        text = self._vocabulary.id_to_token(token) or ""
+        text = self.backend.id_to_token(token) or ""
         return b'"ByteFallback"' in self._decoder and _BYTE.fullmatch(text) is not None
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         # The library keeps a special token that the normalizer changes.
-        added = self._vocabulary.get_added_tokens_decoder().items()
+        added = self.backend.get_added_tokens_decoder().items()
         special = (number for number, token in added if token.special)
         return frozenset(number for number in special if not self.decode([number]))
 
     @cached_property
     def _decoder(self) -> bytes:
-        decoder: Any = self._vocabulary.decoder
+        decoder: Any = self.backend.decoder
         return b"" if decoder is None else bytes(decoder.__getstate__())
 
     @cached_property
     def _longest(self) -> int:
-        return max(len(token.encode()) for token in self._vocabulary.get_vocab())
+        return max(len(token.encode()) for token in self.backend.get_vocab())
 
     def _check_length(self, text: str, context: int | None) -> None:
         if context is None or len(text) <= context:
@@ -220,15 +219,7 @@ def load_tokenizer(where: str) -> Tokenizer:
         path = path.parent
     try:
         found = from_gguf(path) if is_gguf(path) else from_folder(path)
-        templates = found.templates
-        tokenizer = Tokenizer(
-            path.name,
-            found.stop_ids,
-            templates.get("default"),
-            found.specials,
-            found.backend,
-            templates.get("tool_use"),
-        )
+        tokenizer = Tokenizer(**vars(found), name=path.name)
         foreign = [token for token in tokenizer.stop_ids if not 0 <= token < tokenizer.vocab_size]
     except _DAMAGED as error:
         reason = " ".join(str(error).split())
@@ -309,11 +300,11 @@ def _compiled(template: str) -> Template:
             refuse(f"writes more than {MOST_TEXT} characters")
 
     def joined(parts: Iterable[Any]) -> str:
-        texts, size = list[str](), 0
+        text = StringIO()
         for part in parts:
-            texts.append(str(part))
-            check(size := size + len(texts[-1]))
-        return "".join(texts)
+            text.write(str(part))
+            check(text.tell())
+        return text.getvalue()
 
     class Generation(Extension):
         """{% generation %} … {% endgeneration %}, around what a model has written."""
@@ -338,15 +329,8 @@ def _compiled(template: str) -> Template:
                 check(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
             return super().call_binop(context, operator, left, right)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        form: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

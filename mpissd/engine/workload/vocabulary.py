@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class Vocabulary:
     stop_ids: frozenset[int]
     templates: Mapping[str, str]
     specials: Mapping[str, str]
-    backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer = field(repr=False)
 
 
 _SPECIALS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
@@ -320,13 +320,14 @@ def _kinds(
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
     if foreign := [text for text in _FOREIGN.split() if text in numbers]:
         raise ConfigError(f"{where}: token {foreign[0]!r} is not supported: {_FOLDER}")
-    if keys := [key for key in known if key.startswith(_FIM_KEYS)]:
-        raise ConfigError(f"{where}: tokenizer.ggml.{keys[0]} is not supported: {_FOLDER}")
+    if key := next((key for key in known if key.startswith(_FIM_KEYS)), None):
+        raise ConfigError(f"{where}: tokenizer.ggml.{key} is not supported: {_FOLDER}")
     groups = [[numbers[text] for text in texts.split() if text in numbers] for texts in _ONE_OF]
     if several := [ids for ids in groups if len(ids) > 1]:
         raise ConfigError(f"{where}: tokens {several[0]} have one meaning: allowed: one of them")
     ends = {numbers[text] for text in _ENDS.split() if text in numbers}.union(*groups[3:])
-    named = {known.get("eot_token_id"), known.get("eom_token_id"), eos} - {None}
+    keys = known.get("eot_token_id"), known.get("eom_token_id"), eos
+    named = {number for number in keys if number is not None}
     controls = ends.union(*groups)
     for i in controls:
         kinds[i] = _CONTROL
