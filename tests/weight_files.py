@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
+from mpissd.common.errors import ConfigError
 from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
-from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.sources import config_of, gguf_name, open_checkpoint
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -23,6 +25,15 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 128,
 }
+
+
+def refused(where: Path, message: str = "") -> str:
+    """Returns the line with which a model is refused; it contains the message."""
+    with pytest.raises(ConfigError) as error:
+        config_of(str(where))
+    text = str(error.value)
+    assert "\n" not in text and message in text, text
+    return text
 
 
 def parsed(*texts: str) -> dict[str, Any]:
@@ -78,8 +89,6 @@ def write_gguf(
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
-
-    from mpissd.engine.model.transformer.sources import gguf_name
 
     architecture = changes.get("architecture", "llama")
     writer = GGUFWriter(path, architecture, split_max_tensors=shards)

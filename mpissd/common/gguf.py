@@ -59,13 +59,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata and tensors of a GGUF file, by name. data_start: where the tensors' bytes
-    begin. paths: the file, or all shards of a split model, whose first has the metadata."""
+    """The metadata and tensors of a GGUF file, by name. paths: the file, or all shards of a split
+    model, whose first has the metadata."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    data_start: int
     paths: tuple[Path, ...]
 
 
@@ -169,7 +168,7 @@ class _Reader:
             if start + info.start >= len(self._data):
                 raise ConfigError(f"{where}: cut off before tensor {name!r}")
             tensors[name] = replace(info, start=start + info.start)
-        return GgufFile(self._path, metadata, tensors, start, (self._path,))
+        return GgufFile(self._path, metadata, tensors, (self._path,))
 
     def _next(self, form: Struct) -> tuple[Any, ...]:
         values = form.unpack_from(self._data, self._at)

@@ -13,13 +13,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.presets import has_weights, resolve_model
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, Checkpoint, digest
 from mpissd.engine.model.transformer.config import of_folder
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.learn.export import save
-from tests.weight_files import CONFIG, parsed, random_folder, values_of, write_folder, write_gguf
+from tests.weight_files import (
+    CONFIG,
+    parsed,
+    random_folder,
+    refused,
+    values_of,
+    write_folder,
+    write_gguf,
+)
 
 Values = dict[str, np.ndarray]
 LAYER = "model.layers.1."
@@ -69,12 +76,6 @@ UNREAD = """
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     return random_folder(tmp_path_factory.mktemp("llama"), 7)[1]
-
-
-def refused(where: Path, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        config_of(str(where))
-    assert message in str(error.value)
 
 
 def assert_equal(where: Path, values: Values) -> Checkpoint:

@@ -32,7 +32,7 @@ from mpissd.engine.model.transformer.sources import (
 )
 from mpissd.learn.export import quantized
 from tests.transformer_reference import logits
-from tests.weight_files import CONFIG, random_folder, values_of, write_folder, write_gguf
+from tests.weight_files import CONFIG, random_folder, refused, values_of, write_folder, write_gguf
 
 Values = dict[str, np.ndarray]
 # Logits as transformers computes them from the same folders.
@@ -274,14 +274,6 @@ def test_paths_are_no_names(cache: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def refused(where: Path, told: str = "") -> str:
-    with pytest.raises(ConfigError) as error:
-        config_of(str(where))
-    text = str(error.value)
-    assert "\n" not in text and told in text, text
-    return text
 
 
 @pytest.fixture(scope="module")

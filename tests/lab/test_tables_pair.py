@@ -1,7 +1,6 @@
 """Rows and rounds, read strictly; two results compared: refusals, the rows selected, the output."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,12 +112,6 @@ def test_rows_with_one_fault_are_counted_in_one_line(tmp_path: Path) -> None:
         f"left out 3 rows of {path}: line 1: tok_per_s='0': allowed: a number",
         f"left out 1 row of {path}: line 4: it has no tp",
     ]
-
-
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "runs.jsonl")
-    with pytest.raises(ConfigError, match=r"runs\.jsonl: cannot be read: is a pipe or a device"):
-        load_rows([tmp_path])
 
 
 def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

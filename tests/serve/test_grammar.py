@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mpissd.__main__ import main
@@ -17,7 +16,7 @@ from mpissd.common.config import parse_flags
 from mpissd.engine import Decoder
 from mpissd.engine.decode.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
-from mpissd.engine.workload.grammar import Grammars, make_grammar
+from mpissd.engine.workload.grammar import make_grammar
 from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.protocol import Submit
 from tests.needs import module
@@ -211,17 +210,3 @@ def test_run_takes_a_grammar_from_its_flag(
     for wrong, said in (("regex:(a", "unclosed group"), ("nowhere.json", "allowed: json, regex:")):
         assert main(["run", "--workload=text", "--prompt=x", *asked, f"--grammar={wrong}"]) == 2
         assert said in capsys.readouterr().err
-
-
-def test_answers_of_one_grammar_share_no_limit(narrow: TinyPair) -> None:
-    """Copies of a matcher share a lexer: where one answer met its limit, later ones were empty."""
-    words = load_tokenizer(str(narrow.target))
-    text = make_grammar("regex", "regex", "[ab](a{1000}){1000}", words)
-    grammars = Grammars(words, len(tiny.tokens()), sorted(words.stop_ids))
-    first, second = (
-        [one.allowed(words.encode(said)).tolist() for said in ("a", "aa")]  # type: ignore[union-attr]
-        for one in (grammars.begin(text), grammars.begin(text))
-    )
-    assert first == second
-    assert set(np.flatnonzero(first[1])) == words.stop_ids  # it gave up
-    assert words.encode("a")[0] in np.flatnonzero(first[0])
