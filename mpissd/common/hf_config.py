@@ -30,12 +30,9 @@ _FOURFOLD_FFN = ("gpt2", "gptj")  # Here n_inner = null means 4 · n_embd.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # What a key means that is absent, where that depends on the family; source: transformers 5.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 _ABSENT: dict[str, dict[str, Any]] = {
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
+    "mistral": _MISTRAL,
     "qwen2": _QWEN,
     "qwen3": {**_QWEN, "head_dim": 128},
 }

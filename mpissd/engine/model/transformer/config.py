@@ -37,30 +37,19 @@ CHANGING = """
     scale_emb scale_depth dim_model_base use_mrope rope_interleaved mlp_bias parallel_attn
     use_parallel_residual norm_type add_cross_attention pruned_heads lora_rank transformers_weights
     """.split()
-_ROPE_READ: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+_ROPE_READ = {
+    "default": "",
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
 }
 _ROPE_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# The same of a .gguf, after the architecture's name.
-_GGUF_READ = frozenset(
-    """
+# Keys of a .gguf after the architecture's name: those that are read, and four harmless ones.
+_GGUF_KEYS = """
     block_count embedding_length feed_forward_length context_length attention.head_count
     attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
     rope.scaling.type rope.scaling.factor rope.scale_linear
-    """.split()
-)
-_GGUF_HARMLESS = frozenset(
-    """
     vocab_size tensor_data_layout rope.scaling.original_context_length rope.scaling.finetuned
     """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -184,11 +173,9 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 def _unknown(prefix: str, keys: Mapping[str, Any], known: Iterable[str]) -> list[Rule]:
     """Returns the rules of keys that are not known: null, or a private name (_name_or_path)."""
-    unknown = sorted(keys.keys() - set(known))
-    neutral = ((key, keys[key] is None or key.startswith("_")) for key in unknown)
     return [
-        (prefix + key if key.isprintable() else repr(key), keys[key], is_neutral, _NO_KEY)
-        for key, is_neutral in neutral
+        (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
+        for key in sorted(keys.keys() - set(known))
     ]
 
 
@@ -209,7 +196,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     own_class = f"{family}".title() + "ForCausalLM"
     is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
-    others = ((key, config.get(key)) for key in CHANGING)
+    others = [(key, config.get(key)) for key in CHANGING]
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("architectures", classes, is_own, f"{own_class} alone"),
@@ -223,11 +210,8 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         ("hidden_act", activation, activation == "silu", "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
         ("tie_word_embeddings", tied, tied is None or isinstance(tied, bool), "false, true"),
-        *(
-            (key, value, not value or (value == 1 and value is not True), _NO_KEY)
-            for key, value in others
-        ),
     ]
+    rules += [(k, v, not v or (v == 1 and v is not True), _NO_KEY) for k, v in others]
     _check(path, rules)
     return TransformerConfig(
         shape,
@@ -250,11 +234,11 @@ def _rotation(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | scaling
     kind = rope.get("rope_type", rope.get("type") or "default")
     rotated = rope["partial_rotary_factor"]
-    read = _ROPE_READ.get(str(kind))
+    read = _ROPE_READ.get(str(kind), "").split()
     rules: list[Rule] = [
-        ("rope_type", kind, read is not None, ", ".join(_ROPE_READ)),
+        ("rope_type", kind, str(kind) in _ROPE_READ, ", ".join(_ROPE_READ)),
         ("partial_rotary_factor", rotated, rotated in (None, 1), "1"),
-        *_unknown("rope_parameters.", rope, {*_ROPE_SHARED, *(read or ())}),
+        *_unknown("rope_parameters.", rope, {*_ROPE_SHARED, *read}),
     ]
     _check(path, rules)
     theta = _number(path, rope, "rope_theta", 10000.0)
@@ -292,11 +276,8 @@ def of_gguf(
     """
     path, family = file.path, str(file.metadata["general.architecture"])
     prefix = f"{family}."
-    own = {
-        key.removeprefix(prefix): value
-        for key, value in file.metadata.items()
-        if key.startswith(prefix)
-    }
+    of_family = (item for item in file.metadata.items() if item[0].startswith(prefix))
+    own = {key.removeprefix(prefix): value for key, value in of_family}
     # Absent keys mean what they mean to llama.cpp.
     scaling = own.get("rope.scaling.type", "linear")
     own.setdefault("attention.value_length", shape.hidden // shape.num_heads)
@@ -315,7 +296,7 @@ def of_gguf(
         (f"{prefix}rope.scaling.type", scaling, scaling in ("none", "linear"), "none, linear"),
         *((prefix + key, own.get(key), key in own, "numbers above 0") for key in needed),
         *((prefix + k, own.get(k), own.get(k, v) == v, str(v)) for k, v in neutral.items()),
-        *_unknown(prefix, own, _GGUF_READ | _GGUF_HARMLESS | neutral.keys()),
+        *_unknown(prefix, own, {*_GGUF_KEYS, *neutral}),
     ]
     _check(path, rules)
     factor = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
@@ -334,10 +315,9 @@ def of_gguf(
         return config
     # The file does not name the constants, which are the same for all models of Llama 3.
     scaled = replace(config, rope_scaling=Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192))
-    is_llama3 = config.rope_divisor == 1 and len(factors) == len(config.frequencies())
-    if not is_llama3 or not np.allclose(
-        config.frequencies() / scaled.frequencies(), factors, rtol=1e-4
-    ):
+    wanted = config.frequencies() / scaled.frequencies()
+    has_others = config.rope_divisor != 1 or len(factors) != len(wanted)
+    if has_others or not np.allclose(wanted, factors, rtol=1e-4):
         where = f"{str(path)!r}: rope_freqs.weight"
         raise ConfigError(f"{where} is not supported: allowed: Llama 3's, without another scaling")
     return scaled
