@@ -136,11 +136,11 @@ def _completed(file: Path, notes: Notes) -> Iterable[tuple[str, Line]]:
                 raise line
             yield where, complete(line, file.parent)
         except Malformed as fault:
-            left_out.add(fault)
+            left_out.append(fault)
         except ConfigError as error:
             notes.add(f"{error}: left out")
         except ValueError as error:
-            left_out.add(Malformed(where, str(error), str(error)))
+            left_out.append(Malformed(where, str(error), str(error)))
     for text in left_out.lines:
         notes.add(text)
 

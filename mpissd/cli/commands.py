@@ -122,7 +122,7 @@ def compare(config: CompareConfig) -> int:
     with _left_out() as left_out:
         pair = find_pair(places_of, config.b, config.out, left_out) if is_one else None
         if pair is None:
-            left_out.faults.clear()  # of the first reading
+            left_out.clear()  # of the first reading
             rows = load_rows([name for name in places_of.split(",") if name], left_out)
     if pair is not None:
         print(Pair.of(*pair))

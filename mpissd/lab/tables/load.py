@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,19 @@ class Malformed(ConfigError):
         self.key, self.reason = key, reason
 
 
-@dataclass
-class LeftOut:
+class LeftOut(list[Malformed]):
     """The lines that were left out, with one text for all lines of a file with one fault."""
-
-    faults: dict[tuple[str, str], list[Malformed]] = field(default_factory=dict)
-
-    def add(self, fault: Malformed) -> None:
-        """Counts a line."""
-        self.faults.setdefault((fault.file, fault.key), []).append(fault)
 
     @property
     def lines(self) -> list[str]:
         """Texts with the number of lines, their file, the first line, and its reason."""
+        groups: dict[tuple[str, str], list[Malformed]] = {}
+        for fault in self:
+            groups.setdefault((fault.file, fault.key), []).append(fault)
         return [
             f"left out {len(faults)} row{'s' * (len(faults) > 1)} of {file}: line "
             f"{faults[0].line}: {faults[0].reason}"
-            for (file, _), faults in self.faults.items()
+            for (file, _), faults in groups.items()
         ]
 
 
@@ -70,7 +65,7 @@ def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
         except Malformed as fault:
             if left_out is None:
                 raise
-            left_out.add(fault)
+            left_out.append(fault)
     return list(rows.values())
 
 
