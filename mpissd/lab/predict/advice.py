@@ -44,7 +44,7 @@ from mpissd.lab.predict.search import (
     weigh,
 )
 from mpissd.lab.tables.best import Use as Measured
-from mpissd.lab.tables.best import is_row, method_of, mode_of
+from mpissd.lab.tables.best import method_of, mode_of
 from mpissd.lab.tables.load import of_one_group
 
 # Errors of predictions for an H200, of which the p95 are 8.4% and 19.9%; see docs/predictions.md.
@@ -170,7 +170,7 @@ def measured_uses(
     kept = [
         row
         for row in of_one_group(rows)
-        if is_row(row) and row.backend != "emulated" and row.other_draft_device is None
+        if row.backend != "emulated" and row.other_draft_device is None
         if (row.forward == "transformer") == run.is_transformer
         if device_kind(row.device_name) == profile.kind
     ]

@@ -144,8 +144,11 @@ class Comparisons:
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
-    """Groups rows by setting and method, in order of appearance; skips entries that are no rows."""
-    kept = [row for row in rows if is_row(row)]
+    """Groups rows by setting and method, in order of appearance.
+
+    Each row has the keys row.NEEDED, as tables.load reads them for comparisons.
+    """
+    kept = list(rows)
     settings: list[dict[str, Any]] = []
     # A row that binds fewer keys names a setting only if no row that binds more covers it.
     for row in sorted(kept, key=lambda row: (row.mode == "ar", row.mode == "ar" or is_lookup(row))):
@@ -201,13 +204,6 @@ def mode_of(row: Row) -> str:
         return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
     return LOOKUPS[0] if kind == "prompt" else kind
-
-
-def is_row(row: Row) -> bool:
-    """Returns whether an entry is a measured row: it has a rate, a mode and its counts."""
-    rate, counts = row.tok_per_s, [row.get(name) for name in ("lookahead", "world_size")]
-    measured = isinstance(rate, (int, float)) and rate > 0
-    return measured and row.mode in _MODES and all(type(n) is int for n in counts)
 
 
 def method_of(row: Row) -> str:

@@ -29,7 +29,6 @@ from mpissd.lab.tables.best import (
     best_use,
     is_in,
     is_lookup,
-    is_row,
     method_of,
     mode_of,
 )
@@ -146,7 +145,7 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
     """
     visits: dict[tuple[Any, ...], list[list[Row]]] = {}  # of each method, T, D and K
     for row in rows:
-        if is_row(row) and is_in(row, setting, _OF_T) and row.other_draft_device is None:
+        if is_in(row, setting, _OF_T) and row.other_draft_device is None:
             name = mode_of(row), row.tp, row.world_size, method_of(row), row.lookahead
             known = visits.setdefault(name, [])
             visit = next((visit for visit in known if same_visit(visit[0], row)), None)
