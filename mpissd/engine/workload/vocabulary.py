@@ -255,7 +255,7 @@ def from_gguf(path: Path) -> Vocabulary:
     and for what llama.cpp itself leaves to chance.
     """
     library = load_library("tokenizers", "workload=text")
-    from tokenizers import decoders, models, normalizers, processors
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     where, metadata = repr(str(path)), read_gguf(path).metadata
     known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
@@ -280,7 +280,9 @@ def from_gguf(path: Path) -> Vocabulary:
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{where}: its merges: {_first_line(error)}") from error
     backend: tokenizers.Tokenizer = library.Tokenizer(model)
-    backend.pre_tokenizer = _split(pre)
+    splits = [pre_tokenizers.Split(library.Regex(each), "isolated") for each in _SPLITS[pre]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     if pre in _NFC:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
@@ -290,20 +292,15 @@ def from_gguf(path: Path) -> Vocabulary:
     kinds, stops = _kinds(where, numbers, known, ids.get("eos"))
     spelled = [i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
     _check_apart(where, [tokens[i] for i in spelled])
-    backend.add_tokens(
-        [
-            library.AddedToken(tokens[i], special=kinds[i] != _USER_DEFINED, normalized=False)
-            for i in spelled
-        ]
-    )
-    around = {"bos": known.get("add_bos_token", pre in _LLAMA3_NAMES)}
+    for i in spelled:
+        is_special = kinds[i] != _USER_DEFINED
+        backend.add_tokens([library.AddedToken(tokens[i], special=is_special, normalized=False)])
+    around = {"bos": known.get("add_bos_token", pre in _LLAMA3_NAMES), "$A": True}
     around["eos"] = known.get("add_eos_token", False)
-    if wanted := [name for name, is_added in around.items() if is_added]:
-        if missing := [name for name in wanted if name not in ids]:
-            raise ConfigError(f"{where}: tokenizer.ggml.{missing[0]}_token_id is missing")
-        steps = [name for name in ("bos", "$A", "eos") if name == "$A" or name in wanted]
-        pieces = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in wanted]
-        backend.post_processor = processors.TemplateProcessing(steps, special_tokens=pieces)
+    steps = [name for name, is_added in around.items() if is_added]
+    if missing := [name for name in steps if name not in {*ids, "$A"}]:
+        raise ConfigError(f"{where}: tokenizer.ggml.{missing[0]}_token_id is missing")
+    backend.post_processor = processors.TemplateProcessing(steps, special_tokens=list(ids.items()))
     template = metadata.get("tokenizer.chat_template")
     specials = {_GGUF_SPECIALS[name]: tokens[i] for name, i in ids.items()}
     templates = {} if template is None else {"default": template}
@@ -342,14 +339,6 @@ def _check_apart(where: str, texts: Iterable[str]) -> None:
     for text in texts:
         if tail := next((text[i:] for i in range(1, len(text)) if text[i:] in beginnings), None):
             raise ConfigError(f"{where}: token {text!r} ends as another one begins, with {tail!r}")
-
-
-def _split(name: str) -> Any:
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-
-    splits = [Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
-    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _first_line(error: Exception) -> str:
