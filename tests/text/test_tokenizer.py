@@ -115,6 +115,8 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ({"eos_token_id": 999}, "token 999 of 264 tokens"),
         ({"merges": ["no such"]}, "its merges"),
         ({"token_type": [3]}, "token_type has 1 values for 264 tokens"),
+        ({"fim_pre_token_id": 2}, "fim_pre_token_id is not supported"),
+        ({"tokens": [*tiny.tokens()[:-2], "<PRE>", "<|prefix|>"], "merges": ["h e"]}, "one of"),
     ],
 )
 def test_a_wrong_gguf_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -1,9 +1,8 @@
 """Reads a model's vocabulary, stop tokens and chat templates from its files.
 
-A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, with every file
-that AutoTokenizer reads: tokenizer.json says how texts are split, whatever tokenizer_class names. A
-GGUF file is read as llama.cpp reads it, absent keys included. What cannot be read in the same way
-is refused by its name.
+A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, whatever
+tokenizer_class names, and a GGUF file as llama.cpp reads it, absent keys included. What cannot be
+read in the same way is refused by its name.
 """
 
 from __future__ import annotations
