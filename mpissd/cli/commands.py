@@ -7,10 +7,7 @@ rows.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from pathlib import Path
 
 from mpissd.cli.arguments import PLANNED, CompareConfig, PlanConfig
@@ -81,7 +78,7 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
     files = [path for folder in config.measured.split(",") for path in row_files(Path(folder))]
-    with _left_out() as left_out:
+    with LeftOut() as left_out:
         rows = load_rows(files, left_out)
     lines, numbers = report(run, profile, gpus, placed, advice, rows)
     print("\n".join(lines))
@@ -101,17 +98,6 @@ def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> R
     return run if run.laws is None else with_laws(run, "context" in given)
 
 
-@contextmanager
-def _left_out() -> Iterator[LeftOut]:
-    """Gives a LeftOut, and prints what it received to stderr, also after an error."""
-    left_out = LeftOut()
-    try:
-        yield left_out
-    finally:
-        for line in left_out.lines:
-            print(f"mpissd: {line}", file=sys.stderr)
-
-
 def compare(config: CompareConfig) -> int:
     """Prints one result over another, or the best methods.
 
@@ -119,7 +105,7 @@ def compare(config: CompareConfig) -> int:
     """
     places_of = config.a or config.out
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
-    with _left_out() as left_out:
+    with LeftOut() as left_out:
         pair = find_pair(places_of, config.b, config.out, left_out) if is_one else None
         if pair is None:
             left_out.clear()  # of the first reading

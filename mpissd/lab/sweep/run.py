@@ -8,7 +8,6 @@ run.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -91,10 +90,9 @@ class Sweep:
 
     def _rows(self) -> dict[str, Row]:
         """Returns {task: row} of the folder's file, which several jobs may share."""
-        file, left_out = self._out / "runs.jsonl", LeftOut()
-        rows = load_rows([file], left_out) if file.exists() else []
-        for line in left_out.lines:
-            print(f"mpissd: {line}", file=sys.stderr, flush=True)
+        file = self._out / "runs.jsonl"
+        with LeftOut() as left_out:
+            rows = load_rows([file], left_out) if file.exists() else []
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: Task) -> Row | MpissdError | None:

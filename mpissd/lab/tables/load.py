@@ -6,6 +6,7 @@ find_rows and find_pair take the names that people give to results: a run id, a 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,15 @@ class Malformed(ConfigError):
 
 
 class LeftOut(list[Malformed]):
-    """The lines that were left out, with one text for all lines of a file with one fault."""
+    """The lines that were left out, with one text for all lines of a file with one fault. A `with`
+    block prints the texts to stderr at its end."""
+
+    def __enter__(self) -> LeftOut:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for line in self.lines:
+            print(f"mpissd: {line}", file=sys.stderr, flush=True)
 
     @property
     def lines(self) -> list[str]:
