@@ -291,9 +291,10 @@ def from_gguf(path: Path) -> Vocabulary:
     kinds, stops = _kinds(where, numbers, known, ids.get("eos"))
     spelled = [i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
     _check_apart(where, [tokens[i] for i in spelled])
-    for i in spelled:
-        is_special = kinds[i] != _USER_DEFINED
-        backend.add_tokens([library.AddedToken(tokens[i], special=is_special, normalized=False)])
+    added = [library.AddedToken(tokens[i], special=True, normalized=False) for i in spelled]
+    for i, token in zip(spelled, added, strict=True):
+        token.special = kinds[i] != _USER_DEFINED
+    backend.add_tokens(added)  # at once, as each call builds an index of all
     around = {"bos": known.get("add_bos_token", pre in _LLAMA3_NAMES), "$A": True}
     around["eos"] = known.get("add_eos_token", False)
     steps = [name for name, is_added in around.items() if is_added]
