@@ -112,7 +112,10 @@ def test_absent_keys_mean_what_transformers_takes_them_for(tmp_path: Path, value
     messages = {"mistral": "sliding_window=4096", "qwen3": "q_proj.weight is [64, 64]: allowed: [5"}
     for family, message in messages.items():
         config = {**CONFIG, "model_type": family, "use_sliding_window": False}
+        config["max_position_embeddings"] = 4097  # of which a window of 4096 hides one
         refused(write_folder(tmp_path / family, config, values), message)
+    config |= {"model_type": "mistral", "max_position_embeddings": 4096}
+    assert_equal(write_folder(tmp_path / "short", config, values), values)
 
 
 def test_what_changes_nothing_passes(tmp_path: Path, values: Values) -> None:

@@ -246,7 +246,7 @@ def write_gguf(r: Random, path: Path) -> None:
     state = json.loads(made.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
     names = [*NAMES, "<|endoftext|>", "<|eot_id|>", "<|end|>", "<EOT>", "<|fim_pad|>", "<reponame>"]
-    names += ["<|eom_id|>", "<PRE>", "<|file_sep|>", "<eos>", "[PAD]", "<start_of_turn>", "<s> "]
+    names += ["<|eom_id|>", "<PRE>", "<|file_sep|>", "<eos>", "<start_of_turn>", "<s> "]
     names = r.sample(names, r.randrange(10))
     kinds = [1] * len(tokens) + [r.choice([1, 2, 3, 3, 3, 4]) for _ in names]
     tokens += names

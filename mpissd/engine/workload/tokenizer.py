@@ -216,7 +216,8 @@ def load_tokenizer(where: str) -> Tokenizer:
     if path is None:
         raise ConfigError(f"{where}: random weights have no tokenizer: allowed: run --prompt_ids=…")
     if path.suffix == ".json" and not is_gguf(path):
-        path = path.parent
+        allowed = f"allowed: {str(path.parent)!r}, whose weights are read, or run --prompt_ids=…"
+        raise ConfigError(f"{str(path)!r} names a shape, with random weights: {allowed}")
     try:
         found = from_gguf(path) if is_gguf(path) else from_folder(path)
         tokenizer = Tokenizer(**vars(found), name=path.name)

@@ -54,7 +54,7 @@ def from_folder(folder: Path) -> Vocabulary:
         raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
     text, where = _text(path), repr(str(folder / "tokenizer_config.json"))
     config, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
-    for key in ("auto_map", "fast_tokenizer_files", "fix_mistral_regex"):
+    for key in ("fast_tokenizer_files", "fix_mistral_regex"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} is not supported: allowed: a folder without it")
     whole: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
@@ -229,9 +229,9 @@ _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
 )
-# Keys that name tokens of the groups below. Of each group it takes one; the last three end an
-# answer, too.
-_FIM_KEYS = ("fim_", "prefix_", "suffix_", "middle_")
+# Groups of texts with one meaning, by the key that names the token otherwise. Of several texts in
+# one vocabulary llama.cpp takes any one; here all of the last three groups end an answer.
+_GROUPS = "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"
 _ONE_OF = """
     <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
     <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
@@ -257,7 +257,8 @@ def from_gguf(path: Path) -> Vocabulary:
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     where, metadata = repr(str(path)), read_gguf(path).metadata
-    known = {key[len("tokenizer.ggml.") :]: v for key, v in metadata.items() if "ggml." in key}
+    prefix = "tokenizer.ggml."
+    known = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
     if known.get("model") != "gpt2" or "tokens" not in known or "merges" not in known:
         kind = known.get("model", "none")
         raise ConfigError(f"{where}: its tokenizer is {kind!r}, not gpt2 (byte pairs): {_FOLDER}")
@@ -267,9 +268,10 @@ def from_gguf(path: Path) -> Vocabulary:
     numbers = {token: i for i, token in enumerate(tokens)}
     if len(numbers) < len(tokens):
         raise ConfigError(f"{where}: tokenizer.ggml.tokens: allowed: each token once")
-    for key, number in known.items():
-        if key.endswith("_token_id") and not 0 <= number < len(tokens):
-            raise ConfigError(f"{where}: {key}: token {number} of {len(tokens)} tokens")
+    for name in (*_GGUF_SPECIALS, "eot", "eom", *_GROUPS):
+        number = known.get(f"{name}_token_id", 0)
+        if not 0 <= number < len(tokens):
+            raise ConfigError(f"{where}: {name}_token_id: token {number} of {len(tokens)} tokens")
     pre = known.get("pre") or "default"
     if pre not in _SPLITS:
         raise ConfigError(f"{where}: pre-tokenizer {pre!r}: allowed: {', '.join(sorted(_SPLITS))}")
@@ -304,6 +306,8 @@ def from_gguf(path: Path) -> Vocabulary:
     template = metadata.get("tokenizer.chat_template")
     specials = {_GGUF_SPECIALS[name]: tokens[i] for name, i in ids.items()}
     templates = {} if template is None else {"default": template}
+    if (with_tools := metadata.get("tokenizer.chat_template.tool_use")) is not None:
+        templates["tool_use"] = with_tools
     return Vocabulary(frozenset(stops), templates, specials, backend)
 
 
@@ -317,15 +321,18 @@ def _kinds(
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
     if foreign := [text for text in _FOREIGN.split() if text in numbers]:
         raise ConfigError(f"{where}: token {foreign[0]!r} is not supported: {_FOLDER}")
-    if key := next((key for key in known if key.startswith(_FIM_KEYS)), None):
-        raise ConfigError(f"{where}: tokenizer.ggml.{key} is not supported: {_FOLDER}")
-    groups = [[numbers[text] for text in texts.split() if text in numbers] for texts in _ONE_OF]
-    if several := [ids for ids in groups if len(ids) > 1]:
-        raise ConfigError(f"{where}: tokens {several[0]} have one meaning: allowed: one of them")
-    ends = {numbers[text] for text in _ENDS.split() if text in numbers}.union(*groups[3:])
+    ends = {numbers[text] for text in _ENDS.split() if text in numbers}
+    controls = set(ends)
+    for name, texts in zip(_GROUPS, _ONE_OF, strict=True):
+        ids = {numbers[text] for text in texts.split() if text in numbers}
+        if (number := known.get(f"{name}_token_id")) is not None:
+            ids = {number}
+        else:
+            controls |= ids
+        if name not in _GROUPS[:3]:
+            ends |= ids
     keys = known.get("eot_token_id"), known.get("eom_token_id"), eos
     named = {number for number in keys if number is not None}
-    controls = ends.union(*groups)
     for i in controls:
         kinds[i] = _CONTROL
     return kinds, ends | named

@@ -28,7 +28,7 @@ _NO_KEY = "a file without this key"
 # Keys of a config.json that change results in other architectures or programs. transformers ignores
 # them in the supported families, as it ignores all keys that it does not know.
 CHANGING = """
-    auto_map text_config vision_config per_layer_config quantization compression_config
+    text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim
     rotary_pct rotary_emb_base qkv_bias o_bias attention_out_bias use_qk_norm qk_norm qk_layernorm
     clip_qkv no_rope_layers no_rope_layer_interval attn_temperature_tuning query_pre_attn_scalar
@@ -186,6 +186,8 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     # Qwen's files name a window and turn it off.
     slides = bool(family not in ("qwen2", "qwen3") or config.get("use_sliding_window"))
     window = config.get("sliding_window") if slides else None
+    longest = int(_number(path, config, "max_position_embeddings", 2048))
+    fits = window is None or (isinstance(window, int) and window >= longest)
     packed = config.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
     kinds, activation = config.get("layer_types") or [], config.get("hidden_act", "silu")
@@ -200,14 +202,14 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
         ("architectures", classes, is_own, f"{own_class} alone"),
-        ("sliding_window", window, window is None, "null, or one that is not used"),
+        ("sliding_window", window, fits, "null, or max_position_embeddings at least"),
         ("layer_types", kinds, is_plain, "full_attention"),
         ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", quantization, quantization in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
         ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
         ("is_causal", causal, causal in (None, True), "true"),
-        ("hidden_act", activation, activation == "silu", "silu"),
+        ("hidden_act", activation, activation in ("silu", "swish"), "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
         ("tie_word_embeddings", tied, tied is None or isinstance(tied, bool), "false, true"),
     ]
@@ -221,7 +223,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         tied=bool(tied),
-        max_positions=int(_number(path, config, "max_position_embeddings", 2048)),
+        max_positions=longest,
         kind=kind or "",
     )
 
