@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,11 +26,11 @@ from prometheus_client import (
 )
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -41,7 +45,8 @@ DRAINED_BYTES = 1 << 25  # read of a refused body: most clients send it all firs
 BODY_S = 20.0  # time limit for a body
 REQUESTS = 512  # under way at once, one a connection; below the usual limit of 1,024 open files
 _CHAT = "/v1/chat/completions"
-_OPEN = ("/health", "/ready")  # answered without a key
+_OPEN = ("/", "/health", "/ready")  # answered without a key
+_PAGE = Path(__file__).with_name("page.html")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # beyond ASCII
@@ -91,7 +96,8 @@ class Endpoints:
 
         self._responses = counter("responses", "responses by status", "endpoint", "status")
         self._tokens = counter("tokens", "tokens by kind", "kind")
-        self._hits = counter("cache_hits", "rounds whose outcome was in the cache")
+        self._rounds = counter("answer_rounds", "rounds of answers: a batch of N counts N times")
+        self._hits = counter("cache_hits", "of these, whose outcome was in the cache")
         self._first_s = times("time_to_first_token")
         self._token_s = times("time_per_output_token", _TOKEN_SECONDS)
         self._request_s = times("request")
@@ -104,15 +110,18 @@ class Endpoints:
 
         routes = [Route(path, self._post, methods=["POST"]) for path in (_CHAT, "/v1/completions")]
         gets = {
+            "/": self._home,
             "/v1/models": self._models,
             "/health": self._health,
             "/ready": self._ready,
-            "/metrics": self._page,
+            "/metrics": self._metrics,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
         self._paths = {_CHAT, "/v1/completions", *gets}
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
+        self._html = _PAGE.read_text(encoding="utf-8")
+        self._html_headers = {"cache-control": "no-cache", **page_headers(self._html)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, as ASGI servers call it; judges its headers before it reads its body.
@@ -126,6 +135,8 @@ class Endpoints:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._responses.labels(path, str(message["status"])).inc()
+                if self._replica is not None:
+                    MutableHeaders(scope=message)["x-replica"] = self._replica
             await send(message)
 
         problem = self._refused(Headers(scope=scope), scope["path"])
@@ -284,7 +295,11 @@ class Endpoints:
                 if message.tokens and not choice.num_tokens:
                     choice.first_s = time.monotonic()
                     self._first_s.observe(choice.first_s - arrived_s)
+                counts = choice.num_tokens, choice.num_hits
                 choice.add(message)
+                self._rounds.inc()
+                self._tokens.labels("completion").inc(choice.num_tokens - counts[0])
+                self._hits.inc(choice.num_hits - counts[1])
                 if choice.is_stopped:
                     self._lead.cancel(choice)
             if messages.empty() or not running:
@@ -296,9 +311,9 @@ class Endpoints:
         """Counts a choice that has ended."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}
-        for kind, count in {**kinds, "completion": choice.num_tokens}.items():
+        for kind, count in kinds.items():
             self._tokens.labels(kind).inc(count)
-        self._hits.inc(end.hits)
+        self._hits.inc(end.hits - choice.num_hits)
         self._request_s.observe(time.monotonic() - arrived_s)
         if choice.num_tokens > 1:
             self._token_s.observe((time.monotonic() - choice.first_s) / (choice.num_tokens - 1))
@@ -307,7 +322,8 @@ class Endpoints:
         names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(self._lead.ready, name, None) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
-        model["mpissd"] = {**self._about, **known}
+        chat = self._tokenizer.template is not None
+        model["mpissd"] = {**self._about, **known, "chat": chat}
         data = [{"id": name, **model} for name in self._names]
         return JSONResponse({"object": "list", "data": data})
 
@@ -328,12 +344,14 @@ class Endpoints:
         return JSONResponse(
             {"ready": reason is None, "reason": reason, **state},
             503 if reason else 200,
-            {} if replica is None else {"x-replica": replica},
         )
 
-    async def _page(self, http: Http) -> Response:
+    async def _metrics(self, http: Http) -> Response:
         page = generate_latest(self._registry)
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _home(self, http: Http) -> Response:
+        return HTMLResponse(self._html, headers=self._html_headers)
 
 
 async def read_body(http: Http) -> bytes:
@@ -384,6 +402,22 @@ async def unless_gone(
         doing.cancel()
         leaving.cancel()
         await asyncio.wait({doing, leaving})
+
+
+def page_headers(html: str) -> dict[str, str]:
+    """Returns headers that allow a page its own style and script, and requests to its server."""
+    allowed = {"default": "'none'", "connect": "'self'", "img": "data:"}
+    for kind in ("style", "script"):
+        (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[kind] = f"'sha256-{digest}'"
+    policy = [f"{kind}-src {source}" for kind, source in allowed.items()]
+    policy += [f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors")]
+    return {
+        "content-security-policy": "; ".join(policy),
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
 
 
 def refusal(problem: Problem) -> Response:

@@ -147,6 +147,7 @@ async def _serve(
             line = f"{url} serves {lead.check().model}{with_draft} ({how})"
             sys.stdout.write(f"{line}; Ctrl-C ends it\n")
             sys.stdout.flush()
+            _note(f"open {url.removesuffix('v1')} in a browser to watch and try it")
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         lead.lose("the job is gone")
         lead.ended.set()
