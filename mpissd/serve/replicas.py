@@ -71,6 +71,8 @@ backend replicas
     http-check expect status 200
     http-check expect hdr name "x-replica"
     default-server check inter 1s fastinter 250ms rise 1 fall 3 init-addr last,libc,none
+    # Shows the page of `/` a busy server's numbers: balance chooses an idle one.
+    use-server %[req.hdr(x-replica)] if {{ req.hdr(x-replica) -m found }}
 {servers}
 """
 
