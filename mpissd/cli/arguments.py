@@ -23,6 +23,7 @@ from mpissd.common.flags import (
     words,
 )
 from mpissd.common.ranks import DraftConfig
+from mpissd.common.workloads import imported
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.sweep.plan import SweepConfig
@@ -162,9 +163,12 @@ class Command:
 def parse(arguments: Sequence[str]) -> Command:
     """Returns the command that the arguments name.
 
-    Help goes to stdout and ends with SystemExit(0). Raises ConfigError: an unknown command or flag,
-    a value of the wrong type, a device that would not be emulated.
+    Help and versions go to stdout and end with SystemExit(0). Raises ConfigError: an unknown
+    command or flag, a value of the wrong type, a device that would not be emulated.
     """
+    if list(arguments) in (["--version"], ["version"]):
+        print("\n".join(imported("mpissd.cli.version:lines")()))
+        sys.exit(0)
     name = next((word for word in arguments[:1] if word not in ("-h", "--help", "--")), None)
     if name is not None and name not in SPECS:
         raise unknown("command", name, SPECS)
@@ -185,6 +189,7 @@ def parse(arguments: Sequence[str]) -> Command:
 def _help() -> Iterator[str]:
     yield "python -m mpissd COMMAND [--flag=value …]; COMMAND --help lists its flags"
     yield from (f"  {name:9} {spec.about}" for name, spec in SPECS.items())
+    yield "  --version Prints the versions of mpissd and its libraries."
 
 
 def _help_of(name: str) -> Iterator[str]:

@@ -173,9 +173,8 @@ def _fault(what: str, error: str) -> Finding:
 
 def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Finding]:
     """Yields the findings about this host's installation, launcher and flags, before MPI starts."""
-    out, library_error = ask([sys.executable, "-c", _LIBRARY])
-    library, _, maps = out.partition("\n")
-    for what, (version, place) in versions(library, maps).items():
+    here, library_error = installed()
+    for what, (version, place) in here.items():
         if what == "MPI library" and library_error:
             yield _fault(what, library_error)
         else:
@@ -316,6 +315,13 @@ def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
         "mpissd": (mpissd.__version__, str(Path(mpissd.__file__).parent)),
         "MPI library": (" ".join(name.split()), f"{path[1] if path else ''} {mpi4py}"),
     }
+
+
+def installed() -> tuple[dict[str, tuple[str, str]], str]:
+    """Returns `versions` of this host, and why the MPI library cannot be loaded, or ""."""
+    out, error = ask([sys.executable, "-c", _LIBRARY])
+    library, _, maps = out.partition("\n")
+    return versions(library, maps), error
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:

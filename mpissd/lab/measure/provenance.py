@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
 import sys
 from contextlib import suppress
 from datetime import datetime, timezone
-from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
 import mpissd
+from mpissd.common.origin import commit
 from mpissd.engine.backend.base import DeviceInfo
 
 _STARTED = datetime.now(timezone.utc)
@@ -55,18 +52,3 @@ def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any
             for host, info in zip(hosts, infos, strict=True)
         ],
     }
-
-
-@cache
-def commit() -> str | None:
-    """Returns the checkout's commit, with "+" appended if files have changed.
-
-    Outside a checkout (a copy of the tree without .git) it is the value of MPISSD_COMMIT, or None.
-    """
-    folder, options = str(Path(mpissd.__file__).parent), ["--always", "--dirty=+", "--abbrev=12"]
-    try:
-        words = ["git", "-C", folder, "describe", *options]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("MPISSD_COMMIT")
-    return done.stdout.strip() or None

@@ -1,0 +1,32 @@
+"""The text of `mpissd --version`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+
+from mpissd.common.origin import commit
+from mpissd.ops.doctor import installed
+
+_PACKAGES = (
+    "numpy numba cupy-cuda12x cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 nvmath-python "
+    "tokenizers llguidance torch"
+).split()
+
+
+def lines() -> Iterator[str]:
+    """Yields what this installation is, and which libraries it computes and sends with.
+
+    A process of its own loads the MPI library, and starts neither MPI nor CUDA.
+    """
+    found, error = installed()
+    (version, place), (python, interpreter) = found["mpissd"], found["python"]
+    yield f"mpissd {version} ({', '.join(filter(None, [commit(), place]))})"
+    yield f"Python {python} ({interpreter})"
+    yield f"MPI: {error or ' '.join(found['MPI library'])}"
+    packages = []
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages.append(f"{name} {metadata.version(name)}")
+    yield f"Packages: {', '.join(packages)}"
