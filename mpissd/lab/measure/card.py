@@ -67,30 +67,43 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
 
 
 @contextmanager
-def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
-    """Counts rounds on stderr if a person is watching; yields advance(n), which adds n rounds.
+def progress_line(config: RunConfig) -> Iterator[Callable[[Callable[[float], str]], None]]:
+    """Yields show(text), which may be called often: it writes a line now and then to stderr if a
+    person is watching. text: makes the line from the seconds since the beginning.
 
     A terminal has one line that is redrawn. A launcher's pipe gets lines, because Open MPI 5 holds
     back a rank's output until the line ends.
     """
-    direct, begun, done = sys.stderr.isatty(), monotonic(), 0
+    direct, begun = sys.stderr.isatty(), monotonic()
     if config.progress == "off" or (config.progress == "auto" and not direct):
-        yield lambda count: None
+        yield lambda text: None
         return
     every_s, clear, end = (0.5, "\x1b[2K", "\r") if direct else (2.0, "", "\n")
     due = begun + every_s
 
-    def advance(count: int) -> None:
-        nonlocal done, due
-        done += count
+    def show(text: Callable[[float], str]) -> None:
+        nonlocal due
         if (now := monotonic()) >= due:
-            due, total = now + every_s, f" of {rounds}" if rounds else ""
-            rate = done / (now - begun)
-            sys.stderr.write(f"{clear}{done}{total} rounds, {rate:.1f} a second{end}")
+            due = now + every_s
+            sys.stderr.write(f"{clear}{text(now - begun)}{end}")
             sys.stderr.flush()
 
-    yield advance
+    yield show
     sys.stderr.write(clear)
+
+
+@contextmanager
+def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
+    """Counts rounds in a progress line; yields advance(n), which adds n rounds."""
+    done, total = 0, f" of {rounds}" if rounds else ""
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        show(lambda seconds: f"{done}{total} rounds, {done / seconds:.1f} a second")
+
+    with progress_line(config) as show:
+        yield advance
 
 
 def print_summary(row: Row, out: str = "") -> None:

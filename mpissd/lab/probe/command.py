@@ -36,7 +36,7 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
-from mpissd.lab.measure.card import print_card
+from mpissd.lab.measure.card import print_card, progress_line
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save_profile
@@ -57,7 +57,8 @@ def execute_probe(config: RunConfig, name: str | None = None) -> int:
     with opened(config) as session:
         if session.topology.is_lead:
             print_card(session)
-        Prober(session).run(name)
+        with progress_line(config) as show:
+            Prober(session, show).run(name)
     return 0
 
 
@@ -69,7 +70,9 @@ def kinds(backend: Backend) -> list[int | None]:
 class Prober:
     """One rank's part in every stage, and its measurements."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, show: Callable[[Callable[[float], str]], None]) -> None:
+        """show: of `progress_line`."""
+        self._show_line, self._stage = show, ""
         self._session, self._topology, self._job = session, session.topology, session.job
         self._kind = session.backend.info.kind
         self._faults: list[str] = []  # in this rank's data
@@ -84,7 +87,9 @@ class Prober:
     def run(self, name: str | None) -> None:
         """Runs all stages, then writes the profile on the lead; collective over the world."""
         begun = perf_counter()
-        for stage in (self.rates, self.forwards, self.all_reduces, self.hosts):
+        stages = (self.rates, self.forwards, self.all_reduces, self.hosts)
+        for number, stage in enumerate(stages, 1):
+            self._stage = f"{number} of {len(stages)} ({stage.__name__.replace('_', '-')})"
             stage()
             # The barrier naps; a blocking collective would occupy cores that others measure on.
             self._session.barrier()
@@ -212,6 +217,8 @@ class Prober:
         session, probed = self._session, self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
         for config in ways(probed.config, on_host=self._kind == "cpu"):
+            if self._topology.is_lead:
+                self._show()
             if config.pair is None and config.target is None:  # another pair would be its default
                 draft = None if probed.draft is None else probed.draft.name
                 config = replace(config, target=probed.target.name, draft=draft)
@@ -226,7 +233,11 @@ class Prober:
 
     def _probe(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session
-        return GroupProbe(session.backend, comm, session.waiter, self._faults, self._source)
+        parts = session.backend, comm, session.waiter, self._faults, self._source
+        return GroupProbe(*parts, self._show)
+
+    def _show(self) -> None:
+        self._show_line(lambda seconds: f"probing: stage {self._stage}, {seconds:.0f} s so far")
 
     def _turn(self, rank: int, work: Callable[[], Any]) -> None:
         """Runs `work` on one rank, while the others nap."""

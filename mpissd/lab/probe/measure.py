@@ -68,12 +68,19 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 class GroupProbe:
     """Measures on all ranks of `comm`; every method is collective.
 
-    faults: receives a line for each error in this rank's data.
+    faults: receives a line for each error in this rank's data. show: called between launches.
     """
 
     def __init__(
-        self, backend: Backend, comm: MPI.Comm, waiter: Waiter, faults: list[str], source: str
+        self,
+        backend: Backend,
+        comm: MPI.Comm,
+        waiter: Waiter,
+        faults: list[str],
+        source: str,
+        show: Callable[[], None] = lambda: None,
     ) -> None:
+        self._show = show if comm.rank == 0 else lambda: None
         self._backend, self._comm, self._waiter = backend, comm, waiter
         self._faults, self._source = faults, source
         self._kind = backend.info.kind
@@ -98,7 +105,9 @@ class GroupProbe:
             counts[at] = int(min(max(budget_s / first, least), most))
             for _ in range(int(min(warm_s / first, 200))):
                 once()
+            self._show()
         for turn in range(max(counts.values())):
+            self._show()
             for at in (at for at, count in counts.items() if turn < count):
                 seconds.setdefault(at, []).append(onces[at]())
         by_point = {at: np.array(taken) / per for at, taken in seconds.items()}
