@@ -49,6 +49,7 @@ sys.path.insert(0, str(ROOT))
 from mpissd.common.row import Row  # noqa: E402
 
 FEWEST_S = 15  # a step is not begun with less
+SHOW_S = 2.0
 HEADS = {"tok_per_s": "tok/s"}  # of a column, where it is not the key
 
 
@@ -220,25 +221,44 @@ class Runner:
             return False
         limit, begun = min(left, float(step.get("limit_s", "600"))), time.monotonic()
         log = self._out / f"{name}.log"
-        with log.open("w") as file:
-            done = subprocess.run(
+        with (
+            log.open("w") as file,
+            subprocess.Popen(
                 ["timeout", "-k", "15", f"{limit:.0f}", *command],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                check=False,
-            )
-        files = (self._out / name).rglob("runs*.jsonl")
-        rows = sum(len(path.read_text().splitlines()) for path in files)
+            ) as process,
+        ):
+            code = self._wait(process, name, limit)
         taken = time.monotonic() - begun
-        what = "planned" if self._is_dry else f"{rows} rows"
-        print(f"{name}: {what}, exit code {done.returncode}, {taken:.0f} s", flush=True)
+        what = "planned" if self._is_dry else f"{self._rows(name)} rows"
+        print(f"{name}: {what}, exit code {code}, {taken:.0f} s", flush=True)
         lines = log.read_text(errors="replace").splitlines()
-        if done.returncode or step.getboolean("show", False):
+        if code or step.getboolean("show", False):
             print("\n".join(lines if step.getboolean("show", False) else lines[-3:]))
-        return done.returncode == 0
+        return code == 0
+
+    def _wait(self, process: subprocess.Popen[bytes], name: str, limit: float) -> int:
+        """Returns a step's exit code; shows its rows and seconds on a terminal meanwhile."""
+        begun, is_watched = time.monotonic(), sys.stderr.isatty()
+        while True:
+            try:
+                code = process.wait(SHOW_S)
+                break
+            except subprocess.TimeoutExpired:
+                taken = f"{time.monotonic() - begun:.0f} s of at most {limit:.0f}"
+                line = f"\x1b[2K{name}: {self._rows(name)} rows, {taken}\r"
+                sys.stderr.write(line if is_watched else "")
+                sys.stderr.flush()
+        sys.stderr.write("\x1b[2K" if is_watched else "")
+        return code
+
+    def _rows(self, name: str) -> int:
+        files = (self._out / name).rglob("runs*.jsonl")
+        return sum(len(path.read_text().splitlines()) for path in files)
 
     def _command(self, name: str, step: SectionProxy) -> tuple[list[str] | None, dict[str, str]]:
         """Returns the command line of a step (None: this machine lacks its GPUs) and its
