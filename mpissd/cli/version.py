@@ -9,17 +9,11 @@ from importlib import metadata
 from mpissd.common.origin import commit
 from mpissd.ops.doctor import installed
 
-_PACKAGES = (
-    "numpy numba cupy-cuda12x cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 nvmath-python "
-    "tokenizers llguidance torch"
-).split()
+_PACKAGES = "numpy numba cupy-cuda12x cupy-cuda13x nvmath-python tokenizers torch".split()
 
 
 def lines() -> Iterator[str]:
-    """Yields what this installation is, and which libraries it computes and sends with.
-
-    A process of its own loads the MPI library, and starts neither MPI nor CUDA.
-    """
+    """Yields what this installation is and computes and sends with; starts neither MPI nor CUDA."""
     found, error = installed()
     (version, place), (python, interpreter) = found["mpissd"], found["python"]
     yield f"mpissd {version} ({', '.join(filter(None, [commit(), place]))})"

@@ -121,7 +121,7 @@ class Endpoints:
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
         self._html = _PAGE.read_text(encoding="utf-8")
-        self._html_headers = {"cache-control": "no-cache", **page_headers(self._html)}
+        self._html_headers = page_headers(self._html)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, as ASGI servers call it; judges its headers before it reads its body.
@@ -413,11 +413,8 @@ def page_headers(html: str) -> dict[str, str]:
         allowed[kind] = f"'sha256-{digest}'"
     policy = [f"{kind}-src {source}" for kind, source in allowed.items()]
     policy += [f"{name} 'none'" for name in ("base-uri", "form-action", "frame-ancestors")]
-    return {
-        "content-security-policy": "; ".join(policy),
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
+    others = {"referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
+    return {"content-security-policy": "; ".join(policy), "cache-control": "no-cache", **others}
 
 
 def refusal(problem: Problem) -> Response:

@@ -1,5 +1,7 @@
 """The pages: links have targets, and commands parse."""
 
+import json
+import os
 import re
 import runpy
 import shlex
@@ -9,6 +11,7 @@ import pytest
 
 from mpissd.cli import arguments
 from mpissd.common.errors import ConfigError
+from tests.needs import needs
 from tests.scripts import ROOT, call
 
 PAGES = [
@@ -41,10 +44,25 @@ def test_every_command_of_a_page_parses() -> None:
 
 
 def test_every_make_command_of_the_first_pages_is_known() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
-        for words in lines(page, "make "):
+    for page in ("README.md", "docs/commands.md", "docs/pair.md", "docs/text.md"):
+        for words in lines(ROOT / page, "make "):
             done = call(ROOT, "make", "-n", *words, "PYTHON=python")
             assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+@needs("LIBRARY, a Python with transformers, accelerate and gguf", "LIBRARY" in os.environ)
+def test_a_hugging_face_folder_is_written_and_answers(tmp_path: Path) -> None:
+    _, _, section = (ROOT / "docs/text.md").read_text().partition("## A Hugging Face folder")
+    set_up, *commands = section.partition("```bash\n")[2].partition("```")[0].splitlines(True)
+    assert set_up == "make venv PAIR=smollm2\n" and commands.pop().startswith("make pair ")
+    clone = tmp_path / "clone"
+    call(ROOT, "git", "clone", "-q", ".", str(clone))
+    (clone / ".venv").symlink_to(ROOT / ".venv")
+    path = f"{Path(os.environ['LIBRARY']).parent}:{os.environ['PATH']}"
+    script = "".join(commands).replace("make ", "make PYTHON=.venv/bin/python ")
+    done = call(clone, "bash", "-ec", script, PATH=path)
+    assert json.loads(done.stdout.splitlines()[-1])["tokens"] > 20, done.stderr
 
 
 @pytest.mark.long

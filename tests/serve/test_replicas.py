@@ -202,10 +202,8 @@ class Cluster:
         except httpx.HTTPError:
             return False
 
-    def answering(self, name: str) -> str | None:
-        """Returns which replica answers a request for `name`."""
-        answer = httpx.get(f"http://{self._url}/health", headers={"x-replica": name})
-        return answer.headers.get("x-replica")
+    def get(self, path: str, headers: dict[str, str]) -> Any:
+        return httpx.get(f"http://{self._url}{path}", headers=headers)
 
     def _begin(self, *command: str) -> None:
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
@@ -240,8 +238,8 @@ def test_one_is_killed_under_load(cluster: Cluster) -> None:
     """Its requests fail within seconds; the other one answers later ones."""
     one, other = cluster.start(), cluster.start()
     cluster.balance()
-    for name in (entry.id for entry in replicas.read(cluster.registry)):  # one is asked by its id
-        until(lambda name=name: cluster.answering(name) == name)
+    for asked in ({"x-replica": entry.id} for entry in replicas.read(cluster.registry)):
+        until(lambda asked=asked: asked.items() <= cluster.get("/health", asked).headers.items())
     with cluster.under_load(duration=4) as row:
         until(lambda: "chat/completions" in one.ask("/metrics")[1])
         os.killpg(one.process.pid, signal.SIGKILL)

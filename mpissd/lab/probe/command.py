@@ -233,8 +233,10 @@ class Prober:
 
     def _probe(self, comm: MPI.Comm) -> GroupProbe:
         session = self._session
-        parts = session.backend, comm, session.waiter, self._faults, self._source
-        return GroupProbe(*parts, self._show)
+        probe = GroupProbe(session.backend, comm, session.waiter, self._faults, self._source)
+        if comm.rank == 0:
+            probe.show = self._show
+        return probe
 
     def _show(self) -> None:
         self._show_line(lambda seconds: f"probing: stage {self._stage}, {seconds:.0f} s so far")

@@ -71,16 +71,11 @@ class GroupProbe:
     faults: receives a line for each error in this rank's data. show: called between launches.
     """
 
+    show: Callable[[], None] = staticmethod(lambda: None)
+
     def __init__(
-        self,
-        backend: Backend,
-        comm: MPI.Comm,
-        waiter: Waiter,
-        faults: list[str],
-        source: str,
-        show: Callable[[], None] = lambda: None,
+        self, backend: Backend, comm: MPI.Comm, waiter: Waiter, faults: list[str], source: str
     ) -> None:
-        self._show = show if comm.rank == 0 else lambda: None
         self._backend, self._comm, self._waiter = backend, comm, waiter
         self._faults, self._source = faults, source
         self._kind = backend.info.kind
@@ -105,9 +100,9 @@ class GroupProbe:
             counts[at] = int(min(max(budget_s / first, least), most))
             for _ in range(int(min(warm_s / first, 200))):
                 once()
-            self._show()
+            self.show()
         for turn in range(max(counts.values())):
-            self._show()
+            self.show()
             for at in (at for at, count in counts.items() if turn < count):
                 seconds.setdefault(at, []).append(onces[at]())
         by_point = {at: np.array(taken) / per for at, taken in seconds.items()}
