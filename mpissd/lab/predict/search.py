@@ -37,6 +37,7 @@ from mpissd.lab.predict.derive import (
     derived_from,
     entry_of,
     host_of,
+    measured_whole,
     with_derived,
     with_hosts,
 )
@@ -216,7 +217,7 @@ def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement
 
     def label(choice: Choice) -> str | None:
         job = job_of(config, choice)
-        known = with_derived(profile, job.shard(tp), batch, job.options)
+        known = _with_models(profile, job.shard(tp), job)
         return derived_from(known, known, job)
 
     most_rows = None
@@ -224,20 +225,38 @@ def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement
         # No more rows than both whole models were measured at: a whole forward modelled by the
         # profile's numbers was 20 to 42% too fast.
         job, measured = _resolved(config, "sd", tp, 1, None), list[int]()
-        target, draft = job.shard(tp), job.draft_shard
-        assert draft is not None, "a pair without a draft"
-        known = with_derived(profile, target, batch, job.options)
-        for shard, options in ((target, job.options), (draft, job.draft_options)):
+        known = _with_models(profile, job.shard(tp), job)
+        for shard, options in ((job.shard(tp), job.options), (job.draft_shard, job.draft_options)):
+            assert shard is not None, "a pair without a draft"
             curve = known.measured(shard.cost(1, batch, EMULATED_ITEMSIZE, options))
-            if curve is None:
-                pair = f"--target={job.target.name} --draft={draft.shape.name}"
-                raise ConfigError(
-                    f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
-                    f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"
-                )
-            measured.append(curve.points[-1])
-        most_rows = min(measured)
+            if curve is not None:  # else a datasheet
+                measured.append(curve.points[-1])
+        most_rows = min(measured, default=None)
     return Placement(tp, device, drafts, label, _hosts(config, profile, tp), most_rows)
+
+
+def _with_models(profile: Profile, target: AnyShard, job: Job) -> Profile:
+    """Returns the profile with the forwards of this share of the target, and of the job's draft."""
+    batch = job.config.batch_size
+    profile = with_derived(profile, target, batch, job.options)
+    if job.draft_shard is None:
+        return profile
+    return with_derived(profile, job.draft_shard, batch, job.draft_options)
+
+
+def require_whole(config: RunConfig, profile: Profile, tp: int) -> None:
+    """Raises ConfigError if a transformer of the pair was measured in no profile at any T."""
+    job = _resolved(config, "sd", tp, 1, None)
+    draft = job.draft_shard
+    assert draft is not None, "a pair without a draft"
+    measured = {model for model, _ in measured_whole(profile)}
+    for shard in (job.target_shard, draft):
+        if config.is_transformer and shard.shape.name not in measured:
+            pair = f"--target={job.target.name} --draft={draft.shape.name}"
+            raise ConfigError(
+                f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
+                f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"
+            )
 
 
 def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
@@ -275,7 +294,7 @@ def _device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     job = replace(_resolved(config, "sd", tp, 1, None), lookahead=MOST_LOOKAHEAD // 2)
     target, draft, options = job.shard(tp), job.draft_shard, job.draft_options
     assert draft is not None, "a pair without a draft"
-    profile = with_derived(profile, target, batch, job.options)
+    profile = _with_models(profile, target, job)
     check_device(profile, job)
 
     def table(shard: AnyShard, most: int, options: ForwardOptions) -> RowTable:
