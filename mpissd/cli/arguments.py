@@ -75,7 +75,10 @@ class PlanConfig(Checked):
     )
     gpus: int = flag(2, integer(1), "most GPUs to use")
     trees: bool = flag(
-        False, switch, "weigh trees as well, of up to 16 drafted tokens (sd) or 12 (ssd)"
+        True, switch, "weigh trees as well, of up to 16 drafted tokens (sd) or 12 (ssd)"
+    )
+    details: bool = flag(
+        False, switch, "print every use, the assumptions, and the source of each derived time"
     )
     run: RunConfig = contained(
         RunConfig,

@@ -7,8 +7,10 @@ rows.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from threading import Timer
 
 from mpissd.cli.arguments import PLANNED, CompareConfig, PlanConfig
 from mpissd.common.config import AUTO_TREE, RunConfig
@@ -16,19 +18,27 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.advice import heading, report, with_best_tree, with_laws
+from mpissd.lab.predict.advice import (
+    CONTEXT,
+    Screen,
+    heading,
+    measured_uses,
+    with_best_tree,
+    with_laws,
+)
 from mpissd.lab.predict.advisor import plan as advice_of
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
+from mpissd.lab.predict.verdict import Evidence
 from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group, row_files
 from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the best configuration for at most --gpus GPUs; the last line is JSON.
+    """Prints the best configuration for at most --gpus GPUs; a pipe's last line is JSON.
 
     With `mode` it predicts the one configuration that the flags fix.
     """
@@ -40,7 +50,9 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
             )
     if "mode" in given:
         return _predict(config, given)
-    if extra := sorted(given - set(PLANNED) - {"profile", "gpus", "measured", "trees"}):
+    if extra := sorted(
+        given - set(PLANNED) - {"profile", "gpus", "measured", "trees", "details", "json"}
+    ):
         value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
     return _advise(config, given)
@@ -60,12 +72,15 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
         memory_bytes=profile.memory_bytes,
         draft_memory_bytes=drafts.memory_bytes,
     )
-    profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
+    batch = job.config.batch_size
+    profile = with_derived(profile, job.target_shard, batch, job.options)
+    if job.draft_shard is not None:
+        drafts = with_derived(drafts, job.draft_shard, batch, job.draft_options)
     check_device(profile, job, drafts)
     device, host = DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job)
     row = predict_row(job, device, host)
     rate = row["expected_tok_per_s"]
-    print(heading(run, profile, job.world_size)[0])
+    print(heading(run, profile, job.world_size))
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}   (long-run mean)")
     print(f"   round  {row['round_us']['mean']:.1f} µs")
     print_json(row)
@@ -73,29 +88,51 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
+    """Prints the advice; a line after five seconds tells a terminal that it is not ready."""
     profile, gpus = load_profile(config.device), config.gpus
-    run = _planned(config, profile, given)
+    news = Timer(5, sys.stderr.write, ["plan: still weighing the uses\n"])
+    news.daemon = True
+    if sys.stderr.isatty():
+        news.start()
+    run = _planned(config, profile, given, is_advice=True)
     placed = survey(run, profile, gpus)
     advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
     files = [path for folder in config.measured.split(",") for path in row_files(Path(folder))]
     with LeftOut() as left_out:
         rows = load_rows(files, left_out)
-    lines, numbers = report(run, profile, gpus, placed, advice, rows)
+    measured = measured_uses(run, profile, advice, rows)
+    evidence = Evidence.of(run, profile, placed, advice.judged, measured)
+    screen = Screen(placed, advice, evidence, gpus, config.device)
+    lines = screen.lines(details=config.details)
+    news.cancel()
     print("\n".join(lines))
-    print_json(numbers)
+    print_json(screen.numbers(), always=config.run.json)
     return 0
 
 
-def _planned(config: PlanConfig, profile: Profile, given: AbstractSet[str]) -> RunConfig:
-    """Returns the run's configuration; flags not given take the values of the profile's probe."""
-    known = covered(profile, config.run.forward)
+def _planned(
+    config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
+) -> RunConfig:
+    """Returns the run's configuration; flags not given take the values of the profile's probe.
+
+    is_advice: runs are of whole transformers, unless flags or the probe are of products alone.
+    """
+    known, run = covered(profile, config.run.forward), config.run
+    is_whole = not profile.forwards or profile.models_others
+    is_whole |= any(key.sequences for key in profile.forwards)
+    if is_advice and not given & {"forward", "fuse", "lm_head"} and is_whole:
+        known = {**covered(profile, "transformer"), "forward": "transformer"}
     probed = {k: v for k, v in known.items() if k not in given}
     if given & {"target", "draft"}:
         probed.pop("pair", None)
     elif "pair" not in given:
         probed = {"pair": "8b/1b", **probed}
-    run = dataclasses.replace(config.run, **probed)
-    return run if run.laws is None else with_laws(run, "context" in given)
+    run = dataclasses.replace(run, **probed)
+    if run.laws is not None:
+        return with_laws(run, "context" in given)
+    if is_advice and run.is_transformer and "context" not in given:
+        run = dataclasses.replace(run, context=CONTEXT)
+    return run
 
 
 def compare(config: CompareConfig) -> int:

@@ -78,12 +78,12 @@ def json_line(row: Any) -> str:
     return json.dumps(_finite(row), allow_nan=False)
 
 
-def print_json(row: Any) -> None:
+def print_json(row: Any, *, always: bool = False) -> None:
     """Prints the last line of a command without ranks: JSON, for a pipe or a file.
 
-    A terminal gets none, since it would scroll away what a person reads.
+    A terminal gets none, since it would scroll away what a person reads, unless `always` is set.
     """
-    if not sys.stdout.isatty():
+    if always or not sys.stdout.isatty():
         sys.stdout.write(f"{json_line(row)}\n")
 
 

@@ -24,7 +24,7 @@ PROFILES = ROOT / "mpissd/engine/backend/profiles"
 GREEDY = "chat", "humaneval", "edit", "summarise"
 WIDE = "chat, temp. 0", "humaneval, temp. 0"  # laws of the cells with batches and other hosts
 IMPOSED = "alpha .8"  # not of a recording
-FORWARDS = {"h200": ("--forward=transformer", "--context=512"), "h100": ()}  # h100: products
+FORWARDS = {"h200": ("--forward=transformer", "--context=512"), "h100": ("--forward=gemm",)}
 Cell = tuple[str, str, str, int, float]
 
 
@@ -86,7 +86,7 @@ def uses(folder: Path, files: dict[str, Path], cell: Cell) -> list[str]:
     """Returns the lines of a cell."""
     pair, profile, law, batch, host = cell
     decided = "--alpha=.8" if law == IMPOSED else f"--laws={files[law]}"
-    words = f"--pair={pair}", decided, f"--batch_size={batch}", "--gpus=5", "--trees"
+    words = f"--pair={pair}", decided, f"--batch_size={batch}", "--gpus=5"
     where = f"--profile={hosted(folder, profile, host)}"
     printed = mpissd("plan", where, *words, *FORWARDS[profile])
     judged = json.loads(printed.splitlines()[-1])["judged"]

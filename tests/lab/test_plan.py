@@ -6,6 +6,7 @@ Statistical tests fix their seeds and allow five standard errors: false-alarm ra
 import json
 import random
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,12 +26,22 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.pair.laws import Outcomes, Ranks, Source, measured
-from mpissd.lab.predict.advice import level_with, profile_of, verdicts, with_best_tree
+from mpissd.lab.predict.advice import level_with, profile_of, with_best_tree
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.derive import METHODS, host_of
-from mpissd.lab.predict.search import FULL, Placement, Space, candidates, runnable, survey, weigh
+from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
+from mpissd.lab.predict.search import (
+    FULL,
+    Choice,
+    Placement,
+    Space,
+    candidates,
+    runnable,
+    survey,
+    weigh,
+)
 from mpissd.lab.predict.simulation import expected
+from mpissd.lab.predict.verdict import Evidence
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -224,8 +235,8 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     file = tmp_path / "other.json"
     file.write_text(Path(PROBED).read_text().replace("NVIDIA H200", "Another GPU"))
     assert main(["plan", f"--profile={file}", "--gpus=2"]) == 0
-    first = capfd.readouterr().out.splitlines()[0]
-    assert first.startswith("not judged: ") and "no host costs of SSD" in first
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "Not judged: " in printed and "no host costs of SSD" in printed
 
 
 def pair_of(path: Path, alphas: Sequence[float]) -> str:
@@ -243,10 +254,10 @@ def pair_of(path: Path, alphas: Sequence[float]) -> str:
 @pytest.mark.parametrize(
     ("alphas", "answer"),
     [
-        ([0.91, 0.89] * 20, "yes: "),
-        ([0.39, 0.41] * 20, "no: "),
-        ([0.92, 0.9, 0.88], "too few: "),  # alike by chance
-        ([0.95, 0.9, 0.2, 0.9, 0.1, 0.9, 0.9, 0.3, 0.8], "too few: "),
+        ([0.91, 0.89] * 20, "The draft pays: "),
+        ([0.39, 0.41] * 20, "The draft does not pay: "),
+        ([0.92, 0.9, 0.88], "3 prompts cannot tell whether the draft pays: "),  # alike by chance
+        ([0.95, 0.9, 0.2, 0.9, 0.1, 0.9, 0.9, 0.3, 0.8], "9 prompts cannot tell whether "),
     ],
 )
 def test_a_verdict_has_the_sampling_error_of_its_prompts(
@@ -255,37 +266,103 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
     """Against the strongest use without a draft, a lookup over both GPUs."""
     laws = pair_of(tmp_path / "laws.json", alphas)
     config, advice = advised(2, alpha=None, laws=laws, acceptance_fast="alpha:.31")
-    lines = verdicts(config, H200, survey(config, H200, 2), advice, {})
-    assert lines[0].startswith(f"does this draft pay here? {answer}")
-    assert re.search(rf"rounds of {len(alphas)} prompts.* over lookup T=2 ", lines[0])
-    gain, low, high = map(float, re.findall(r"([0-9.]+)× \(([0-9.]+)–([0-9.]+)\)", lines[0])[0])
-    assert low <= gain <= high and "the answers rest on pair.npz (" in lines[-2]
+    use, other = advice.first("sd", "ssd"), advice.first("lookup")
+    assert use is not None and other is not None
+    evidence = Evidence.of(config, H200, survey(config, H200, 2), advice.judged, {})
+    said = evidence.sentence("The draft", use, other)
+    assert said.startswith(answer) and said.endswith(" times a lookup on 2.")
+    sampled, gain = evidence.sampling(use, other), evidence.gain(use, other)
+    assert gain.half == pytest.approx(np.hypot(np.log1p(0.05), sampled))
+    assert sampled > 0 or len(set(alphas)) == 2
+
+
+@pytest.mark.parametrize(
+    ("gain", "derived", "profile", "answer"),
+    [
+        (1.06, None, "h200", "yes"),
+        (1.06, "derived: some", "h200", "no difference"),
+        (0.78, "derived: some", "h200", "no"),  # a probe would narrow it; it is a verdict as it is
+        (1.25, f"derived: a takes {BY_LAYERS} b", "h200", "no difference"),
+        (9.0, None, "v100-32", "datasheet"),
+    ],
+)
+def test_confidence_follows_knowledge(
+    gain: float, derived: str | None, profile: str, answer: str
+) -> None:
+    use = Choice("ssd", 1, 1, 1, tok_per_s=gain, derived=derived)
+    other = Choice("ar", 2, 0, 1, tok_per_s=1.0)
+    evidence = Evidence(RunConfig(pair="8b/1b"), load_profile(profile), {}, {})
+    assert evidence.answer(use, other) == answer
+    low, high = evidence.gain(use, other).ends
+    assert low < gain < high and (low > 1 or answer != "yes")
 
 
 def test_what_measured_rows_contradict_is_no_arrow() -> None:
-    _, advice = advised(2, alpha=0.9)
+    config, advice = advised(2, alpha=0.9)
     ssd, sd = advice.first("ssd"), advice.first("sd")
     assert ssd is not None and sd is not None and ssd == advice.best
     for rate, level in ((900.0, []), (1000.0, [ssd, sd])):
         rates = {Family.of(ssd): 950.0, Family.of(sd): rate}
         rows: Any = {family: SimpleNamespace(tok_per_s=r) for family, r in rates.items()}
-        assert level_with(ssd, advice, rows) == level
+        evidence = Evidence(config, H200, rows, {})
+        assert level_with(ssd, advice, evidence) == level
+        contradicts = evidence.sentence("SSD", ssd, sd).startswith("Measured rows contradict")
+        assert contradicts == bool(level)
 
 
 def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.7"]) == 0
+    flags = "--profile=h200", "--pair=8b/1b", "--alpha=.7", "--forward=gemm"
+    assert main(["plan", *flags, "--trees=false"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert any(re.search(r"SSD T=1 D=1 .* measured 618\.6 \(-5%; 5 rows\)", line) for line in lines)
+    assert any(re.search(r"SSD T=1 D=1 .* 619$", line) for line in lines)
     assert json.loads(last)["measured"]["SD inline T=2"] == pytest.approx(625.4, abs=0.1)
-    assert main(["plan", "--profile=h200", "--pair=8b/1b", "--alpha=.7", "--trees"]) == 0
-    trees = [line for line in capsys.readouterr().out.splitlines() if "tree=" in line]
-    assert trees and not any("measured" in line for line in trees)  # those rows are of chains
+    assert main(["plan", *flags]) == 0
+    trees = [line for line in capsys.readouterr().out.splitlines() if " tree=" in line]
+    assert trees and all(line.endswith("ed") for line in trees)  # those rows are of chains
 
 
-def test_the_first_line_names_what_is_assumed(capfd: pytest.CaptureFixture[str]) -> None:
-    start = "on 2 × NVIDIA H200, 8b/1b, assuming alpha:0.8, "
+@pytest.mark.parametrize(
+    ("arguments", "sentences"),
+    [
+        ("h200 2 8b/1b", ["The draft pays: SSD on 1 + 1 makes ", "measured times, some derived"]),
+        ("h100 5 70b/1b", ["times of other models than llama-3.1-70b (±30%)", "T=1 does not fit",
+                           "mpissd runs T=5; most engines only 1, 2, 4, 8: there SSD on 4 + 1 "]),
+        ("v100-32 8 8b/1b", ["A datasheet cannot tell: probe first.", "T=7; most engines only"]),
+        ("h200 2 smollm2", ["The draft pays: SD with a tree on 1 makes", "make pair PAIR=smollm2"]),
+        ("h200 3 8b/1b --batch_size=8", ["8 sequences, whole transformers, context 512, alpha .80",
+                                         "no difference that this can show"]),
+    ],
+)  # fmt: skip
+def test_an_advice_is_one_screen_and_its_command_runs(
+    arguments: str, sentences: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With the prompt 24 lines of 100 columns, to which a pipe adds the JSON."""
+    device, gpus, pair, *more = arguments.split()
+    flags = f"--profile={device}", f"--gpus={gpus}", f"--pair={pair}", *more
+    assert main(["plan", *flags, "--measured=none"]) == 0
+    out, err = capfd.readouterr()
+    *lines, last = out.splitlines()
+    assert err == "" and len(lines) < 24 and max(map(len, lines)) <= 100
+    assert sum(bool(re.match(r" [→≈ ] \w+.* T=\d", line)) for line in lines) in range(5, 11)
+    plain = " ".join(" ".join(lines).split())
+    assert all(sentence in plain for sentence in sentences)
+    assert ("datasheet" in plain) == (device == "v100-32")
+    assert device != "v100-32" or not re.search(r"[Tt]he draft (pays|does|makes)", plain)
+    words = shlex.split(re.findall(r"Run it:  (.*)", out.replace(" \\\n", ""))[0])
+    best = json.loads(last)["best"]
+    assert words[:3] == ["mpirun", "-np", str(best["tp"] + best["num_drafts"])]
+    emulated = "--backend=emulated", f"--device={device}", f"--dry_run={words[2]}"
+    assert main([*words[words.index("run") :], *emulated, f"--out={tmp_path}"]) == 0
+
+
+def test_the_first_line_and_the_details_name_what_is_assumed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    start = "8b/1b on 2 × NVIDIA H200: 1 sequence, matrix products only, context 4096, alpha .80\n"
     flags = ("--profile=h200", "--pair=8b/1b", "--gpus=2", "--alpha=.8", "--p_hit=.8")
-    assert main(["plan", *flags, "--context=4096", "--fuse"]) == 0
-    assert capfd.readouterr().out.startswith(
-        f"{start}fused, LM head, context 4096, hits given p_hit:0.8, lookups alpha:0.3, "
-    )
+    assert main(["plan", *flags, "--context=4096", "--fuse", "--details"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(start) and max(map(len, out.splitlines()[:-1])) <= 100
+    assert "Assumed: alpha:0.8, hits given p_hit:0.8, lookups alpha:0.3, fused, LM head." in out
+    sources = re.findall(r"^derived: ((?:.*\n  )*.*?)\s+In:\s", out, re.MULTILINE)
+    assert len(sources) == len(set(sources)) > 1

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.common.config import RunConfig
+from mpissd.common.config import AUTO_TREE, RunConfig
+from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.base import ForwardKey
@@ -25,9 +26,11 @@ from mpissd.engine.backend.profile import (
 )
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.lab.predict.advice import with_best_tree
 from mpissd.lab.predict.advisor import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.derive import (
+    BY_LAYERS,
     costs_at,
     derive,
     derived_from,
@@ -36,7 +39,7 @@ from mpissd.lab.predict.derive import (
     with_derived,
 )
 from mpissd.lab.predict.row import predict_row
-from mpissd.lab.predict.search import survey
+from mpissd.lab.predict.search import Choice, placed, survey
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables.load import load_rows, row_files
 from results.predictions import (
@@ -258,6 +261,29 @@ def test_two_ranks_take_the_measured_share_of_one() -> None:
     profile = with_derived(load_profile("h200"), job.target_shard, 1, job.options)
     curve = profile.measured(job.target_shard.cost(1, 1, 2, job.options))
     assert curve is not None and curve.source.startswith("derived: one rank's share")
+
+
+@pytest.mark.parametrize(("pair", "tp"), [("70b/1b", 1), ("70b/1b", 4), ("8b/1b", 1), ("8b/1b", 2)])
+def test_a_model_that_was_not_measured_takes_what_another_one_does(pair: str, tp: int) -> None:
+    """Each H200 model by another one; from only the profile's numbers they were up to 64% off."""
+    config = RunConfig(pair=pair, mode="ar", forward="transformer", context=512)
+    job, full = resolve(config, tp, backend="emulated", memory_bytes=None), load_profile("h200")
+    shard, name = job.target_shard, job.target.name
+    tables = {
+        table: {key: of for key, of in getattr(full, table).items() if key.model != name}
+        for table in ("forwards", "shards")
+    }
+    bare = replace(full, **tables)
+    without, known = (with_derived(each, shard, 1, job.options) for each in (bare, full))
+    for rows in (1, 4, 8, 16):
+        cost = shard.cost(rows, 1, 2, job.options)
+        derived, measured = without.measured(cost), known.measured(cost)
+        assert derived is not None and measured is not None and BY_LAYERS in derived.source
+        assert derived(rows) == pytest.approx(measured(rows), rel=0.19)
+    place = placed(replace(config, mode="sd"), bare, tp, tp)
+    assert BY_LAYERS in (place.label(Choice("sd", tp, 0, 1, 4, backup_lookahead=4)) or "")
+    with pytest.raises(ConfigError, match="no whole forward of the pair: probe first"):
+        with_best_tree(replace(config, mode="sd", num_drafts=0, tree=AUTO_TREE), bare, tp)
 
 
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)

@@ -7,6 +7,7 @@ simulation  the model of a round: simulates many configurations
 row         a prediction with the keys of a result row
 search      a pair's places on a machine, and the configurations that `plan` weighs there
 advisor     which mode, T, K, fan-out and backup to run on given GPUs
+verdict     how sure a prediction is: intervals, and the sentences that they allow
 advice      plan's text, and the choice of a tree
 
 Pure NumPy: needs neither MPI nor a GPU.

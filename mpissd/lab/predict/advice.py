@@ -1,36 +1,35 @@
 """The text of `plan`'s advice, its JSON, and the choice of --tree=auto.
 
-Every use that was judged is listed, and derived ones are labelled. If a use could not be judged,
-the first line names it, and nothing is called best. Gains within ERROR of 1 are shown as no
-difference, and so are those that measured rows of the same case contradict. With a real pair's
-models (--laws) the last lines are verdicts, whose intervals hold the sampling error of its prompts.
+The screen has 23 lines of 100 columns: sentences with their intervals, the fastest uses, the
+command that runs the fastest one, and the command that measures what is unknown. `details` has
+every use, the assumptions, and the source of each derived time. If a use could not be judged, the
+first sentence names it, and nothing is called best.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpissd.common.compare import jackknife
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import DRAFTING, said
-from mpissd.common.presets import has_weights, split_pair
+from mpissd.common.presets import has_weights, resolve_model, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.common.rivals import TREE, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
 from mpissd.engine.spec.acceptance import hit_law_of, load_laws
-from mpissd.lab.predict.advisor import Advice, most_in_all
-from mpissd.lab.predict.derive import shipped_profiles, with_hosts
+from mpissd.lab.predict.advisor import Advice, firsts, most_in_all
+from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, shipped_profiles, with_hosts
 from mpissd.lab.predict.search import (
     LOOKUP,
     Choice,
@@ -43,83 +42,245 @@ from mpissd.lab.predict.search import (
     runnable,
     weigh,
 )
+from mpissd.lab.predict.verdict import Evidence, is_datasheet, name_of, number
 from mpissd.lab.tables.best import Use as Measured
 from mpissd.lab.tables.best import method_of, mode_of
 from mpissd.lab.tables.load import of_one_group
 
-# Errors of predictions for an H200, of which the p95 are 8.4% and 19.9%; see docs/predictions.md.
-MEDIAN, DERIVED_MEDIAN = "2.8% in the median", "11%"
-ERROR, DERIVED_ERROR = 0.05, 0.2  # differences that count as none
+COLUMNS, LINES = 100, 23  # a terminal of 24 lines shows the prompt as well
+CONTEXT = 512  # tokens of context, if neither a flag nor a file of laws gives them
 FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
-FEWEST_PROMPTS = 8  # for a verdict on a pair
-_LEGEND = "SSD's line: K, --fan_out, --backup (what drafts a miss: jit or fast), K_b (its tokens)"
+_ENGINES = (1, 2, 4, 8)  # T that common engines offer
+_ROWS, _FEWEST_ROWS = 10, 4
 _GAIN = 1.03  # --tree=auto: a tree must promise so many times the best chain's rate
 _FORWARD = ("batch_size", "forward", "fuse", "lm_head", "context")
+_LEGEND = """\
+T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
+K: tokens drafted a round, or levels of a tree. Of SSD: --fan_out (the outcomes drafted for), \
+--backup (what drafts after a miss: jit, the draft model, or fast, a lookup) and K_b (its tokens).
+times: measured on this device; derived, computed from measured ones; or of a datasheet. ran: \
+tok/s of measured rows of the same case. ≈: no slower than the fastest for sure."""
 
 
-def report(
-    run: RunConfig,
-    profile: Profile,
-    gpus: int,
-    placed: Survey,
-    advice: Advice,
-    rows: Sequence[Row] = (),
-) -> tuple[list[str], dict[str, Any]]:
-    """Returns the lines of the advice for at most `gpus` GPUs, and its JSON.
+@dataclass(frozen=True)
+class Screen:
+    """An advice for at most `gpus` GPUs, with its evidence. device: the value of --profile."""
 
-    rows: measured; those of the planned case are shown next to the predictions. `judged` of the
-    JSON is sorted, fastest first; its best is null if a use that would fit could not be judged.
-    """
-    best = None if advice.missing else advice.best
-    lines = heading(run, profile, gpus)
-    if advice.missing:
-        names = ", ".join(map(str, advice.missing))
-        missing = f"not judged: {names}, so nothing here is called best: "
-        lines = [missing + "; ".join(dict.fromkeys(placed.unjudged.values())), *lines]
-    measured = measured_uses(run, profile, advice, rows)
-    level = [] if best is None else level_with(best, advice, measured)
-    for choice in advice.judged:
-        rate = f"{choice.tok_per_s:8.1f} tok/s {choice.tok_per_s_per_gpu:8.1f} a GPU"
-        line = f"{Family.of(choice)!s:15}{rate} {_how(choice)}{_mark(choice)}".rstrip()
-        if (use := measured.get(Family.of(choice))) is not None:
-            off = use.tok_per_s / choice.tok_per_s - 1
-            count = _counted(len(use.rows), "row")
-            line += f"   measured {use.tok_per_s:.1f} ({off:+.0%}; {count})"
-        mark = "≈" if choice in level else " "
-        lines.append(f" {'→' if choice == best and not level else mark} {line}")
-    notes = _notes(advice, placed)
-    if best is not None and gpus > 1:
-        most, copies = most_in_all(advice.judged, gpus)
-        each = f", {most.tok_per_s:.1f} for each of {copies} copies" * (copies > 1)
-        name = f"{Family.of(most)}" + f" × {copies}" * (copies > 1)
-        rate = f"{copies * most.tok_per_s:.1f} tok/s{each}{_mark(most)}"
-        notes.insert(0, f"most tok/s of all {_counted(gpus, 'GPU')}: {name}, {rate}")
-    if level:
-        names = ", ".join(str(Family.of(choice)) for choice in level)
-        notes.insert(0, f"≈ no difference, by the predictor's error or measured rows: {names}")
-    if not advice.missing:
-        notes += [
-            f"→ probe first, {Family.of(use)} is derived: {_probe(run, use)}"
-            for use in advice.to_probe
-        ] or [f"→ run it: {_command(run, advice.best)}"]
-    notes += verdicts(run, profile, placed, advice, measured)
-    numbers = {
-        "best": None if best is None else asdict(best),
-        "judged": [asdict(choice) for choice in advice.judged],
-        "unjudged": [{**asdict(f), "why": placed.unjudged[f]} for f in advice.missing],
-        "level": [asdict(Family.of(choice)) for choice in level],
-        "measured": {str(family): use.tok_per_s for family, use in measured.items()},
-        "too_large": [asdict(family) for family in placed.too_large],
-        "probe_first": [asdict(Family.of(choice)) for choice in advice.to_probe],
-    }
-    return [*lines, *(f"   {note}" for note in notes)], numbers
+    survey: Survey
+    advice: Advice
+    evidence: Evidence
+    gpus: int
+    device: str = ""
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest use; None if one that would fit could not be judged."""
+        return None if self.advice.missing else self.advice.best
+
+    @property
+    def level(self) -> list[Choice]:
+        """The uses that are no slower than the best one for sure."""
+        return [] if self.best is None else level_with(self.best, self.advice, self.evidence)
+
+    @property
+    def unit(self) -> str:
+        """What a rank is called."""
+        is_gpu = re.search("NVIDIA|Tesla|Instinct|Radeon", self.evidence.profile.device_name)
+        return "GPU" if is_gpu else "rank"
+
+    def lines(self, *, details: bool = False) -> list[str]:
+        """Returns the text. details: every use, the assumptions, the sources of derived times."""
+        run, judged = self.evidence.run, self.advice.judged
+        above = [heading(run, self.evidence.profile, self.gpus), *self._sentences(), self._limits()]
+        below = [f"Run it:  {_command(run, self.advice.best)}", *self._surer()]
+        screen, under = (
+            [line for text in part for line in _wrapped(text)] for part in (above, below)
+        )
+        most = max(_FEWEST_ROWS, min(_ROWS, LINES - len(screen) - len(under) - 3))
+        if details:
+            notes = [line for text in self._notes() for line in _wrapped(text)]
+            return [*screen, "", *self._table(judged), "", *notes, "", *under]
+        # The fastest use of each kind and place of the draft, then the fastest others.
+        kinds = firsts(judged, lambda choice: Family.of(choice).name)
+        shown = [*kinds, *(choice for choice in judged if choice not in kinds)][:most]
+        more = f"{len(judged) - len(shown)} more uses, and " * (len(judged) > len(shown))
+        rest = f"   --details: {more}where each time comes from"
+        return [*screen, "", *self._table([c for c in judged if c in shown]), rest, *under]
+
+    def numbers(self) -> dict[str, Any]:
+        """Returns the JSON. `judged` is sorted, fastest first."""
+        judged, missing = self.advice.judged, self.advice.missing
+        measured = self.evidence.measured
+        return {
+            "best": None if self.best is None else asdict(self.best),
+            "judged": [asdict(choice) for choice in judged],
+            "unjudged": [{**asdict(f), "why": self.survey.unjudged[f]} for f in missing],
+            "level": [asdict(Family.of(choice)) for choice in self.level],
+            "measured": {str(family): use.tok_per_s for family, use in measured.items()},
+            "too_large": [asdict(family) for family in self.survey.too_large],
+            "probe_first": [asdict(Family.of(choice)) for choice in self.advice.to_probe],
+            "verdicts": {what: self.evidence.answer(*uses) for what, *uses in self._questions()},
+        }
+
+    def _questions(self) -> list[tuple[str, Choice, Choice]]:
+        """Returns (what may pay, the fastest use with it, the fastest use without it): the draft,
+        and a GPU of its own for it. A question is left out if a use of it is not known."""
+        drafting, ssd = self.advice.first(*DRAFTING, TREE), self.advice.first("ssd")
+        alone = self.advice.first("ar", LOOKUP)
+        if self.advice.missing or drafting is None or alone is None:
+            return []
+        other = None if ssd is None else self.advice.other("ssd", self.gpus)
+        if ssd is None or other is None:
+            return [("The draft", drafting, alone)]
+        if (ssd, other) == (drafting, alone):
+            return [(f"The draft, on a {self.unit} of its own,", ssd, other)]
+        own = f"A {self.unit} of its own for the draft"
+        return [("The draft", drafting, alone), (own, ssd, other)]
+
+    def _sentences(self) -> Iterator[str]:
+        """Yields the answers: the fastest use, its lead, what pays, and what all this rests on."""
+        best, evidence, questions = self.advice.best, self.evidence, self._questions()
+        rate = f"{name_of(best)} {self.unit}{'s' * (best.gpus > 1)}: {evidence.rate(best)} tok/s"
+        if self.advice.missing:
+            names = ", ".join(map(str, self.advice.missing))
+            reasons = "; ".join(dict.fromkeys(self.survey.unjudged.values()))
+            yield f"Not judged: {names}, so nothing here is called best: {reasons}."
+            yield f"The fastest of the others is {rate}."
+        elif is_datasheet(evidence.profile):
+            yield f"A datasheet cannot tell: probe first. The fastest by it is {rate}."
+        else:
+            also = "; those marked ≈ may be as fast" * bool(self.level)
+            yield f"The fastest use is {rate}{also}."
+        kind = (best.mode, "sd" if best.mode == TREE else TREE if best.mode == "sd" else "")
+        second = next((choice for choice in self.advice.judged if choice.mode not in kind), None)
+        if second is not None and not any({best, second} == {*uses} for _, *uses in questions):
+            gain = evidence.gain(best, second)
+            yield f"That is {gain} times the fastest use of another kind, {name_of(second)}."
+        for question in questions:
+            yield evidence.sentence(*question)
+        ran = {use: row.tok_per_s for use, row in evidence.measured.items()}
+        rates = {Family.of(use): evidence.rate(use).ends for use in self.advice.judged}
+        off = [
+            f"{use} {number(r)}"
+            for use, r in ran.items()
+            if not rates[use][0] <= r <= rates[use][1]
+        ]
+        if off:
+            yield f"Measured rows are outside the predicted interval: {', '.join(off)}."
+        yield self._basis()
+
+    def _limits(self) -> str:
+        """Returns which T the machine cannot use (memory, heads), and which T most engines lack,
+        with what SSD gains among the others."""
+        run, memory = self.evidence.run, self.evidence.profile.memory_bytes
+        texts = []
+        large = [str(family.tp) for family in self.survey.too_large if family.mode == "ar"]
+        if large and memory is not None:
+            texts.append(f"T={', '.join(large)} does not fit in {memory / 1e9:.0f} GB.")
+        heads = resolve_model(run.target or split_pair(str(run.pair))[0]).num_kv_heads
+        if self.gpus > heads:
+            texts.append(f"No T above {heads}, the number of key-value heads.")
+        deciding = [self.advice.best, *(use for _, *uses in self._questions() for use in uses)]
+        if odd := sorted({use.tp for use in deciding if use.tp not in _ENGINES}):
+            text = f"mpissd runs T={', '.join(map(str, odd))}; most engines only 1, 2, 4, 8"
+            offered = [choice for choice in self.advice.judged if choice.tp in _ENGINES]
+            ssd = [choice for choice in offered if choice.mode == "ssd"]
+            others = [choice for choice in offered if choice.mode != "ssd"]
+            if ssd and others:
+                text += f": there {self.evidence.comparison(ssd[0], others[0])}"
+            texts.append(f"{text}.")
+        return " ".join(texts)
+
+    def _basis(self) -> str:
+        """Returns what the answers rest on: the origin of times, acceptance and hits."""
+        run = self.evidence.run
+        deciding = [*self.advice.judged[:2], *filter(None, [self.advice.first("ssd")])]
+        error = f"(±{max(self.evidence.error(choice) for choice in deciding):.0%})"
+        sources = " ".join(choice.derived or "" for choice in deciding)
+        names = dict.fromkeys(re.findall(rf"(\S+) was not measured; it takes {BY_LAYERS}", sources))
+        times = "measured times" + " of products alone, below a model's" * (not run.is_transformer)
+        times += f", some derived from others {error}" * bool(sources.strip())
+        if is_datasheet(self.evidence.profile):
+            times = f"a datasheet without host and link costs {error}"
+        elif names:
+            times = f"times of other models than {', '.join(names)} {error}"
+        models = "assumed acceptance and hits"
+        if run.laws is not None:
+            files = ", ".join(str(of["file"]) for of in load_laws(run.laws).about["sources"])
+            models = f"{self.evidence.prompts or 'unknown'} prompts of {files}"
+        return f"It rests on {times}, and {models}."
+
+    def _surer(self) -> Iterator[str]:
+        """Yields what is unknown, each with the command that measures it."""
+        run, use = self.evidence.run, next(iter(self.advice.to_probe), self.advice.best)
+        is_derived = bool(use.derived) or is_datasheet(self.evidence.profile)
+        unknown = ["acceptance", "hits"] * (run.laws is None) + ["times"] * is_derived
+        name, also = f"T{use.tp}D{use.num_drafts}", "…" if "/" in self.device else self.device
+        if unknown:
+            then = f" (then plan --profile=out/profiles/{name}.json,{also})" * is_derived
+            yield f"Make it surer: measure {', '.join(unknown)}{then}:"
+        if run.laws is None:
+            target, draft = run.target or "FOLDER", run.draft or "FOLDER"
+            names = f"TARGET={shlex.quote(target)} DRAFT={shlex.quote(draft)}"
+            if run.pair is not None and has_weights(split_pair(run.pair)[0]):
+                names = f"PAIR={shlex.quote(run.pair)}"
+            yield f"    make pair {names} PROMPTS=FILE.jsonl GPUS={self.gpus}"
+        if is_derived:
+            yield f"    {_probe(run, use)} --name={name}"
+
+    def _table(self, choices: Iterable[Choice]) -> Iterator[str]:
+        """Yields the rows of a table of uses, after its header."""
+        unit, level = f"a {self.unit}", self.level
+        yield f"   {'use':14}{'tok/s':>7} {'interval':16}{unit:>7}  {'settings':32}{'times':10}ran"
+        for choice in choices:
+            low, high = map(number, self.evidence.rate(choice).ends)
+            mark = "≈" if choice in level else "→" if choice == self.best else " "
+            times = DERIVED if choice.derived else "measured"
+            times = "datasheet" if is_datasheet(self.evidence.profile) else times
+            use = self.evidence.measured.get(Family.of(choice))
+            line = f" {mark} {Family.of(choice)!s:14}{number(choice.tok_per_s):>7} "
+            line += (
+                f"{f'({low}–{high})':16}{number(choice.tok_per_s_per_gpu):>7}  {_how(choice):32}"
+            )
+            yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
+
+    def _notes(self) -> list[str]:
+        """Returns the legend, the assumptions, and the source of each derived time."""
+        notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.evidence.run)}."]
+        most, copies = most_in_all(self.advice.judged, self.gpus)
+        if copies > 1:
+            rates = f"{number(copies * most.tok_per_s)} tok/s in all, {number(most.tok_per_s)} each"
+            every = f"all {self.gpus} {self.unit}s"
+            notes.append(f"Most tok/s of {every}: {copies} × {Family.of(most)}, {rates}.")
+        sources: dict[str, list[str]] = {}
+        for choice in self.advice.judged:
+            for source in filter(None, re.split(rf"; (?={DERIVED})", choice.derived or "")):
+                sources.setdefault(source, []).append(str(Family.of(choice)))
+        return notes + [f"{source}. In: {', '.join(uses)}." for source, uses in sources.items()]
 
 
-def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
-    """Returns the first line: the machine, the pair, and the assumptions about both.
+def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
+    """Returns the first line: the pair, the devices, the work, and the assumed acceptance."""
+    pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
+    accepted = run.acceptance_text
+    if accepted.startswith("laws:"):
+        counts = np.array(load_laws(str(run.laws)).at[-1].accepted)
+        right = counts @ np.arange(len(counts))
+        alpha = right / (right + counts[:-1].sum())
+        accepted = f"alpha {number(alpha)} of {Path(str(run.laws)).name}"
+    elif accepted.startswith("alpha:"):
+        assumed = " assumed" * (run.alpha is None is run.acceptance)
+        accepted = f"alpha {number(float(accepted[6:]))}{assumed}"
+    else:
+        accepted = f"acceptance {accepted.partition(':')[0]} as given"
+    work = "whole transformers" if run.is_transformer else "matrix products only"
+    sequences = f"{run.batch_size:,} sequence{'s' * (run.batch_size > 1)}"
+    terms = [sequences, work, f"context {run.context}", accepted]
+    return f"{pair} on {gpus} × {profile.device_name}: {', '.join(terms)}"
 
-    A second line marks a profile from a datasheet.
-    """
+
+def _assumptions(run: RunConfig) -> str:
+    """Returns the models of acceptance, hits and lookups, and the parts of a forward."""
     law = hit_law_of(run, 1).label
     if run.laws is not None and run.hit_law == FEW_HITS:
         hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
@@ -127,26 +288,23 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> list[str]:
         hits = f"given {law}"
     else:
         hits = "of the same file" if run.laws else f"as {DEFAULT_SOURCE} ({law})"
-    accepted = run.acceptance_text
-    if accepted.startswith("laws:"):
-        counts = np.array(load_laws(str(run.laws)).at[-1].accepted)
-        right = counts @ np.arange(len(counts))
-        accepted = f"alpha {right / (right + counts[:-1].sum()):.3f} of {run.laws}"
-    elif run.acceptance is None and run.alpha is None:
-        accepted += " (not measured)"
-    terms = [
-        accepted,
-        *(["fused"] if run.fuse else []),
-        "LM head" if run.lm_head or run.is_transformer else "no LM head",
-        f"context {run.context}",
-        f"hits {hits}",
-        f"lookups {run.acceptance_fast_text}",
-        "whole transformers" if run.is_transformer else "matrix products only",
-    ]
-    pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
-    lines = [f"on {gpus} × {profile.device_name}, {pair}, assuming {', '.join(terms)}:"]
-    if profile.sources["read_bytes_per_s"].startswith("datasheet"):
-        lines.append("   datasheet profile, never measured; no host or link cost")
+    terms = [run.acceptance_text, f"hits {hits}", f"lookups {run.acceptance_fast_text}"]
+    if not run.is_transformer:
+        terms += [*(["fused"] if run.fuse else []), "LM head" if run.lm_head else "no LM head"]
+    return ", ".join(terms)
+
+
+def _wrapped(text: str) -> list[str]:
+    """Breaks a text into lines of at most COLUMNS; a command's lines end with a backslash."""
+    if not re.search(r"mpirun |make pair ", text):
+        return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+    lines, indent = [""], " " * (len(text) - len(text.lstrip()) + 4)
+    for word in re.findall(r"\s*\S+", text):
+        if len(lines[-1] + word) > COLUMNS - 2 and lines[-1].strip():
+            lines[-1] += " \\"
+            word = indent + word.lstrip()
+            lines.append("")
+        lines[-1] += word
     return lines
 
 
@@ -155,7 +313,8 @@ def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
     the default hit model if the prompts do not determine theirs."""
     laws, known = load_laws(str(run.laws)), dict[str, Any]()
     if run.is_transformer and not has_context:
-        known["context"] = max(int(of.get("context") or 0) for of in laws.about["sources"])
+        contexts = (int(of.get("context") or 0) for of in laws.about["sources"])
+        known["context"] = max(contexts) or CONTEXT
     fits = [of for of in laws.at if of.lookahead <= laws.longest_fitted]
     if run.p_hit is None is run.hit_law and not all(of.rejected and of.complete for of in fits):
         known["hit_law"] = FEW_HITS
@@ -196,23 +355,18 @@ def measured_uses(
     return fastest
 
 
-def level_with(best: Choice, advice: Advice, measured: Mapping[Family, Measured]) -> list[Choice]:
+def level_with(best: Choice, advice: Advice, evidence: Evidence) -> list[Choice]:
     """Returns the uses that are no slower than the best one for sure, with it; none if it wins.
 
-    They are within the predictor's error, or were measured no slower.
+    The interval of its gain over them reaches 1, or they were measured no slower.
     """
-    own, level = measured.get(Family.of(best)), []
+    level = []
     for choice in advice.judged:
-        other = measured.get(Family.of(choice))
-        contradicted = own and other and other.tok_per_s > own.tok_per_s
-        error = DERIVED_ERROR if best.derived or choice.derived else ERROR
-        if choice != best and (contradicted or best.tok_per_s <= (1 + error) * choice.tok_per_s):
+        seen = evidence.measured_gain(best, choice)
+        contradicted = seen is not None and seen < 1
+        if choice != best and (contradicted or evidence.gain(best, choice).ends[0] <= 1):
             level.append(choice)
     return [best, *level] if level else []
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _how(choice: Choice) -> str:
@@ -224,113 +378,22 @@ def _how(choice: Choice) -> str:
     return text
 
 
-def _mark(*choices: Choice) -> str:
-    return " (derived)" * any(choice.derived for choice in choices)
-
-
-def _notes(advice: Advice, placed: Survey) -> list[str]:
-    """Returns the legend of SSD, the origin of derived times, and the uses that do not fit."""
-    notes = []
-    if advice.first("ssd") is not None:
-        notes.append(_LEGEND)
-    sources: dict[str, list[str]] = {}
-    for choice in advice.judged:
-        if choice.derived:
-            sources.setdefault(choice.derived, []).append(str(Family.of(choice)))
-    notes += [f"{', '.join(names)}: {source}" for source, names in sources.items()]
-    if placed.too_large:
-        notes.append(f"does not fit: {', '.join(map(str, placed.too_large))}")
-    return notes
-
-
-def verdicts(
-    run: RunConfig,
-    profile: Profile,
-    placed: Survey,
-    advice: Advice,
-    measured: Mapping[Family, Measured],
-) -> list[str]:
-    """Returns whether a draft pays, whether a GPU of its own for it does, and what this rests on.
-
-    The fastest use with a draft is compared with the fastest one without, such as a lookup, and SSD
-    with the fastest other use of as many GPUs.
-    """
-    drafting, ssd = advice.first(*DRAFTING, TREE), advice.first("ssd")
-    alone = next((choice for choice in advice.judged if choice.mode not in (*DRAFTING, TREE)), None)
-    if drafting is None or alone is None or advice.missing:
-        return ["does this draft pay here? Not judged: a use that fits is not known"]
-    lines = [f"does this draft pay here? {_verdict(run, placed, measured, drafting, alone)}"]
-    if ssd is not None and (equal := advice.other("ssd", ssd.gpus)) is not None:
-        answer = _verdict(run, placed, measured, ssd, equal)
-        lines.append(f"does a GPU of its own for the draft pay? {answer}")
-    models = "on assumed acceptance and hits"
-    if run.laws is not None:
-        sources = load_laws(run.laws).about["sources"]
-        models = f"on {', '.join(str(of['file']) for of in sources)} (in brackets: 95%)"
-    read = profile.sources["read_bytes_per_s"].partition(",")[0]
-    lines.append(f"the answers rest {models}, and on profile {profile.name} ({read})")
-    level = f"within {ERROR:.0%}, or {DERIVED_ERROR:.0%} if derived, there is no difference"
-    return [*lines, f"predictions err by {MEDIAN}, derived ones by {DERIVED_MEDIAN}: {level}"]
-
-
-def _verdict(
-    run: RunConfig,
-    placed: Survey,
-    measured: Mapping[Family, Measured],
-    use: Choice,
-    other: Choice,
-) -> str:
-    """Returns whether a use beats another one beyond the predictor's error.
-
-    With --laws the gain's 95% interval has to, by a jackknife over the prompts. Few prompts, or an
-    interval that is wider than the predictor's error and decides nothing, give no verdict, nor does
-    a prediction that measured rows of both uses contradict.
-    """
-    gain, derived = math.log(use.tok_per_s / other.tok_per_s), use.derived or other.derived
-    error, half, sampled, prompts = math.log1p(DERIVED_ERROR if derived else ERROR), 0.0, "", None
-    if run.laws is not None:
-        laws, logs = load_laws(run.laws), list[float]()
-        with suppress(ConfigError, IndexError):  # a group is all that determines the hits
-            for part in laws.without_each:
-                rates = weigh([use, other], replace(run, laws=part), placed.placements)
-                logs.append(math.log(rates[0].tok_per_s / rates[1].tok_per_s))
-        is_whole = len(logs) == len(laws.without_each) > 1
-        half = float(jackknife(np.array(logs))) if is_whole else math.inf
-        prompts = int(laws.about.get("prompts", 0))
-        rounds = sum(laws.behind(max(use.lookahead, other.lookahead)).accepted)
-        of = _counted(prompts, "prompt") if prompts else "unknown prompts (measure them again)"
-        spread = f"; ±{math.expm1(half):.0%}" if half < 5 else ""
-        sampled = f": {_counted(rounds, 'round')} of {of}{spread}"
-    answer = "yes" if gain - half > error else "no" if gain + half < -error else "no difference"
-    gained = f"{math.exp(gain):.2f}×"
-    if 0 < half < 5:
-        gained += f" ({math.exp(gain - half):.2f}–{math.exp(gain + half):.2f})"
-    both = [measured.get(Family.of(each)) for each in (use, other)]
-    if both[0] is not None and both[1] is not None:
-        seen = both[0].tok_per_s / both[1].tok_per_s
-        gained += f", measured {seen:.2f}×"
-        if answer != "no difference" and (seen > 1) != (gain > 0):
-            answer = "measured rows contradict it"
-    is_wide = half > error and answer == "no difference"
-    if run.laws is not None and (is_wide or (prompts or 0) < FEWEST_PROMPTS):
-        answer = "too few"
-    elif derived:
-        answer = f"probe first; by derived times {answer}"
-    names = [f"{Family.of(each)} {each.tok_per_s:.1f}" for each in (use, other)]
-    return f"{answer}{sampled}: {names[0]} tok/s over {names[1]}, {gained}"
-
-
 def _command(run: RunConfig, choice: Choice) -> str:
     """Returns the command line that runs a choice under the planned token models and options."""
     flags = {**_models(run), **choice.flags()}
+    if choice.num_drafts == RunConfig(mode=flags["mode"]).drafts:
+        del flags["num_drafts"]
+    if choice.fan_out is not None and choice.backup_lookahead == choice.lookahead:
+        del flags["backup_lookahead"]
+    run = runnable(run, choice.tp)
     given = said(run)
     if choice.mode != "ar":
-        if run.laws is None or run.acceptance is not None or run.alpha is not None:
+        if run.acceptance is not None or run.alpha is not None:
             flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
         if "acceptance_fast" in given:
             flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
         flags |= {name: given[name] for name in ("p_hit", "hit_law", "laws") if name in given}
-    flags |= {name: given[name] for name in _FORWARD if name in given}
+    flags |= _forward(run)
     target = run.target or split_pair(str(run.pair))[0]
     if "forward" not in flags and has_weights(target):
         flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
@@ -339,10 +402,18 @@ def _command(run: RunConfig, choice: Choice) -> str:
 
 def _probe(run: RunConfig, choice: Choice) -> str:
     """Returns the command line that measures a choice's forwards and host costs."""
-    given = said(runnable(run, choice.tp))
-    flags = {**_models(run), "num_drafts": str(choice.num_drafts)}
-    flags |= {name: given[name] for name in _FORWARD if name in given}
+    flags = _models(run) | ({} if choice.num_drafts else {"num_drafts": "0"})
+    if choice.tree is not None:  # then the probe measures lists of candidates as well
+        flags |= {n: v for n, v in choice.flags().items() if n in ("mode", "tree", "lookahead")}
+    flags |= _forward(runnable(run, choice.tp))
     return _mpirun(choice.gpus, "probe", flags)
+
+
+def _forward(run: RunConfig) -> dict[str, str]:
+    """Returns the flags of a run's forwards; a transformer has its LM head without a flag."""
+    given = said(run)
+    ignored = ("fuse", "lm_head") if run.is_transformer else ()
+    return {name: given[name] for name in _FORWARD if name in given and name not in ignored}
 
 
 def _models(run: RunConfig) -> dict[str, str]:
@@ -401,6 +472,12 @@ def with_best_tree(
         raise ConfigError(
             f"tree=auto: profile {profile.name!r} has no host costs of SD, D={config.drafts}, or "
             "no forwards of so many rows: allowed: tree=1..256"
+        )
+    derived = place.label(chains[0]) or ""
+    if imposed.is_transformer and (is_datasheet(profile) or BY_LAYERS in derived):
+        raise ConfigError(
+            f"tree=auto: profile {profile.name!r} has no whole forward of the pair: probe first: "
+            "mpissd probe --forward=transformer"
         )
     chain, best = (max(those, key=lambda one: one.tok_per_s) for those in (chains, weighed))
     if best.tok_per_s < _GAIN * chain.tok_per_s:

@@ -27,7 +27,7 @@ lanes of all sequences, because the fan-out determines them, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -35,7 +35,7 @@ from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import PAIRS
-from mpissd.engine.backend.base import Cost
+from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.backend.profile import (
     Curve,
     Forward,
@@ -58,15 +58,18 @@ METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
 def with_derived(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> Profile:
-    """Returns the profile with this forward added, derived, if it was measured only at other T.
+    """Returns the profile with this forward added: interpolated, or derived.
 
-    A transformer may also be derived from another model's. The profile is returned unchanged if it
-    has only rates, has the forward already, or has nothing to derive it from. Raises ConfigError if no all-reduce over T ranks is known.
+    It is derived if it was measured only at other T, or, of a transformer, if only others were. The
+    profile is returned unchanged if it has the forward already, or nothing to derive it from.
+    Raises ConfigError if no all-reduce over T ranks is known.
     """
     key = shard.key(sequences, options)
     params = shard.num_params(options)
-    if key in profile.forwards or profile.kernels(key, params):
+    if key in profile.forwards:
         return profile
+    if kernels := profile.kernels(key, params):
+        return _with(profile, key, kernels)
     derived = []
     for alone in profile.kernels(key, params, alone=True):
         reduces, share = _all_reduces_of(profile, shard.tp), alone.seconds
@@ -94,13 +97,8 @@ def with_derived(
     return _with(profile, key, derived)
 
 
-def _with(profile: Profile, key: ForwardKey, derived: list[Forward]) -> Profile:
-    return replace(profile, forwards={**profile.forwards, key: tuple(derived)})
-
-
-def measured_whole(profile: Profile) -> set[tuple[str, int]]:
-    """Returns (model, T) of the whole transformers that a profile measured, or of their shares."""
-    return {(k.model, k.tp) for k in (*profile.forwards, *profile.shards) if k.sequences}
+def _with(profile: Profile, key: ForwardKey, forwards: Iterable[Forward]) -> Profile:
+    return replace(profile, forwards={**profile.forwards, key: tuple(forwards)})
 
 
 def _by_layers(
@@ -111,37 +109,39 @@ def _by_layers(
     The other model is the one measured at the nearest T, and of those the nearest in size. Returns
     None for products, and if no other transformer or no rate is known.
     """
-    others = []
-    for model, tp in sorted(measured_whole(profile)):
-        with suppress(ConfigError):  # a model that is not here any more
-            others.append(TransformerShard(config_of(model), tp))
+    others, size = [], shard.num_params(options)
+    for key, (kernel, *_) in (*profile.forwards.items(), *profile.shards.items()):
+        if key.sequences and not kernel.seconds.source.startswith(DERIVED):
+            with suppress(ConfigError):  # a model that is not here any more
+                others.append(TransformerShard(config_of(key.model), key.tp))
     if not isinstance(shard, TransformerShard) or not others:
         return None
-    size = shard.num_params(options)
 
     def distance(other: TransformerShard) -> tuple[float, float]:
-        ratio = other.num_params(options) * other.tp / (size * shard.tp)
-        return abs(math.log(other.tp / shard.tp)), abs(math.log(ratio))
+        return abs(math.log(other.tp / shard.tp)), abs(math.log(other.num_params(options) / size))
+
+    def parts_s(each: AnyShard, rows: int) -> tuple[float, float, float]:
+        cost = each.cost(rows, sequences, EMULATED_ITEMSIZE, options)
+        curve, reduces = known.measured(cost), _all_reduces_of(profile, each.tp)
+        seconds = math.inf if curve is None else curve(rows)
+        return seconds, profile.floor_s(cost) or math.inf, _all_reduces_s(reduces, cost)
 
     other = min(others, key=distance)
     known = with_derived(profile, other, sequences, options)
     deeper = shard.shape.num_layers / other.shape.num_layers
     larger = size / other.num_params(options)
-    points, times, first = (1, 2, 4, 8, 16, 32, 64, 128, 256), list[float](), None
-    for rows in points:
-        there = other.cost(rows, sequences, EMULATED_ITEMSIZE, options)
-        here = shard.cost(rows, sequences, EMULATED_ITEMSIZE, options)
-        curve, floors = known.measured(there), (profile.floor_s(there), profile.floor_s(here))
-        if curve is None or floors[0] is None or floors[1] is None:
-            return None
-        beyond = curve(rows) - _all_reduces_s(_all_reduces_of(profile, other.tp), there) - floors[0]
-        first = beyond if first is None else first
-        reduces = _all_reduces_s(_all_reduces_of(profile, shard.tp), here)
-        grown = max(0.0, deeper * first + larger * (beyond - first))
-        times.append(floors[1] + grown + reduces)
+    times, first = dict[int, float](), math.nan
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        seconds, floor, reduces = parts_s(other, rows)
+        beyond = seconds - floor - reduces
+        first = beyond if rows == 1 else first
+        _, floor, reduces = parts_s(shard, rows)
+        times[rows] = floor + max(0.0, deeper * first + larger * (beyond - first)) + reduces
+    if not all(map(math.isfinite, times.values())):
+        return None
     source = f"{DERIVED}: {shard.shape.name} was not measured; it takes {BY_LAYERS} "
     source += f"{other.shape.name} at T={other.tp}"
-    return Forward(size, Curve(points, tuple(times), source), "whole")
+    return Forward(size, Curve(tuple(times), tuple(times.values()), source), "whole")
 
 
 def derive(

@@ -37,7 +37,6 @@ from mpissd.lab.predict.derive import (
     derived_from,
     entry_of,
     host_of,
-    measured_whole,
     with_derived,
     with_hosts,
 )
@@ -242,21 +241,6 @@ def _with_models(profile: Profile, target: AnyShard, job: Job) -> Profile:
     if job.draft_shard is None:
         return profile
     return with_derived(profile, job.draft_shard, batch, job.draft_options)
-
-
-def require_whole(config: RunConfig, profile: Profile, tp: int) -> None:
-    """Raises ConfigError if a transformer of the pair was measured in no profile at any T."""
-    job = _resolved(config, "sd", tp, 1, None)
-    draft = job.draft_shard
-    assert draft is not None, "a pair without a draft"
-    measured = {model for model, _ in measured_whole(profile)}
-    for shard in (job.target_shard, draft):
-        if config.is_transformer and shard.shape.name not in measured:
-            pair = f"--target={job.target.name} --draft={draft.shape.name}"
-            raise ConfigError(
-                f"profile {profile.name!r} has no whole forward of {shard.shape.name} at "
-                f"T={shard.tp}: probe first: mpissd probe --forward=transformer {pair}"
-            )
 
 
 def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
