@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -35,7 +36,7 @@ from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import GroupView, Stepper
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Machine, Session, session_of
+from mpissd.engine.session.session import Machine, Session
 from mpissd.engine.spec.acceptance import AcceptanceLaw
 from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.advice import profile_of, with_best_tree
@@ -48,6 +49,7 @@ _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
 _MOST_REPEATS, _BUDGET_S = 50, 0.1  # repeats of a transformer's forward on a CPU, and their time
 _BUILDING_S = 3600.0
+_MOST_K = 10  # the largest K that is tried where acceptance is imposed
 _CHOSEN = "lookahead", "fan_out", "backup_lookahead"
 _VERIFIED, _DRAFTED = (1, 4, 8), (1, 8, 16)  # rows of the forwards that decide, .2 s in all
 _MARGIN = 1.05  # the default K and fan-out stay unless others are so much faster
@@ -67,10 +69,11 @@ class JobProfile:
     host: HostCosts = field(default_factory=HostCosts)
 
 
-def calibrate(rank: Rank) -> JobProfile | None:
+def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
     """Measures the job's profile without host costs; returns it on the lead, None elsewhere.
 
-    Collective: every rank calls it. Earlier measurements of the same process are reused.
+    is_brief: forwards are timed once, and the rates of the floor stay unknown. Collective: every
+    rank calls it. Earlier measurements of the same process are reused.
     """
     session, topology = rank.session, rank.session.topology
     backend, job, used = session.backend, session.job, list[datetime]()
@@ -92,7 +95,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
         """
 
         def timed(rows: int, *, lists: bool) -> float:
-            measure = partial(_time, stepper, rows, session, lists=lists)
+            measure = partial(_time, stepper, rows, session, lists=lists, is_brief=is_brief)
             return once(stepper.stack, (rows, lists), measure)
 
         seconds = {rows: timed(rows, lists=False) for rows in stepper.buckets}
@@ -114,7 +117,7 @@ def calibrate(rank: Rank) -> JobProfile | None:
     session.barrier()
     draft = forward_times(_stepper(rank.draft)) if rank.draft else None
     session.barrier()
-    if stepper is not None and topology.is_lead:
+    if stepper is not None and topology.is_lead and not is_brief:
         weights, _ = job.rank_bytes(backend.itemsize)
         read = once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
         peak = once(stepper.stack, tuple(stepper.buckets), backend.peak_flops)
@@ -154,16 +157,18 @@ def forwards(
         yield stepper.elapsed_s()
 
 
-def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool) -> float:
+def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
     """Returns the median device seconds of repeated forwards of `rows` rows.
 
-    They are repeated more often where other work may slow a host's cores.
+    They are repeated more often where other work may slow a host's cores; is_brief: one counts.
     """
     batch, start = session.job.config.batch_size, perf_counter()
     timed = forwards(stepper, rows, batch, session.waiter, lists=lists)
     next(timed)
     repeats, first_s = _REPEATS, perf_counter() - start
-    if session.backend.info.kind == "cpu" and stepper.options.capacity:
+    if is_brief:
+        repeats = 1
+    elif session.backend.info.kind == "cpu" and stepper.options.capacity:
         if stepper.stack.group.size > 1:  # the same number on every rank of the forward
             first_s = session.topology.group.bcast(first_s)
         repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
@@ -195,67 +200,125 @@ def with_tree(machine: Machine, config: RunConfig, given: Container[str]) -> Run
 def chosen(session: Session) -> dict[str, Any] | None:
     """Returns what --tree=auto, or the shipped pair's K and fan-out, was chosen from, if it was."""
     known = session.calibrations.get(session.backend, {})
-    value, _ = known.get(("tree", session.job.config.digest), known.get("chosen", (None, None)))
+    config = session.job.config
+    by_k = known.get(("chosen", config.mode, config.drafts), (None, None))
+    value, _ = known.get(("tree", config.digest), by_k)
     return value
 
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
     """Returns the configuration with the fastest K and fan-out here, if `given` names neither.
 
-    Only for one sequence of the shipped pair on CPUs: no other pair's acceptance is known. SSD's
-    ranks are timed at once, as they share the memory's rate. The seconds are kept as the
-    calibration "chosen" of the backend. Collective.
+    Only for one sequence of the shipped pair on CPUs: no other pair's acceptance is known. The
+    seconds are kept as a calibration of the backend. Collective.
     """
     if config.tree == AUTO_TREE:
         with agreed(machine.topology.world):
             config = with_tree(machine, config, given)
+    if not (_is_chosen_here(machine, config) and given.isdisjoint(_CHOSEN)):
+        return config
+    with agreed(machine.topology.world):
+        job = machine.resolve(config)
+    return _timed_best(machine, config, job, DEFAULT_RATES)
+
+
+def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = None) -> RunConfig:
+    """Returns the configuration of SD with its fastest K on a part of the machine. Collective.
+
+    The shipped pair's is chosen as a run chooses it. rates: acceptance rates by position that a run
+    measured; without them K stays, unless they are imposed. Raises Refused.
+    """
+    job: Job | None = None
+    with agreed(machine.topology.world):
+        for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
+            with suppress(ConfigError):  # a list of rates, or a recording, may have fewer
+                job = machine.resolve(replace(config, lookahead=k))
+                break
+        job = job or machine.resolve(config)
+    if _is_chosen_here(machine, config):
+        rates = DEFAULT_RATES
+    elif job.workload.is_imposed:
+        rates = job.acceptance[Source.JIT].hazards
+    elif rates is None:
+        return config
+    most = _MOST_K if config.is_text else job.lookahead
+    return _timed_best(machine, config, job, rates[:most])
+
+
+def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
+    """Whether a run of this configuration chooses K: one sequence of the shipped pair on CPUs."""
     is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
     is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
     is_drafted = config.mode != "ar" and config.backup == "jit" and machine.backend.name == "numpy"
-    if not (is_shipped and is_one and is_drafted and given.isdisjoint(_CHOSEN)):
-        return config
-    session, is_ahead = session_of(machine, config), config.mode == "ssd"
-    topology = session.topology
-    target, draft = machine.models.open(session.job, topology)
+    return is_shipped and is_one and is_drafted
 
-    def cpu_s(stepper: Stepper | None, sizes: Sequence[int], turns: int) -> Seconds:
-        """Returns the least CPU seconds by rows: the turns of other processes do not count."""
+
+def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[float]) -> RunConfig:
+    """Returns the configuration with its fastest K and fan-out, by forwards that are timed here.
+
+    job: of the configuration, with the rows that are timed. Ranks that have no part in it wait.
+    """
+    machine.models.expect([job])
+    best, session = None, machine.session(job)
+    if session is not None:
+        verify_s, draft_s = _deciding_forwards(session)
+        known = machine.calibrations.setdefault(machine.backend, {})
+        values = {"verify_s": verify_s, "draft_s": draft_s}
+        known["chosen", config.mode, config.drafts] = values, datetime.now(timezone.utc)
+        if session.topology.is_lead:
+            best = fastest(replace(job, lookahead=config.lookahead), verify_s, draft_s, rates)
+    best = machine.topology.world.bcast(best)
+    return replace(config, **dict(zip(_CHOSEN, best, strict=False)))
+
+
+def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
+    """Returns the least seconds of the target's and the draft's forwards by rows; collective.
+
+    On CPUs they are CPU seconds: the turns of other processes do not count. SSD's ranks are timed
+    at once, as they share the memory's rate.
+    """
+    topology, config = session.topology, session.job.config
+    is_ahead, batch = config.mode == "ssd", config.batch_size
+    clock = thread_time if session.backend.name == "numpy" else perf_counter
+    target, draft = session.models.open(session.job, topology)
+
+    def timed(stepper: Stepper | None, sizes: Sequence[int], turns: int) -> Seconds:
         if stepper is None:
             return {}
-        each_size = [forwards(stepper, n, 1, session.waiter) for n in sizes]
+        sizes = [batch * n for n in sizes if batch * n <= stepper.buckets[-1]]
+        each_size = [forwards(stepper, n, batch, session.waiter) for n in sizes]
         seconds = list[float]()
         for each in each_size * turns:
-            start = thread_time()
+            start = clock()
             next(each)
-            seconds.append(thread_time() - start)
-        stepper.release([0])
+            seconds.append(clock() - start)
+        stepper.release(range(batch))
         return {rows: min(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
 
     for stepper in (target, draft):
-        cpu_s(stepper, (1,), 1)  # loads the compiled kernels
+        timed(stepper, (1,), 1)  # loads the compiled kernels
     session.barrier()
-    verify_s = cpu_s(target, _VERIFIED, 2)
+    verify_s = timed(target, _VERIFIED, 2)
     if not is_ahead:
         session.barrier()
-    draft_s = cpu_s(draft, _DRAFTED, 6 if is_ahead else 3)  # ahead: as long as the target's
-    draft_s = topology.world.bcast(draft_s, root=topology.first_draft if config.drafts else 0)
-    known = machine.calibrations.setdefault(machine.backend, {})
-    known["chosen"] = {"verify_s": verify_s, "draft_s": draft_s}, datetime.now(timezone.utc)
-    best = fastest(session.job, verify_s, draft_s) if topology.is_lead else None
-    return replace(config, **dict(zip(_CHOSEN, topology.world.bcast(best), strict=False)))
+    draft_s = timed(draft, _DRAFTED, 6 if is_ahead else 3)  # ahead: as long as the target's
+    root = topology.first_draft if config.drafts else 0
+    return verify_s, topology.world.bcast(draft_s, root=root)
 
 
-def fastest(job: Job, verify_s: Seconds, draft_s: Seconds) -> tuple[int, str]:
-    """Returns K and the fan-out with the highest expected rate under the shipped pair's acceptance.
+def fastest(
+    job: Job, verify_s: Seconds, draft_s: Seconds, rates: Sequence[float] = DEFAULT_RATES
+) -> tuple[int, str]:
+    """Returns K and the fan-out with the highest expected rate under acceptance rates by position.
 
     The job's own stay unless others are 5% faster. Rates are means over errors of the draft's
     seconds, since a draft step that just fits into a forward promises too much.
     """
     own, jobs = (job.lookahead, job.config.fan_out), dict[tuple[int, str], Job]()
-    for k, f in product(range(1, 1 + len(DEFAULT_RATES)), (1, 2, 3) if job.fan_out else (0,)):
-        fans, rates = (f,) * (k + 1) if f else (), AcceptanceLaw(DEFAULT_RATES[:k], "")
+    for k, f in product(range(1, 1 + len(rates)), (1, 2, 3) if job.fan_out else (0,)):
+        fans, law = (f,) * (k + 1) if f else (), AcceptanceLaw(tuple(rates[:k]), "")
         way = replace(job, lookahead=k, backup_lookahead=k, fan_out=fans, fan_out_miss=fans)
-        way = replace(way, acceptance=dict.fromkeys(Source, rates))
+        way = replace(way, acceptance=dict.fromkeys(Source, law))
         jobs[k, f"uniform:{f}" if f else own[1]] = way
     speeds = dict.fromkeys(jobs, 0.0)
     for error in (0.8, 1.0, 1.25):
