@@ -1,0 +1,191 @@
+"""Whether speculation pays, and whether a core or GPU for the draft does: sentences with intervals.
+
+Uses of the same ranks are measured in turns. The ratio of two uses is the mean of the logarithms of
+their turns' ratios, with Student's 95% interval over the turns: what slows a whole turn cancels.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.compare import bound, student_t
+from mpissd.common.rivals import Family
+
+_GAIN = 1.05  # the least ratio that counts as a gain; its inverse is a loss
+_LEVEL = 1.1  # an interval within this ratio of 1 without gain or loss shows no difference
+_TELLING = 10  # the most by which an upper bound exceeds the mean in a text
+_COLUMNS = 100
+PAID, LOST, EQUAL, UNKNOWN = "pays", "does not pay", "makes no difference", "cannot tell"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two speeds, or a speed, with its 95% interval over the turns."""
+
+    mean: float
+    low: float
+    high: float
+    turns: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        """Returns the geometric mean of a value a turn; the interval of one turn is unbounded."""
+        logs, count, half = np.log(values), len(values), 700.0
+        if count > 1:
+            half = min(half, student_t(count - 1) * float(logs.std(ddof=1)) / math.sqrt(count))
+        mean = math.exp(logs.mean())
+        return cls(mean, mean * math.exp(-half), mean * math.exp(half), count)
+
+    def interval(self, text: Callable[[float], str]) -> str:
+        """Returns the bounds as text; the number of turns if they tell nothing."""
+        if self.high > _TELLING * self.mean:
+            return f"{self.turns} turn{'s' * (self.turns > 1)}"
+        return f"{text(self.low)}–{text(self.high)}"
+
+    def judgement(self, *, is_busy: bool) -> str:
+        """The verdict; on a busy machine only if the whole interval is a gain, or a loss."""
+        if self.low > (_GAIN if is_busy else 1) and self.mean >= _GAIN:
+            return PAID
+        if self.high < (1 / _GAIN if is_busy else 1) and self.mean <= 1 / _GAIN:
+            return LOST
+        is_level = not is_busy and self.low > 1 / _LEVEL and self.high < _LEVEL
+        return EQUAL if is_level else UNKNOWN
+
+
+@dataclass
+class Use:
+    """A use of the run's ranks, and its tokens a second in each turn.
+
+    unit: what a rank is: core or GPU. speeds: None in a turn that was not measured. refused: why it
+    cannot run here.
+    """
+
+    family: Family
+    unit: str
+    lookahead: int = 0
+    speeds: list[float | None] = field(default_factory=list)
+    refused: str = ""
+
+    @property
+    def method(self) -> str:
+        """The method without ranks: SD inline K=2."""
+        return self.family.name + (f" K={self.lookahead}" if self.lookahead else "")
+
+    def __str__(self) -> str:
+        """Returns SD inline K=2 on 1 core."""
+        count = self.family.gpus
+        return f"{self.method} on {count} {self.unit}{'s' * (count > 1)}"
+
+    @property
+    def speed(self) -> Ratio | None:
+        """Its tokens a second; None if no turn measured it."""
+        known = [speed for speed in self.speeds if speed]
+        return Ratio.of(known) if known else None
+
+    @property
+    def mean(self) -> float:
+        """Its mean tokens a second; 0 if no turn measured it."""
+        return self.speed.mean if self.speed else 0.0
+
+    def over(self, other: Use) -> Ratio | None:
+        """Returns the ratio to another use, over the turns that measured both; None without any."""
+        pairs = zip(self.speeds, other.speeds, strict=False)
+        ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
+        return Ratio.of(ratios) if ratios else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question's answer: what may pay, the use that does it, and the strongest without."""
+
+    what: str
+    use: Use
+    rival: Use
+    ratio: Ratio
+    verdict: str
+
+
+@dataclass
+class Comparison:
+    """The uses, the run's own first.
+
+    busy: why the machine was too busy to compare them. notes: how they were measured. num_rounds:
+    the fewest of a pass.
+    """
+
+    uses: list[Use]
+    busy: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_rounds: int = 0
+
+    FEWEST_ROUNDS = 6  # of a pass, for a verdict
+
+    def answers(self) -> list[Answer]:
+        """Answers what can be judged. The strongest rival has the fastest mean."""
+        own, pairs = self.uses[0], list[tuple[str, Use, Use]]()
+        plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
+        narrow = {use.family.mode: use for use in plain if use.family.tp == own.family.tp}
+        if "ar" in narrow:
+            inline = [use for mode, use in narrow.items() if mode != "ar"]
+            drafted = max(inline, key=lambda use: use.mean, default=own)
+            pairs.append(("Speculation", drafted, narrow["ar"]))
+        if own.family.num_drafts and plain:
+            what = f"{'An' if own.unit[0] in 'aeiou' else 'A'} {own.unit} for the draft"
+            pairs.append((what, own, max(plain, key=lambda use: use.mean)))
+        answers = []
+        for what, use, rival in pairs:
+            if use is not rival and (ratio := use.over(rival)) is not None:
+                verdict = ratio.judgement(is_busy=bool(self.busy))
+                verdict = verdict if self.num_rounds >= self.FEWEST_ROUNDS else UNKNOWN
+                answers.append(Answer(what, use, rival, ratio, verdict))
+        return answers
+
+    def is_decided(self, width: float) -> bool:
+        """Returns whether the interval of every answer is at most ±width."""
+        return all(each.ratio.high <= (1 + width) * each.ratio.mean for each in self.answers())
+
+    def lines(self) -> list[str]:
+        """Returns a table of the uses, what disturbed them, and a sentence on each question."""
+        turns = max((len(use.speeds) for use in self.uses), default=0)
+        lines = [f"tok/s in {turns} turns (95% interval):"]
+        width = max(len(str(use)) for use in self.uses)
+        for use in sorted(self.uses, key=lambda use: -use.mean):
+            text = f"not measured: {use.refused}" if use.refused else "not measured"
+            if (speed := use.speed) is not None:
+                text = f"{speed.mean:.1f} ({speed.interval('{:.1f}'.format)})"
+            lines.append(f"  {use!s:{width}}  {text}")
+        lines += [f"The machine is busy: {', '.join(self.busy)}."] * bool(self.busy)
+        lines += self.notes + [f"→ {self._sentence(answer)}" for answer in self.answers()]
+        return [part for x in lines for part in textwrap.wrap(x, _COLUMNS, subsequent_indent="  ")]
+
+    def _sentence(self, answer: Answer) -> str:
+        use, rival, ratio = answer.use, answer.rival, answer.ratio
+        name = use.method if use.family.gpus == rival.family.gpus else str(use)
+        makes = f"{name} makes {ratio.mean:.2f}× ({ratio.interval(bound)}) of {rival}"
+        later = f"{answer.what[0].lower()}{answer.what[1:]}"
+        if answer.verdict != UNKNOWN:
+            what = f"While it is busy, {later}" if self.busy else answer.what
+            return f"{what} {answer.verdict}: {makes}."
+        why = "" if self.busy else " the turns differ too much:"
+        if self.num_rounds < self.FEWEST_ROUNDS:
+            why = f" an answer of fewer than {self.FEWEST_ROUNDS} rounds is too short:"
+        return f"Cannot tell whether {later} pays:{why} {makes}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the comparison as an object of the result's JSON."""
+        uses: list[dict[str, Any]] = [
+            {"name": str(use), **asdict(use), "tok_per_s": use.speed and asdict(use.speed)}
+            for use in self.uses
+        ]
+        verdicts = [
+            {"what": a.what, "verdict": a.verdict, "use": str(a.use), "rival": str(a.rival)}
+            | asdict(a.ratio)
+            for a in self.answers()
+        ]
+        return {"verdicts": verdicts, "busy": self.busy, "notes": self.notes, "uses": uses}
