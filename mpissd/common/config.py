@@ -421,13 +421,14 @@ class OutputFlags(Checked):
         "auto", choice("auto", "on", "off"), "whether to show a progress bar on stderr"
     )
     show: bool = of_text(False, switch, "print the answer, each token by what drafted it (text)")
-    beside: str = of_text(
+    beside: str = flag(
         "auto",
         choice("auto", "all", "ar", "off"),
-        "measure AR and SD inline on the same prompts as well (auto: all, after --show of one "
-        "answer in a terminal)",
+        "compare with AR and SD inline on the target's ranks and on all, in turns (auto: all, "
+        "after --show of one answer in a terminal)",
         needs=dict.fromkeys(("all", "ar"), "groups=1 learners=0 on_draft_loss=abort"),
     )
+    beside_s: float = flag(20.0, number(0), "seconds after which --beside begins no further turn")
     json: bool = flag(False, switch, "print the row also in a terminal, as in a pipe")
     dry_run: bool | int = flag(
         False, ranks_or_switch, "check the flags and stop, without MPI; =N: for N ranks"

@@ -21,8 +21,8 @@ from mpissd.common.workloads import readers
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run "
-    "out progress beside json on_draft_loss num_drafts groups chat_template workload grammar "
-    "tree_shape"
+    "out progress beside beside_s json on_draft_loss num_drafts groups chat_template workload "
+    "grammar tree_shape"
 ).split()
 # The flags of a run that are about models, methods and sampling.
 ANSWERING = frozenset(

@@ -32,7 +32,7 @@ VALUES = {
     "stop_token": "None 3", "prompt": "None hello", "prompts": "None p.jsonl",
     "prompt_ids": "None 1,2", "chat_template": "True false", "top_p": "1.0 .9", "stop": "None end",
     "recording": "None r.npz", "show": "False true", "beside": "auto all ar off",
-    "trace": "None t.json", "groups": "1 2", "grammar": "None json",
+    "beside_s": "20.0 5", "trace": "None t.json", "groups": "1 2", "grammar": "None json",
     "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8 auto", "backup": "jit fast",
     "tree_shape": "fixed dynamic",
 }  # fmt: skip

@@ -6,6 +6,7 @@ models and distributions imply is proved in one process by tests/loop.
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,17 +231,22 @@ def test_a_row_says_what_answered(runs: Together) -> None:
 
 
 def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
-    """A rank that a rival does not need waits, and all answer with the target's own tokens."""
+    """Two divisions of the ranks are open at once; all uses answer with the target's own tokens."""
     pair = tiny_pair(tmp_path / "pair", vocab=V, heads=10, kv_heads=5, noise=0.1)
     words = [*TEXT.split(), f"--target={pair.target}", f"--draft={pair.draft}", "--beside=all"]
-    words += ["--prompt_ids=5,3,8", "--num_tokens=30", f"--out={tmp_path}"]
+    words += ["--prompt_ids=5,3,8", "--num_tokens=30", f"--out={tmp_path}", "--beside_s=0"]
     done = ended(Started(["launch/local.sh", "2", *words]), tmp_path)
-    rivals = Job(done.code, done.out, done.err, tmp_path / "beside").saved
-    assert done.row["mode"] == "ssd" and done.saved == [done.row]
-    uses = [(row["mode"], row["tp"], row["world_size"]) for row in rivals]
-    assert uses[:2] == [("ar", 1, 1), ("sd", 1, 1)] and uses[2][1:] == (2, 2)
-    assert {row["token_digest"] for row in (done.row, *rivals)} == {done.row["token_digest"]}
-    assert "SSD on 2 cores" in done.out.splitlines()[-5]
+    rows = Job(done.code, done.out, done.err, tmp_path / "beside").saved[5:]  # after the warm-up
+    uses = Counter((row["mode"], row["tp"], row["world_size"]) for row in rows)
+    families = (("ssd", 1, 2), ("ar", 1, 1), ("sd", 1, 1), ("ar", 2, 2), ("sd", 2, 2))
+    assert uses == dict.fromkeys(families, 2)
+    assert [(row["mode"], row["tp"]) for row in rows[:2]] == [("ar", 1), ("sd", 1)]
+    assert {row["token_digest"] for row in rows} == {done.saved[0]["token_digest"]}
+    verdicts = done.row["beside"]["verdicts"]
+    assert [each["what"] for each in verdicts] == ["Speculation", "A core for the draft"]
+    assert verdicts[1]["use"].startswith("SSD") and all(each["turns"] == 2 for each in verdicts)
+    sentences = [line for line in done.out.splitlines() if line.startswith("→")]
+    assert len(sentences) == 2 and all(" makes " in line for line in sentences)
 
 
 def test_a_run_of_the_launch_script_needs_no_home_and_rows_add_up(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import math
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -359,21 +359,13 @@ def rest(topology: Topology) -> None:
 
 
 @contextmanager
-def opened(
-    config: RunConfig,
-    learning: LearnerComms | None = None,
-    choose: Callable[[Machine, RunConfig], RunConfig] = lambda _, config: config,
-) -> Iterator[Session]:
+def opened(config: RunConfig) -> Iterator[Session]:
     """Opens this rank's part of one job, and always closes it within the deadline.
 
-    learning: this rank's communicators in a job with a learner; the learner is not opened here.
-    choose: returns the configuration to run on the machine, the same on every rank.
     Raises Refused on every rank if one rank fails.
     """
-    world = None if learning is None else learning.world
-    with opened_machine(config, config.drafts, world) as machine:
-        session = session_of(machine, choose(machine, config))
-        session.learning = learning
+    with opened_machine(config, config.drafts) as machine:
+        session = session_of(machine, config)
         machine.resources.callback(session.resources.close)
         yield session
 

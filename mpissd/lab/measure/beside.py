@@ -1,125 +1,277 @@
-"""Measures what an answer's method has to beat on the same machine, and gives one verdict.
+"""Compares a run with the other uses of its ranks, in turns, for one verdict.
 
-The rivals are AR and SD inline on the run's target ranks, and the faster of the two on all its
-ranks. Their rows are kept in OUT/beside.
+The uses are the run's own, and AR and SD inline on its target ranks and on all its ranks, each at
+its own best K. A turn measures every use once with one seed and as many tokens; the next turn
+begins with another use. The rows are kept in OUT/beside, a row a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain, compress
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from mpissd.common.config import RunConfig
+import numpy as np
+
+from mpissd.common.config import RunConfig, with_measured
+from mpissd.common.errors import GateError
 from mpissd.common.flags import flags_of
-from mpissd.common.rivals import Family
+from mpissd.common.output import make_output
+from mpissd.common.rivals import LOOKUPS, Family
 from mpissd.common.row import Row
-from mpissd.engine.comm.topology import Refused, agreed
+from mpissd.engine.comm.topology import Refused, agreed, usable_cores
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
+from mpissd.lab.measure.calibrate import best_k
+from mpissd.lab.measure.load import counters, gpu_reasons, reasons
+from mpissd.lab.measure.verdict import Comparison, Use
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
-_AR_TOKENS = 64  # the speed of AR hardly depends on the text
-_CLEAR = 1.1  # the least ratio of two single runs that counts as a difference
-_FEWEST_ROUNDS = 8  # for a verdict: the first rounds of a run are its slowest
-_OWN = "lookahead fan_out backup backup_lookahead lookup laws saguaro_c tree tree_shape".split()
+Say = Callable[[str], None]
+_OWN = "lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape".split()
+_WIDTH = 0.03  # of an interval that is small enough
+_TURNS = 4  # at least, before a small interval ends them
+_LATE_TURNS, _LONG_TURNS = 3, 2  # at least, though the time is over: short turns, long turns
+_PASS_S = 0.35  # of a pass of the run's own, as far as its tokens allow
+_FEWEST, _MOST = 32, 4000  # tokens of a sequence in a pass
+_WARM_ROUNDS = 4  # of every pass
+_HOPELESS = 0.75  # a use on all ranks that is so far from the fastest is not measured again
+_SPARE_BYTES = 4 << 30  # of two machines at once: activations, graphs, libraries
+_MOST_SEED = 2**64
 
 
-def measured_beside(
-    run: RunConfig, own: Row | None, tp: int, num_drafts: int, measure: Measure
-) -> list[Row]:
-    """Measures the rivals of a run whose machine is closed; returns their rows on rank 0, else [].
+@dataclass
+class Place:
+    """A use, and the machine and configuration that measure it."""
 
-    own: the run's row on rank 0. tp, num_drafts: of the run. measure: measures a session.
-    Collective. A rival that is refused is left out, as if memory does not hold both models.
+    use: Use
+    machine: Machine
+    config: RunConfig
+
+
+def compared(
+    machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
+) -> Comparison | str | None:
+    """Compares a run that is over with other uses of its machine; collective.
+
+    row: the run's, on rank 0. measure: measures a session. say: shows progress, on rank 0. Returns
+    the comparison, or why there is none; None on other ranks.
     """
-    measured = partial(_measured, run=run, own=own, measure=measure)
-    is_drafted = run.beside != "ar" and bool(run.pair or run.draft)
-    uses = [Family(mode, tp, 0) for mode in ("ar", "sd")[: 1 + is_drafted]]
-    uses = [use for use in uses if use != Family(run.mode, tp, num_drafts)]
-    rows: list[Row] = []
-    with suppress(Refused):  # raised on all ranks
-        with opened_machine(rival(run, "ar"), num_drafts) as machine:
-            machine.divide([0])
-            rows += [row for use in uses if (row := measured(machine, use)) is not None]
-            faster = machine.topology.world.bcast(max(rows, key=speed).mode if rows else "sd")
-        if num_drafts and is_drafted:
-            with opened_machine(rival(run, faster), 0) as machine:
-                wide = measured(machine, Family(faster, tp + num_drafts, 0))
-                rows += [] if wide is None else [wide]
-    return rows
+    try:
+        comparison = _Beside(machine, run, row, measure, say).compared()
+    except Refused as refused:  # raised on all ranks
+        return str(refused)
+    return None if row is None else comparison
 
 
-def _measured(
-    machine: Machine, use: Family, run: RunConfig, own: Row | None, measure: Measure
-) -> Row | None:
-    """Returns a rival's row on rank 0; None elsewhere."""
-    config, world = rival(run, use.mode), machine.topology.world
-    if own is not None:
-        print(f"{use} answers the same prompt, for comparison (--beside=off: not) …", flush=True)
-    row = session = None
-    with suppress(Refused):
-        with agreed(world):
-            job = machine.resolve(config)
-        machine.models.expect([job])
-        session = machine.session(job)
-        row = None if session is None else measure(session, {"beside": str(use)})
-    if session is not None:
-        session.resources.close()
-    rest(machine.topology)
-    return row
+class _Beside:
+    """One rank's part in a comparison."""
+
+    def __init__(
+        self, machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
+    ) -> None:
+        """Takes the machine of a run that is over; collective."""
+        job = machine.resolve(run)
+        if run.pair is None and run.target is None:  # the default pair depends on T
+            run = replace(run, target=job.target_where, draft=job.draft_where or None)
+        self._machine, self._run, self._measure = machine, run, measure
+        self._say = say if machine.topology.is_lead else lambda _: None
+        facts = None
+        if row is not None:  # more prompts than decode together: rounds limit a pass
+            count, is_long = tokens_of(row, run), job.workload.num_sequences > run.batch_size
+            rounds = int(count / row.acceptance_length) + 1 if is_long else None
+            facts = count, rounds, acceptance_rates(row)
+        self._tokens, self._rounds, self._rates = machine.topology.world.bcast(facts)
+        self._comparison = Comparison([], num_rounds=_MOST)
+        self._before = counters()  # from the first turn that counts
+
+    def compared(self) -> Comparison:
+        """Measures the uses in turns; collective. Only rank 0 knows their speeds.
+
+        A use that is refused is named. Raises Refused if OUT/beside cannot be written.
+        """
+        machine, run, topology = self._machine, self._run, self._machine.topology
+        with agreed(topology.world):
+            if topology.is_lead:
+                make_output(str(Path(run.out, "beside")))
+        machine.divide([0])
+        has_draft = run.beside != "ar" and (run.target is None or run.draft is not None)
+        modes = ("ar", "sd") if has_draft else ("ar",)
+        mode = {"prompt": LOOKUPS[0]}.get(run.lookup, run.lookup) if run.is_lookup else run.mode
+        own = Family(mode, topology.tp, topology.num_drafts)
+        narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (own.tp, own.gpus))
+        families = [own, *(family for family in narrow if family != own)]
+        places = [self._place(machine, family) for family in families]
+        with ExitStack() as stack:
+            if own.num_drafts:
+                if not (is_whole := self._holds_both(places)):
+                    self._turns(places, run.beside_s / 2)
+                    machine.models.close()
+                self._say(f"opening all {own.gpus} ranks for the target")
+                try:
+                    other = stack.enter_context(opened_machine(rival(run, "ar"), 0))
+                    more = [self._place(other, family) for family in wide]
+                except Refused as refused:  # raised on all ranks
+                    uses, more = self._comparison.uses, []
+                    uses += [Use(each, uses[0].unit, refused=str(refused)) for each in wide]
+                self._turns(places + more if is_whole else more, run.beside_s / (2 - is_whole))
+                note = "Memory holds one division of the ranks at a time: one after the other."
+                self._comparison.notes += [note] * (not is_whole)
+            else:
+                self._turns(places, run.beside_s)
+            self._comparison.busy = self._busy()
+        return self._comparison
+
+    def _place(self, machine: Machine, family: Family) -> Place:
+        """Returns the place of a use, with its K chosen there; collective."""
+        unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
+        run, use = self._run, Use(family, unit)
+        is_own = not self._comparison.uses  # it comes first
+        self._comparison.uses.append(use)
+        self._say(f"preparing {use}")
+        is_limited = self._rounds is not None and family.mode == "ar"
+        values: dict[str, Any] = {
+            "num_tokens": self._tokens, "rounds": self._tokens if is_limited else self._rounds,
+            "warmup_rounds": _WARM_ROUNDS, "out": str(Path(run.out, "beside")), "progress": "off",
+            "show": False, "trace": None, "beside": "off",
+        }  # fmt: skip
+        config = replace(run if is_own else rival(run, family.mode), **values)
+        try:
+            if not is_own and family.mode == "sd" and not config.tree:
+                config = best_k(machine, config, self._rates)
+            with agreed(machine.topology.world):
+                job = machine.resolve(config)
+            use.lookahead = job.lookahead
+            machine.models.expect([job])  # the uses of a machine share programs
+        except Refused as refused:
+            use.refused = str(refused)
+        return Place(use, machine, config)
+
+    def _holds_both(self, places: Sequence[Place]) -> bool:
+        """Whether every rank's memory holds this division's models, and all ranks' shares of the
+        target, which are smaller. Collective."""
+        machine = self._machine
+        jobs = [machine.resolve(place.config) for place in places if not place.use.refused]
+        sizes = [job.rank_bytes(machine.backend.itemsize) for job in jobs]
+        is_draft, room = machine.topology.is_draft, machine.memory[machine.topology.is_draft]
+        both = sum(max((size[n] for size in sizes), default=0) for n in (is_draft, 0))
+        fits = room is None or both + _SPARE_BYTES <= room
+        return all(machine.topology.world.allgather(fits))
+
+    def _turns(self, places: Sequence[Place], budget_s: float) -> None:
+        """Measures the places in turns until the interval of every answer is small; collective.
+
+        The first turn warms up and is not counted.
+        """
+        begun, world = perf_counter(), self._machine.topology.world
+        left, turn, is_over = [place for place in places if not place.use.refused], 0, False
+        while left and not is_over:
+            start, count = perf_counter(), turn % len(left)
+            if turn == 1 and not self._comparison.uses[0].speeds:
+                self._before = counters()
+            for place in left[count:] + left[:count]:
+                self._say(f"comparing: {f'turn {turn}' if turn else 'warm-up'}, {place.use}")
+                speed = self._speed(place, turn)
+                if turn:
+                    place.use.speeds.append(speed)
+            now = perf_counter()
+            is_late, is_long = 2 * now - start > begun + budget_s, now - start > budget_s / 2
+            is_small = turn >= _TURNS and self._comparison.is_decided(_WIDTH)
+            is_over = is_small or (is_late and turn >= (_LONG_TURNS if is_long else _LATE_TURNS))
+            least = _HOPELESS * max(place.use.mean for place in places) if turn > 1 else 0.0
+            tp = self._machine.topology.tp  # uses of the run's T decide whether speculation pays
+            kept = [place.use.family.tp == tp or place.use.mean >= least for place in left]
+            kept = [ok and not place.use.refused for ok, place in zip(kept, left, strict=True)]
+            is_over, kept = world.bcast((is_over, kept))  # only rank 0 knows them
+            left = list(compress(left, kept))
+            turn += 1
+
+    def _speed(self, place: Place, turn: int) -> float | None:
+        """Measures one pass; returns its tokens a second on rank 0. Collective."""
+        machine, session, row = place.machine, None, None
+        seed = (self._run.seed + turn) % _MOST_SEED
+        try:
+            with agreed(machine.topology.world):
+                job = machine.resolve(replace(place.config, seed=seed))
+            if (session := machine.session(job)) is not None:
+                row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
+        except Refused as refused:
+            if refused.exit_code != GateError.exit_code:  # a flagged row is only left out
+                place.use.refused = str(refused)
+        if session is not None:
+            session.resources.close()
+        rest(machine.topology)
+        if row is None:
+            return None
+        if turn:
+            self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
+        return speed(row)
+
+    def _busy(self) -> list[str]:
+        """Returns why the machine was too busy during the turns, on all ranks. Collective."""
+        topology, rank = self._machine.topology, self._machine.topology.world.rank
+        now, host = counters(), topology.hosts[rank]
+        spent = {name: now[name] - value for name, value in self._before.items() if name in now}
+        ranks = topology.world.allgather((host, spent, self._machine.infos[rank].uuid))
+        mine = [(took, uuid) for name, took, uuid in ranks if name == host]
+        texts = reasons([took for took, _ in mine], len(usable_cores()))
+        if (uuids := [uuid for _, uuid in mine if uuid]) and topology.local_rank == 0:
+            texts += gpu_reasons(uuids)
+        return list(dict.fromkeys(chain(*topology.world.allgather(texts))))
+
+
+def tokens_of(row: Row, run: RunConfig) -> int:
+    """Returns the tokens of a sequence that a pass decodes: as many as the run does in .35 s."""
+    wanted = int(_PASS_S * row.tok_per_s / row.batch_size)
+    limits = [n for n in (run.token_limit, run.max_rounds) if n is not None and run.is_transformer]
+    return min(max(wanted, _FEWEST), _MOST, *limits)
+
+
+def acceptance_rates(row: Row) -> tuple[float, ...] | None:
+    """Returns the acceptance rates by position that a run measured; None if none were.
+
+    The last one stands for later positions too.
+    """
+    counts = np.array(row.accept_histogram, np.float64)
+    if row.tree_nodes or len(counts) < 2:
+        return None
+    reached = counts[::-1].cumsum()[::-1]  # [K + 1], rounds that accepted at least so many
+    rates = (reached[1:] + 0.5) / (reached[:-1] + 1)
+    return (*rates.tolist(), *[float(rates[-1])] * 8)
 
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
-    """Returns the configuration of `mode` that answers a run's prompts without a draft rank, with
-    defaults of the flags of the run's method, so that K is the rival's own."""
+    """Returns the configuration of `mode` that does a run's work without a draft rank, with
+    defaults of the flags of the run's method; of a run with a fixed tree, SD drafts that tree."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
-    limit = run.token_limit or _AR_TOKENS
     values: dict[str, Any] = {name: fields[name].default for name in reset}
+    about = {"mode": mode, "pair": run.pair or "", "workload": run.workload, "backend": run.backend}
+    if (measured := with_measured(about).get("lookahead")) is not None:
+        values["lookahead"] = int(measured)
+    if mode == "sd" and run.mode != "ar" and run.tree:
+        values |= {"tree": run.tree, "lookahead": run.lookahead}
     values |= {"mode": mode, "num_drafts": 0, "out": str(Path(run.out, "beside"))}
-    values |= {"num_tokens": min(limit, _AR_TOKENS) if mode == "ar" else limit}
-    values |= {"on_draft_loss": "abort", "progress": "off", "show": False, "trace": None}
+    values |= {"on_draft_loss": "abort", "beside": "off"}
     return replace(run, **values)
 
 
 def speed(row: Row) -> float:
-    """Returns the tokens a second after the first round, without the prefill of later prompts."""
-    prompts = row.num_prompts or 1
-    first = min(row.batch_size or 1, prompts)
-    later_s = row.wall_s - (row.time_to_first_token_s or 0.0)
+    """Returns the tokens a second; of text after the first round, without later prompts' prefill.
+
+    If the limit of tokens ended every sequence, the tokens beyond it count too: the last round
+    took as long as any other.
+    """
+    batch, prompts = row.batch_size or 1, row.num_prompts or row.batch_size or 1
+    tokens = float(row.num_tokens)
+    if tokens == prompts * (row.token_limit or 0):
+        tokens = float(sum((k + 1) * n for k, n in enumerate(row.accept_histogram)))
+    if row.time_to_first_token_s is None:
+        return tokens / row.wall_s
+    first = min(batch, prompts)
+    later_s = row.wall_s - row.time_to_first_token_s
     later_s -= (1 - first / prompts) * (row.t_prefill_s or 0.0)
-    tokens = row.num_tokens - first * row.acceptance_length
-    return tokens / later_s if later_s > 0 else row.tok_per_s
-
-
-def verdict(own: Row, rivals: Sequence[Row]) -> str:
-    """Returns the speeds of a run and its rivals, and a line on each thing that may pay here."""
-    unit = {"cupy": "GPU", "numpy": "core"}.get(own.backend, "emulated GPU")
-
-    def name(row: Row) -> str:
-        count = row.tp + row.num_drafts
-        return f"{Family.of(row).name} on {count} {unit}{'s' * (count > 1)}"
-
-    def judged(what: str, row: Row, other: Row) -> str:
-        ratio = speed(row) / speed(other)
-        pays = "makes no clear difference"
-        if not 1 / _CLEAR < ratio < _CLEAR:
-            pays = "pays" if ratio > 1 else "does not pay"
-        return f"{what} {pays}: {name(row)} is {ratio:.2f} times {name(other)}"
-
-    runs = [own, *rivals]
-    speeds = "; ".join(f"{name(row)} {speed(row):.1f}" for row in runs)
-    if min(row.num_tokens / row.acceptance_length for row in runs) < _FEWEST_ROUNDS:
-        return f"tok/s: {speeds}\n→ no verdict: an answer of fewer than {_FEWEST_ROUNDS} rounds"
-    narrow = [row for row in runs if row.tp == own.tp and not row.num_drafts]
-    ar, sd = (next((r for r in narrow if r.mode == mode), None) for mode in ("ar", "sd"))
-    parts = []
-    if ar is not None and (drafted := sd or own) is not ar:
-        parts.append(judged("speculation", drafted, ar))
-    if own.num_drafts and any(row.tp > own.tp for row in rivals):
-        best = max(rivals, key=speed)
-        parts.append(judged(f"a {unit} for the draft", own, best))
-    return "\n→ ".join([f"tok/s: {speeds}", *parts])
+    return (tokens - first * row.acceptance_length) / later_s if later_s > 0 else row.tok_per_s

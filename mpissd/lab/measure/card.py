@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event, Thread
 from time import monotonic
+from typing import TextIO
 
 from mpissd.common.config import RunConfig
 from mpissd.common.row import Row
@@ -14,6 +16,7 @@ from mpissd.engine.comm.topology import Topology
 from mpissd.engine.session.session import Session
 from mpissd.lab.measure.calibrate import chosen
 from mpissd.lab.measure.row import answers_file
+from mpissd.lab.show import columns_of
 
 
 def print_card(session: Session) -> None:
@@ -104,6 +107,39 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 
     with progress_line(config) as show:
         yield advance
+
+
+@contextmanager
+def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
+    """Yields say(text), which replaces the terminal's last line; every 4 s it counts the seconds,
+    and the end clears it. Without a terminal, --progress=on writes lines to stderr."""
+    begun, due, shown, is_over = monotonic(), 0.0, "", Event()
+
+    def write(text: str) -> None:
+        if terminal is not None and config.progress != "off":
+            terminal.write(f"\r\x1b[2K{text[: columns_of(terminal) - 1]}")
+            terminal.flush()
+
+    def count() -> None:
+        while not is_over.wait(4.0):
+            write(f"{shown} ({monotonic() - begun:.0f} s)")
+
+    def say(text: str) -> None:
+        nonlocal due, shown
+        shown = text
+        write(text)
+        if terminal is None and config.progress == "on" and monotonic() >= due:
+            due = monotonic() + 2.0
+            print(text, file=sys.stderr, flush=True)
+
+    clock = Thread(target=count, daemon=True)
+    clock.start()
+    try:
+        yield say
+    finally:
+        is_over.set()
+        clock.join()
+        write("")
 
 
 def print_summary(row: Row, out: str = "") -> None:

@@ -30,11 +30,11 @@ from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.decode.learning import Teaching
 from mpissd.engine.decode.round import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
-from mpissd.engine.session.session import Session, opened, rest, tell_doubt
+from mpissd.engine.session.session import Session, opened_machine, rest, session_of, tell_doubt
 from mpissd.lab.gates import violations
-from mpissd.lab.measure.beside import measured_beside, verdict
+from mpissd.lab.measure.beside import compared
 from mpissd.lab.measure.calibrate import calibrate, choose, host_costs, warm_up
-from mpissd.lab.measure.card import print_card, print_summary, progress_bar
+from mpissd.lab.measure.card import print_card, print_summary, progress_bar, status_line
 from mpissd.lab.measure.row import (
     LeadReport,
     Measured,
@@ -45,6 +45,7 @@ from mpissd.lab.measure.row import (
     write_row,
 )
 from mpissd.lab.measure.tracing import compare_clocks, write_trace
+from mpissd.lab.measure.verdict import Comparison
 from mpissd.lab.show import open_terminal, shown
 
 _INSTANT_S = 5e-6
@@ -67,42 +68,63 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
             from mpissd.online.process import learn
 
             return learn(config, comms)
-        chosen = partial(choose, given=given)
-        with opened(config, comms, chosen) as session, open_terminal() as terminal:
-            topology, is_watched = session.topology, terminal is not None
+        world, comparison = None if comms is None else comms.world, None
+        with opened_machine(config, config.drafts, world) as machine, open_terminal() as terminal:
+            topology, is_watched = machine.topology, terminal is not None
             is_shown = is_watched and config.show
+            session = session_of(machine, choose(machine, config, given))
+            machine.resources.callback(session.resources.close)
+            session.learning = comms
             if topology.is_lead:
                 print_card(session)
             row = measure(session)
             if row is not None and not is_shown:
                 print_summary(row, config.out)
-            beside = config.beside in ("all", "ar")
-            if config.beside == "auto" and config.is_text and config.on_draft_loss == "abort":
-                is_one = row is not None and row.num_prompts == 1 and is_shown
-                beside = topology.world.bcast(is_one and config.groups == 1 and comms is None)
+            if _is_compared(session, row, is_shown=is_shown):
+                session.resources.close()
+                with status_line(config, terminal) as say:
+                    brief = partial(measure, is_brief=True)
+                    comparison = compared(machine, session.job.config, row, brief, say)
             guard.stage(Stage.TEARDOWN)
-    if beside:
-        rows = measured_beside(config, row, topology.tp, topology.num_drafts, measure)
-        if row is not None:
-            print(f"{verdict(row, rows) if rows else 'neither can run here'}\n", flush=True)
     if row is not None:
+        line = row.to_dict()
+        if isinstance(comparison, Comparison):
+            print("\n".join([*comparison.lines(), ""]), flush=True)
+            line["beside"] = comparison.to_dict()
+        elif comparison is not None:
+            print(f"no comparison: {comparison}\n", flush=True)
         where = f"row {row.run_id}: the last line of {config.out}/runs.jsonl"
-        print(where if is_watched and not config.json else json_line(row.to_dict()), flush=True)
+        print(where if is_watched and not config.json else json_line(line), flush=True)
     return 0
 
 
-def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None:
+def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
+    """Whether other uses are measured after a run, the same on all ranks. Collective if it may be.
+
+    is_shown: on the lead, whether its answer was shown in a terminal.
+    """
+    config = session.job.config
+    is_able = config.groups == 1 and not config.learners and config.on_draft_loss == "abort"
+    if config.beside != "auto" or not (is_able and config.is_text):
+        return config.beside in ("all", "ar")
+    is_one = is_shown and row is not None and row.num_prompts == 1
+    return bool(session.topology.world.bcast(is_one))
+
+
+def measure(
+    session: Session, sweep: dict[str, Any] | None = None, *, is_brief: bool = False
+) -> Row | None:
     """Measures one configuration; returns its row, already written, on the lead and None elsewhere.
 
-    Collective. sweep: the row's entry on its sweep. Raises Refused on every rank if the models do
-    not fit in memory or the row contradicts itself.
+    Collective. sweep: the row's entry on its sweep. is_brief: see `calibrate`. Raises Refused on
+    every rank if the models do not fit in memory or the row contradicts itself.
     """
     if session.topology.is_lead:
         tell_doubt(session.job)
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:
-        row = _passes(rank, sweep)
+        row = _passes(rank, sweep, is_brief=is_brief)
     except Refused:  # raised on all ranks; after a fault, close would wait for lost ranks
         rank.close()
         raise
@@ -110,14 +132,14 @@ def measure(session: Session, sweep: dict[str, Any] | None = None) -> Row | None
     return row
 
 
-def _passes(rank: Rank, sweep: dict[str, Any] | None) -> Row | None:
+def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row | None:
     """Runs the calibration and the measured pass, then writes the row; returns it on the lead.
 
     Collective. Raises GateError on every rank if the row contradicts itself.
     """
     session, topology = rank.session, rank.session.topology
     config = session.job.config
-    profile = calibrate(rank)
+    profile = calibrate(rank, is_brief=is_brief)
     drafters = [rank.drafter(worker) for worker in rank.drafts]
     drafter = drafters[0] if drafters else None
     rank.prepare()

@@ -1,0 +1,182 @@
+"""Verdicts on made-up passes, what a busy machine is, and which K a run's rivals have."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpissd.common.config import RunConfig
+from mpissd.common.real_pairs import DEFAULT_RATES
+from mpissd.common.rivals import Family
+from mpissd.common.row import Row
+from mpissd.lab.measure import calibrate, run
+from mpissd.lab.measure.beside import acceptance_rates, rival, speed, tokens_of
+from mpissd.lab.measure.load import counters, gpu_reasons, reasons
+from mpissd.lab.measure.verdict import Comparison, Use
+
+FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
+FAMILIES.append(Family("sd", 2, 0))
+VERDICTS = {1.15: "pays", 1.0: "makes no difference", 0.85: "does not pay"}
+MOST_TURNS = 7  # that fit into the time
+
+
+def compared(
+    rates: list[float], seed: int, noise: float, busy: list[str] | None = None
+) -> Comparison:
+    """Uses with these true speeds, measured as `run` does: a turn slows all, and a pass one."""
+    draws, uses = np.random.default_rng(seed), [Use(family, "core", 2) for family in FAMILIES]
+    comparison = Comparison(uses, busy or [], [], 99)
+    for turn in range(1, MOST_TURNS + 1):
+        shared = draws.normal(0, 2 * noise)
+        for use, rate in zip(uses, rates, strict=True):
+            use.speeds.append(rate * float(np.exp(shared + draws.normal(0, noise))))
+        if turn >= 4 and comparison.is_decided(0.03):
+            break
+    return comparison
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), VERDICTS.items())
+def test_quiet_machines_give_one_verdict(ratio: float, verdict: str) -> None:
+    """200 jobs, of which two rivals tie; none says the opposite, and at most 2 in 100 cannot tell.
+
+    By simulation .2 in 100 do at this noise.
+    """
+    rates = [100 * ratio, 70, 70 * ratio, 100, 99.5]
+    jobs = [compared(rates, seed, 0.015).answers() for seed in range(200)]
+    for question in (0, 1):
+        counts = Counter(answers[question].verdict for answers in jobs)
+        assert counts.keys() <= {verdict, "cannot tell"} and counts[verdict] >= 196
+
+
+def test_a_busy_machine_is_named_in_every_sentence() -> None:
+    """Whatever other processes do to uses of two cores; only a clear interval is a verdict."""
+    jobs = [compared([60, 90, 95, 40, 35], seed, 0.3, ["others"]) for seed in range(200)]
+    jobs += [compared([60, 90, 95, 40, 35], seed, 0.02, ["others"]) for seed in range(20)]
+    for job in jobs:
+        text = " ".join(job.lines())
+        assert "The machine is busy: others." in text
+        for answer in job.answers():
+            asked = answer.what[0].lower() + answer.what[1:]
+            is_told = answer.verdict != "cannot tell"
+            assert f"While it is busy, {asked} {answer.verdict}:" in text or not is_told
+            assert not is_told or not 1 / 1.05 < answer.ratio.low < answer.ratio.high < 1.05
+    verdicts = Counter(answer.verdict for job in jobs for answer in job.answers())
+    assert verdicts["cannot tell"] > 200 and verdicts["does not pay"] >= 20
+
+
+def test_the_words_of_a_verdict() -> None:
+    """The table is sorted, lines have 100 columns, and the JSON has the numbers."""
+    uses = [Use(family, "core", family.mode != "ar" and 2) for family in FAMILIES]
+    for use, rate in zip(uses, (104, 75, 86, 102, 0), strict=True):
+        use.speeds = [rate * (1 + 0.01 * (n % 2)) for n in range(4)]
+    uses[-1].refused, uses[-1].speeds = "needs 9.1 GB", []
+    comparison = Comparison(uses, num_rounds=20)
+    lines = comparison.lines()
+    assert lines[0] == "tok/s in 4 turns (95% interval):"
+    assert lines[1] == "  SSD K=2 on 2 cores        104.5 (103.6–105.5)"
+    assert [line.split()[0] for line in lines[1:5]] == ["SSD", "AR", "SD", "AR"]
+    assert lines[5:] == [
+        "  SD inline K=2 on 2 cores  not measured: needs 9.1 GB",
+        "→ Speculation pays: SD inline K=2 makes 1.15× (1.15–1.15) of AR on 1 core.",
+        "→ A core for the draft makes no difference: "
+        "SSD K=2 makes 1.02× (1.02–1.02) of AR on 2 cores.",
+    ]
+    assert max(map(len, lines)) <= 100
+    told = json.loads(json.dumps(comparison.to_dict()))
+    assert [each["verdict"] for each in told["verdicts"]] == ["pays", "makes no difference"]
+    assert told["uses"][-1]["refused"] and told["uses"][0]["speeds"] == uses[0].speeds
+    few = " ".join(replace(comparison, num_rounds=3).lines())
+    assert few.count("an answer of fewer than 6 rounds is too short") == few.count("→") == 2
+    one_turn = [Use(use.family, "GPU", 2, use.speeds[:1]) for use in uses[:4]]
+    copied = [Use(Family(mode, 1, 0), "core", 0, [rate]) for mode, rate in (("lookup", 90.0),
+              ("ar", 60.0), ("sd", 40.0))]  # fmt: skip
+    (answer,) = Comparison(copied, num_rounds=20).answers()
+    assert (answer.use, answer.ratio.mean) == (copied[0], pytest.approx(1.5))
+    (sentence, *_) = Comparison(one_turn, num_rounds=20).lines()[5:]
+    assert sentence.startswith("→ Cannot tell whether speculation pays: the turns differ too much")
+
+
+def test_a_load_is_what_others_took_of_the_cores() -> None:
+    """Of two ranks on two cores for 10 s, and of one that leaves a core free."""
+    rank = {"wall": 10.0, "own": 9.9, "delayed": 0.1, "busy": 20.0, "stolen": 0.0}
+    assert reasons([rank, rank], 2) == []
+    assert reasons([{**rank, "own": 6.0, "delayed": 4.0}, {**rank, "own": 6.4}], 2) == [
+        "other processes used 38% of its 2 cores",
+        "its ranks waited 20% of the time for a core",
+    ]
+    assert reasons([{**rank, "busy": 19.0}], 2) == []
+    slowed = {**rank, "busy": 10.0, "stolen": 2.0, "throttled": 1.0}
+    told = ["the hypervisor took 20% of its core", "a quota stopped it 10% of the time"]
+    assert reasons([slowed], 2) == told
+    assert reasons([{"wall": 10.0, "own": 3.0}], 2) == []  # a system that counts nothing else
+    before, after = counters(), counters()
+    assert before.keys() == after.keys() >= {"wall", "own"}
+    assert all(after[name] >= value >= 0 for name, value in before.items())
+
+
+def test_gpus_are_asked_once_and_unknown_without_an_answer(tmp_path: Path) -> None:
+    command = tmp_path / "smi"
+    command.write_text(
+        '#!/bin/sh\ncase $1 in *gpu=*) echo "GPU-a, Not Active, Active"; echo "GPU-b, Active, '
+        'Active";; *) echo "GPU-b, 12"; echo "GPU-a, 13"; echo "GPU-a, 14";; esac\n'
+    )
+    command.chmod(0o755)
+    assert gpu_reasons(["GPU-c"], str(command)) == []
+    assert gpu_reasons(["GPU-a"], str(command)) == [
+        "a GPU is hot or short of power, and its clock low",
+        "another process is on one of its GPUs",
+    ]
+    assert gpu_reasons(["GPU-a"], str(tmp_path / "none")) == []
+
+
+def test_rivals_have_the_k_that_is_fastest_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not the flag's default: by the acceptance that the run imposes."""
+    asked = []
+
+    def fastest(job: Any, verify_s: Any, draft_s: Any, rates: Any) -> tuple[int, str]:
+        asked.append((job.lookahead, min(verify_s.values()) > 0, tuple(rates)))
+        return 3, job.config.fan_out
+
+    monkeypatch.setattr(calibrate, "fastest", fastest)
+    flags: dict[str, Any] = {"mode": "ar", "backend": "numpy", "alpha": 0.6, "beside": "all"}
+    config = RunConfig(**flags, rounds=30, beside_s=0, progress="off", out=str(tmp_path), seed=7)
+    assert run.execute(config) == 0
+    assert asked == [(4, True, (0.6,) * 10)]
+    rows = [json.loads(line) for line in (tmp_path / "beside/runs.jsonl").read_text().splitlines()]
+    rows = [row for row in map(Row.from_dict, rows) if row.sweep and row.sweep["turn"]]
+    assert {row.lookahead for row in rows if row.mode == "sd"} == {3}
+    assert sorted({row.seed for row in rows}) == [8, 9]  # a seed a turn: `compare` pairs them
+    *told, _, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("→") for line in told)
+    (verdict,) = json.loads(last)["beside"]["verdicts"]
+    assert (verdict["use"], verdict["turns"]) == ("SD inline K=3 on 1 core", 2)
+
+
+def test_rates_and_lengths_of_passes_follow_the_run() -> None:
+    row = Row.from_dict({"accept_histogram": [10, 0, 30], "tok_per_s": 200.0, "batch_size": 2})
+    known = acceptance_rates(row)
+    assert known is not None and known[:2] == pytest.approx((30.5 / 41, 30.5 / 31))
+    assert len(known) == 10 and acceptance_rates(Row.from_dict({"accept_histogram": [9]})) is None
+    assert tokens_of(row, RunConfig()) == 35
+    assert tokens_of(row, RunConfig(workload="text", num_tokens=20)) == 20
+    assert tokens_of(row | {"tok_per_s": 3.0}, RunConfig()) == 32
+    shipped = RunConfig(workload="text", pair="smollm2", backend="numpy", lookahead=7)
+    assert rival(shipped, "sd").lookahead == 2 and len(DEFAULT_RATES) == 7
+    assert rival(RunConfig(lookahead=7, laws="x"), "sd").laws == "x"
+
+
+def test_a_speed_counts_the_last_round_whole_unless_the_text_ended() -> None:
+    """60 tokens in 20 rounds of 4 s, and 2 tokens beyond the limit; the first round took 1 s."""
+    text = {"num_prompts": 1, "batch_size": 1, "num_tokens": 60, "token_limit": 60, "wall_s": 5.0}
+    text |= {"time_to_first_token_s": 1.0, "accept_histogram": [0, 0, 18, 2]}
+    text |= {"acceptance_length": 3.1, "t_prefill_s": 0.5, "tok_per_s": 12.0}
+    assert speed(Row.from_dict(text)) == pytest.approx((62 - 3.1) / 4)
+    assert speed(Row.from_dict({**text, "token_limit": 90})) == pytest.approx((60 - 3.1) / 4)
+    imposed = {**text, "time_to_first_token_s": None, "num_prompts": None}
+    assert speed(Row.from_dict(imposed)) == pytest.approx(62 / 5)
