@@ -1,4 +1,5 @@
-## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks
+## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks; say
+##                             what pays here, in 20 s (ARGS=--beside=off: not)
 ## make chat                   talk to a model in the terminal (docs/text.md)
 ## make serve PORT=8000        serve a model over HTTP, as OpenAI's API (docs/serving.md)
 ##                             (REGISTER=FOLDER: one of several, behind python -m mpissd replicas)
@@ -85,9 +86,14 @@ python := $(call quote,$(or $(call given,PYTHON),.venv/bin/python))
 setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)
 setup_run = $(setup) $(flags) $(call given,ARGS)
 
+# A run by hand ends with a verdict, also in a pipe; a flag of ARGS comes later and counts.
+unlike = $(call is_given,GROUPS)$(call is_given,LEARNERS) \
+    $(foreach f,groups learners on_draft_loss,$(findstring --$f,$(call given,ARGS)))
+beside = $(if $(strip $(unlike)),,--beside=all)
+
 run:
 	$(check_names)$(setup_run)
-	@PYTHON=$(python) launch/local.sh $(num_ranks) $(flags) $(call given,ARGS)
+	@PYTHON=$(python) launch/local.sh $(num_ranks) $(beside) $(flags) $(call given,ARGS)
 
 chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair TARGET:target DRAFT:draft BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
