@@ -206,7 +206,7 @@ class _Beside:
         rest(machine.topology)
         if row is None:
             return None
-        if turn:
+        if turn and self._run.is_text:  # outcomes that are imposed differ with each turn's seed
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
         return speed(row)
 
