@@ -154,6 +154,11 @@ def test_rivals_have_the_k_that_is_fastest_here(
     assert sorted({row.seed for row in rows}) == [8, 9]  # a seed a turn: `compare` pairs them
     *told, _, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("→") for line in told)
+    told_uses = {use["lookahead"]: use["speeds"] for use in json.loads(last)["beside"]["uses"]}
+    for row in rows:  # by the mean of the imposed acceptance, not by its draws
+        mean = sum(0.6**k for k in range(row.lookahead + 1))
+        rate = row.num_rounds * mean / row.wall_s
+        assert rate == pytest.approx(told_uses[row.lookahead][row.seed - 8], rel=1e-4)
     (verdict,) = json.loads(last)["beside"]["verdicts"]
     assert (verdict["use"], verdict["turns"]) == ("SD inline K=3 on 1 core", 2)
 

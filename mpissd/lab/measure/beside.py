@@ -22,6 +22,7 @@ from mpissd.common.errors import GateError
 from mpissd.common.flags import flags_of
 from mpissd.common.output import make_output
 from mpissd.common.rivals import LOOKUPS, Family
+from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused, agreed, usable_cores
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
@@ -208,6 +209,9 @@ class _Beside:
             return None
         if turn and self._run.is_text:  # outcomes that are imposed differ with each turn's seed
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
+        if job.workload.is_imposed and job.config.backup == "jit" and not job.config.tree:
+            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # its draws would only add noise
+            return speed(row) * mean / row.acceptance_length
         return speed(row)
 
     def _busy(self) -> list[str]:
