@@ -20,7 +20,7 @@ from mpissd.lab.measure.verdict import Comparison, Use
 
 FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
 FAMILIES.append(Family("sd", 2, 0))
-VERDICTS = {1.15: "pays", 1.0: "makes no difference", 0.85: "does not pay"}
+VERDICTS = {1.15: "pays", 1.0: "does not pay", 0.95: "does not pay", 0.85: "does not pay"}
 MOST_TURNS = 7  # that fit into the time
 
 
@@ -82,12 +82,12 @@ def test_the_words_of_a_verdict() -> None:
     assert lines[5:] == [
         "  SD inline K=2 on 2 cores  not measured: needs 9.1 GB",
         "→ Speculation pays: SD inline K=2 makes 1.15× (1.15–1.15) of AR on 1 core.",
-        "→ A core for the draft makes no difference: "
+        "→ A core for the draft does not pay: "
         "SSD K=2 makes 1.02× (1.02–1.02) of AR on 2 cores.",
     ]
     assert max(map(len, lines)) <= 100
     told = json.loads(json.dumps(comparison.to_dict()))
-    assert [each["verdict"] for each in told["verdicts"]] == ["pays", "makes no difference"]
+    assert [each["verdict"] for each in told["verdicts"]] == ["pays", "does not pay"]
     assert told["uses"][-1]["refused"] and told["uses"][0]["speeds"] == uses[0].speeds
     few = " ".join(replace(comparison, num_rounds=3).lines())
     assert few.count("an answer of fewer than 6 rounds is too short") == few.count("→") == 2

@@ -17,11 +17,12 @@ import numpy as np
 from mpissd.common.compare import bound, student_t
 from mpissd.common.rivals import Family
 
-_GAIN = 1.05  # the least ratio that counts as a gain; its inverse is a loss
-_LEVEL = 1.1  # an interval within this ratio of 1 without gain or loss shows no difference
+_GAIN = 1.05  # the least ratio that counts as a gain
 _TELLING = 10  # the most by which an upper bound exceeds the mean in a text
 _COLUMNS = 100
-PAID, LOST, EQUAL, UNKNOWN = "pays", "does not pay", "makes no difference", "cannot tell"
+PAID = "pays"
+LOST = "does not pay"
+UNKNOWN = "cannot tell"
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,13 @@ class Ratio:
         return f"{text(self.low)}–{text(self.high)}"
 
     def judgement(self, *, is_busy: bool) -> str:
-        """The verdict; on a busy machine only if the whole interval is a gain, or a loss."""
-        if self.low > (_GAIN if is_busy else 1) and self.mean >= _GAIN:
+        """The verdict: a gain pays, and what is surely none does not. On a busy machine only an
+        interval that is all gain, or all loss, is a verdict."""
+        least_gain = _GAIN if is_busy else 1
+        most_loss = 1 / _GAIN if is_busy else _GAIN
+        if self.low > least_gain and self.mean >= _GAIN:
             return PAID
-        if self.high < (1 / _GAIN if is_busy else 1) and self.mean <= 1 / _GAIN:
-            return LOST
-        is_level = not is_busy and self.low > 1 / _LEVEL and self.high < _LEVEL
-        return EQUAL if is_level else UNKNOWN
+        return LOST if self.high < most_loss else UNKNOWN
 
 
 @dataclass
