@@ -36,7 +36,7 @@ _LIMIT = 2**64  # of all numbers; a seed may have 64 bits
 _LEAST = {  # of the numbers that may not be 0, or may be negative
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
-    **dict.fromkeys(("prediction_error", "sampling_error"), -_LIMIT),
+    **dict.fromkeys(("prediction_error", "sampling_error", "ledger_closure"), -_LIMIT),
 }
 NEEDED = (  # keys without which a row is compared with no other
     "run_id mode device_name target tok_per_s lookahead world_size tp".split()
