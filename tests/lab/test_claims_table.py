@@ -281,11 +281,11 @@ def test_the_table() -> None:
     found = compare_methods(ROWS)
     lines = render(found).splitlines()
     assert lines[0] == "8b/1b, T=1, H200: acceptance alpha:0.8, batch_size 1"
-    assert lines[1].split() == "tok/s K=2 K=4 K=8 best at spread n x AR a GPU".split()
+    assert lines[1].split() == "tok/s K=2 K=4 K=8 best at predicted spread n x AR a GPU".split()
     one = "(no interval: 1 seed)"
-    sd = f"SD 500.0 600.0 550.0 600.0 K=4 3.3% 3 2.00 {one} 1.00 {one}"
+    sd = f"SD 500.0 600.0 550.0 600.0 K=4 600.0 3.3% 3 2.00 {one} 1.00 {one}"
     assert lines[3].split() == sd.split()
-    ssd = f"p_hit:0.9 700.0 900.0 1000.0 1000.0 K=8 2.0% 3 3.33 {one} 1.67 {one}"
+    ssd = f"p_hit:0.9 700.0 900.0 1000.0 1000.0 K=8 1000.0 2.0% 3 3.33 {one} 1.67 {one}"
     assert lines[4].split()[2:] == ssd.split()
     assert "few seeds and claims no speedup" in lines[-1]
 
@@ -308,6 +308,24 @@ def test_predictions_choose_k_unless_they_miss_by_far() -> None:
     assert "miss these rows by (median) SD 145%" in render([found])
     (found,) = compare_methods([each | {"prediction_error": 0.15} for each in rows])
     assert bests(found)[0].lookahead == 6 and "warning" not in render([found])
+
+
+def test_the_best_of_a_table_is_what_was_measured_best() -> None:
+    """One run has no spread; its prediction stands beside it; a core is not called a GPU."""
+    rows = [row("ar", 0, 300, backend="numpy")]
+    rows += [
+        row("sd", k, rate, backend="numpy", expected_tok_per_s=mean, prediction_error=error)
+        for k, rate, mean, error in ((2, 436, 500, 0.1), (6, 562, 480, 0.2), (8, 246, 446, -0.45))
+    ]
+    (found,) = compare_methods(rows)
+    text = render([found])
+    head, _, sd = text.splitlines()[1:4]
+    assert head.split()[-2:] == ["a", "core"] and " GPU" not in text
+    assert sd.split()[1:9] == "436.0 562.0 !246.0 562.0 K=6 480.0 – 1".split()
+    assert (
+        "! SD K=8: 1 of 1 runs missed by more than a third, one of 246.0 tok/s (predicted: 447.3)"
+        in text
+    )
 
 
 def test_a_rival_measured_beside_has_the_flags_of_its_command() -> None:

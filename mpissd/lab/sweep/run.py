@@ -26,7 +26,7 @@ from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
-from mpissd.lab.tables.best import compare_methods, render
+from mpissd.lab.tables.best import compare_methods, render, unit
 from mpissd.lab.tables.load import LeftOut, load_rows
 
 
@@ -126,7 +126,7 @@ class Sweep:
         if not isinstance(result, MpissdError):
             assert result is not None, "a lead without a row"
             rate, each = result.tok_per_s, result.tok_per_s_per_gpu
-            return f"{rate:>10.1f} tok/s {each:>9.1f} a GPU  {name}"
+            return f"{rate:>10.1f} tok/s {each:>9.1f} a {unit(result)}  {name}"
         if result.exit_code != GateError.exit_code:  # after a GateError its row is in flagged.jsonl
             failed = {"error": str(result), "exit_code": result.exit_code, "sweep": self._id}
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})

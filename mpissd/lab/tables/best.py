@@ -25,6 +25,7 @@ from mpissd.common.rivals import LOOKUPS, TREE, Family
 from mpissd.common.row import Row
 
 MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
+FAR = 1 / 3  # error of one run's own replay beyond which the run is marked
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
@@ -35,15 +36,19 @@ _ASKED = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")  
 _MODES = ("ar", "sd", "ssd")
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _WARNING = (
-    "warning: predictions miss these rows by (median) {}: best K by what was measured; measure on "
-    "a machine that does nothing else"
+    "warning: predictions miss these rows by (median) {}: measure on a machine that does nothing "
+    "else"
 )
+_MISSED = "! {}: {} of {} runs missed by more than a third, one of {} tok/s (predicted: {})"
 _WIDE = 28  # text columns for a gain with its interval
 _LEGEND = """\
-best, at: K of the largest predicted mean (expected_tok_per_s), which no measured round enters;
-  of the largest median tok/s where there is none, or where the predictions miss by more than 20%
-x AR, a GPU: the gain over AR and that a GPU, each with its 95% interval
+best, at: the largest measured median, and its K; predicted: its mean by the job's own profile
+spread: largest minus smallest of the n runs, over the median
+x AR, a {unit}: the gain over AR and that a {unit}, each with its 95% interval
 +: paired over 5 seeds or more of 400 rounds; what has none is of few seeds and claims no speedup"""
+_CHOICE = (
+    "lines of SSD: at the K of its largest predicted mean, so that a lucky run cannot choose it\n"
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ class Use:
         return (max(rates) - min(rates)) / self.tok_per_s
 
     @property
+    def missed(self) -> list[Row]:
+        """The rows that miss their own replay by more than a third, the farthest first."""
+        far = [row for row in self.rows if missed_by([row.prediction_error]) > FAR]
+        return sorted(far, key=lambda row: -abs(row.prediction_error or 0.0))
+
+    @property
     def seeds(self) -> set[object]:
         """The seeds of the rows."""
         return {row.seed for row in self.rows}
@@ -100,7 +111,7 @@ class Use:
 
     def __str__(self) -> str:
         """Returns the use as text: its mode, T, D and K."""
-        return str(self.family) + f" K={self.lookahead}" * bool(self.lookahead)
+        return f"{self.family} {_at(self)}".rstrip()
 
 
 def best_use(uses: Sequence[Use]) -> Use:
@@ -112,6 +123,11 @@ def best_use(uses: Sequence[Use]) -> Use:
     errors = [row.prediction_error for use in uses for row in use.rows]
     if are_predicted([use.predicted for use in uses], errors):
         return max(uses, key=lambda use: use.predicted or 0.0)
+    return fastest(uses)
+
+
+def fastest(uses: Iterable[Use]) -> Use:
+    """Returns the use with the largest median tok/s."""
     return max(uses, key=lambda use: use.tok_per_s)
 
 
@@ -140,7 +156,7 @@ class Comparisons:
     @property
     def baseline(self) -> Use | None:
         """AR; None if it was not measured."""
-        return next((best_use(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
+        return next((fastest(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
@@ -255,6 +271,11 @@ def flags_of(row: Row) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
+def unit(row: Row) -> str:
+    """Returns what a rank of a row's job runs on: a GPU or, with NumPy, a core."""
+    return "core" if row.backend == "numpy" else "GPU"
+
+
 def render(
     comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
 ) -> str:
@@ -263,6 +284,7 @@ def render(
     below: lines to print below each table (claims.py).
     """
     tables = []
+    units = {}
     for comparison, lines_below in zip(comparisons, below or [()] * len(comparisons), strict=True):
         known, methods = comparison.setting, comparison.methods
         drafts = f"/{known['draft']}" if known.get("draft") else ""
@@ -270,25 +292,39 @@ def render(
         width = max(map(len, methods))
         lookaheads = sorted({u.lookahead for uses in methods.values() for u in uses} - {0})
         columns = "".join(f"{f'K={k}':>9}" for k in lookaheads)
+        per = unit(next(iter(methods.values()))[0].rows[0])
+        units[per] = None
         lines = [
             f"{known['target']}{drafts}, T={known['tp']}, {known['device_name']}: {about}",
-            f"{'tok/s':{width}}{columns}     best   at  spread   n"
-            f"{'x AR':>{_WIDE}}{'a GPU':>{_WIDE}}",
+            f"{'tok/s':{width}}{columns}     best   at  predicted  spread   n"
+            f"{'x AR':>{_WIDE}}{f'a {per}':>{_WIDE}}",
         ]
         far = []
+        notes = []
         for name, uses in methods.items():
-            best, rates = best_use(uses), {use.lookahead: use.tok_per_s for use in uses}
-            line = "".join(_number(rates[k]) if k in rates else " " * 9 for k in lookaheads)
-            at = f"K={best.lookahead}" if best.lookahead else ""
-            line += f"{_number(best.tok_per_s)}{at:>5}{best.spread:>8.1%}{len(best.rows):>4}"
+            best, cells = fastest(uses), {use.lookahead: _cell(use) for use in uses}
+            line = "".join(f"{cells.get(k, ''):>9}" for k in lookaheads)
+            at = _at(best)
+            predicted = "–" if best.predicted is None else _number(best.predicted)
+            spread = "–" if len(best.rows) == 1 else f"{best.spread:.1%}"
+            line += f"{_cell(best):>9}{at:>5}{predicted:>11}{spread:>8}{len(best.rows):>4}"
             gains = _gains(best, comparison.baseline)
             line += "".join(f"{'–' if gain is None else gain.brief:>{_WIDE}}" for gain in gains)
             lines.append(f"{name:{width}}{line}".rstrip())
             missed = missed_by(row.prediction_error for use in uses for row in use.rows)
             far += [f"{name} {missed:.0%}"] * (missed > MOST_MISSED)
+            for use in uses:
+                if use.missed:
+                    row = use.missed[0]
+                    by_replay = float(row.tok_per_s) / (1 + float(row.prediction_error or 0))
+                    rates = _number(row.tok_per_s), _number(by_replay)
+                    where = f"{name} {_at(use)}".rstrip()
+                    notes.append(_MISSED.format(where, len(use.missed), len(use.rows), *rates))
+        lines += notes
         lines += [_WARNING.format(", ".join(far))] * bool(far)
         tables.append("\n".join([*lines, *map(str, lines_below)]))
-    return "\n\n".join([*tables, _LEGEND])
+    choice = _CHOICE if any(below or ()) else ""
+    return "\n\n".join([*tables, choice + _LEGEND.format(unit=" or ".join(units))])
 
 
 def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison | None]:
@@ -299,5 +335,15 @@ def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison |
     return gain, gain.scaled(base.family.gpus / best.family.gpus)
 
 
+def _at(use: Use) -> str:
+    """Returns a use's K as text, nothing for AR."""
+    return f"K={use.lookahead}" if use.lookahead else ""
+
+
+def _cell(use: Use) -> str:
+    """Returns a use's median tok/s, marked if one of its runs misses its own prediction by far."""
+    return "!" * bool(use.missed) + _number(use.tok_per_s)
+
+
 def _number(rate: float) -> str:
-    return f"{rate:>9.1f}" if rate < 1e5 else f"{rate:>9.0f}"
+    return f"{rate:.1f}" if rate < 1e5 else f"{rate:.0f}"

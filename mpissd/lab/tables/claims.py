@@ -31,6 +31,7 @@ from mpissd.lab.tables.best import (
     is_lookup,
     method_of,
     mode_of,
+    unit,
 )
 
 LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
@@ -103,11 +104,12 @@ class Claim:
     def __str__(self) -> str:
         """Returns the line that `compare` prints below a table of methods."""
         line = f"{self.ssd.method}, {self.ssd}: {self.ssd.tok_per_s:.1f} tok/s, "
-        line += f"{self.ssd.per_gpu:.1f} a GPU"
+        per = unit(self.ssd.rows[0])
+        line += f"{self.ssd.per_gpu:.1f} a {per}"
         if self.other is None:
-            line += "; no other use of its GPUs was measured"
+            line += f"; no other use of its {per}s was measured"
         else:
-            line += f"; strongest other use of {self.gpus} GPUs, {self.other}: "
+            line += f"; strongest other use of {self.gpus} {per}s, {self.other}: "
             line += f"{self.other.tok_per_s:.1f} tok/s, SSD over it {self.text}"
         if self.copies is not None:
             count, use = self.copies

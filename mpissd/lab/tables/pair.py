@@ -10,6 +10,7 @@ from typing import Any
 from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
+from mpissd.lab.tables.best import unit
 
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
@@ -75,7 +76,7 @@ class Pair:
         differ = "; ".join(f"{key} {short(x)} → {short(y)}" for key, (x, y) in self.differ.items())
         lines += [f"differ in: {differ or 'nothing'}", f"b over a: {gain}"]
         if self.a.world_size != self.b.world_size:
-            lines.append(f"per GPU: {self.per_gpu}")
+            lines.append(f"per {unit(self.a)}: {self.per_gpu}")
         lines.append(f"(by pairs of one seed: {gain.num_seeds})")
         if not gain.one_visit:
             lines.append(f"({FEW_VISITS})")
