@@ -25,6 +25,7 @@ from mpissd.common.rivals import LOOKUPS, TREE, Family
 from mpissd.common.row import Row
 
 MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
+_MOST = 3  # marked uses that a table explains
 FAR = 1 / 3  # error of one run's own replay beyond which the run is marked
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
@@ -39,7 +40,9 @@ _WARNING = (
     "warning: predictions miss these rows by (median) {}: measure on a machine that does nothing "
     "else"
 )
-_MISSED = "! {}: {} of {} runs missed by more than a third, one of {} tok/s (predicted: {})"
+_MISSED = (
+    "! {}: {} of {} runs are off their own predictions by over a third; one made {}, predicted {}"
+)
 _WIDE = 28  # text columns for a gain with its interval
 _LEGEND = """\
 best, at: the largest measured median, and its K; predicted: its mean by the job's own profile
@@ -284,7 +287,7 @@ def render(
     below: lines to print below each table (claims.py).
     """
     tables = []
-    units = {}
+    units: dict[str, None] = {}
     for comparison, lines_below in zip(comparisons, below or [()] * len(comparisons), strict=True):
         known, methods = comparison.setting, comparison.methods
         drafts = f"/{known['draft']}" if known.get("draft") else ""
@@ -320,7 +323,7 @@ def render(
                     rates = _number(row.tok_per_s), _number(by_replay)
                     where = f"{name} {_at(use)}".rstrip()
                     notes.append(_MISSED.format(where, len(use.missed), len(use.rows), *rates))
-        lines += notes
+        lines += notes[:_MOST] + [f"! and {len(notes) - _MOST} more uses"] * (len(notes) > _MOST)
         lines += [_WARNING.format(", ".join(far))] * bool(far)
         tables.append("\n".join([*lines, *map(str, lines_below)]))
     choice = _CHOICE if any(below or ()) else ""
