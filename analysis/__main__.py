@@ -19,9 +19,11 @@ import matplotlib as _  # noqa: F401
 os.fchdir(_here)
 os.close(_here)
 
+import inspect
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,9 +31,9 @@ from functools import partial
 from pathlib import Path
 
 from analysis.figures import FIGURES
-from analysis.rows import Data, Notes, NothingLeft, load
+from analysis.rows import Data, Notes, NothingLeft, load, tidy
 from analysis.select import by_pair, machines, on_machine
-from analysis.style import FORMATS, Poster, save, themed
+from analysis.style import FORMATS, NO_ROWS, Poster, save, themed
 from mpissd.common.errors import MpissdError, unknown
 from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
 from mpissd.common.output import open_streams, unless_unread
@@ -112,9 +114,12 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
 _shared: list[Data] = []  # data of a worker process
 
 
-def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> list[str | None]:
+def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> tuple[list[str], str]:
+    """Returns the lines that report what was drawn, or why nothing was."""
     device, name = job
-    return [item.saved(out, kinds) for item in draw(_shared[0], name, device)]
+    items = list(draw(_shared[0], name, device))
+    lines = [line for item in items if (line := item.saved(out, kinds))]
+    return lines, "" if lines else items[-1].why
 
 
 def parse(arguments: list[str]) -> tuple[str, Options]:
@@ -128,10 +133,23 @@ def parse(arguments: list[str]) -> tuple[str, Options]:
     return what, parse_into(Options, read(rest, flags_of(Options)))
 
 
-def usage() -> int:
-    """Prints the help: the figures and the flags."""
-    print("python -m analysis FIGURE [--name=value …]\n")
-    print("\n".join(f"  {name:14} {about}" for name, about in ABOUT.items()) + "\n")
+def needs(name: str) -> str:
+    """Returns which rows a figure needs, as it says itself if there are none."""
+    try:
+        FIGURES[name].draw(Data(tidy([])))
+    except NothingLeft as nothing:
+        return str(nothing).removeprefix(NO_ROWS)
+    return ""
+
+
+def usage(names: Sequence[str]) -> int:
+    """Prints the help: the figures, or what one shows and needs, and the flags."""
+    print(f"python -m analysis {names[0] if len(names) == 1 else 'FIGURE'} [--name=value …]\n")
+    if len(names) == 1 and names[0] in FIGURES:
+        text = inspect.cleandoc(FIGURES[names[0]].draw.__doc__ or "")
+        print(textwrap.indent(f"{ABOUT[names[0]]}\n\n{text}\nIt needs {needs(names[0])}.\n", "  "))
+    else:
+        print("\n".join(f"  {name:14} {about}" for name, about in ABOUT.items()) + "\n")
     print("\n".join(f"  --{n:12} {of.metadata['help']}" for n, of in flags_of(Options).items()))
     return 0
 
@@ -150,30 +168,35 @@ def execute(what: str, options: Options) -> int:
         jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
         if not jobs:
             raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
-        lines: list[str | None] = []
+        reasons = dict[str, str]()  # why a figure was drawn of no machine, "" if it was
         with ProcessPoolExecutor(options.workers, None, _shared.append, (data,)) as pool:
-            for found in pool.map(partial(_draw_one, out, kinds), jobs):
-                lines += found
-                print("".join(f"{line}\n" for line in found if line), end="", flush=True)
-        if skipped := lines.count(None):
-            print(f"analysis: {skipped} figures lack rows: FIGURE --device=… says", file=sys.stderr)
-        return 0 if any(lines) else 2
+            results = pool.map(partial(_draw_one, out, kinds), jobs)
+            for (_, name), (lines, why) in zip(jobs, results, strict=True):
+                reasons[name] = why and reasons.get(name, why)
+                print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        for name, why in reasons.items():
+            if why:
+                print(f"analysis: {name}: {why}", file=sys.stderr)
+        return 0 if "" in reasons.values() else 2
     items = list(draw(data, what, options.device))
     for note in dict.fromkeys(note for item in items for note in item.notes):
         print(f"analysis: {note}", file=sys.stderr)
-    lines = [item.saved(out, kinds) for item in items]
-    for item, line in zip(items, lines, strict=True):
+    saved = [item.saved(out, kinds) for item in items]
+    for item, line in zip(items, saved, strict=True):
         print(line or f"analysis: {item.name}: {item.why}", file=sys.stdout if line else sys.stderr)
-    return 0 if any(lines) else 2
+    return 0 if any(saved) else 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     open_streams()
     given = sys.argv[1:] if arguments is None else arguments
-    wants_help = not given or bool({"-h", "--help"} & set(given))
+    names = [word for word in given if word not in ("-h", "--help")]
+    wants_help = not names or len(names) < len(given)
     try:
-        return unless_unread(usage if wants_help else lambda: execute(*parse(given)))
+        return unless_unread(
+            partial(usage, names) if wants_help else lambda: execute(*parse(given))
+        )
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code

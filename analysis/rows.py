@@ -48,8 +48,9 @@ _DEFAULTS: Line = {  # None for the other keys
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "prediction_error expected_tok_per_s branch_budget tok_per_s temperature divergence "
-    "round_s forward_s all_reduce_s wait_s other_s step_s"
+    "round_s forward_s all_reduce_s wait_s other_s step_s alpha p_hit per_gpu per_sequence low high"
 ).split()
+_OTHERS = "row folder method gpus policy backup_cut other_draft commit".split()
 
 
 _OF_CELLS = ["device_name", "pair", "law", "batch_size", "host"]
@@ -120,7 +121,7 @@ def load(paths: Iterable[str | Path]) -> Data:
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
-    names = dict.fromkeys(("row", *KEYS, *RETIRED, *_NUMBERS))
+    names = dict.fromkeys((*_OTHERS, *KEYS, *RETIRED, *_NUMBERS))
     every = [{**names, **line} for line in lines]
     frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
     numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in _NUMBERS}

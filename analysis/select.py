@@ -20,6 +20,7 @@ from mpissd.lab.tables.best import are_predicted
 # The conditions that a figure's rows share besides the machine.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
 _OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
+SHAPE = ["lookahead", "fan_out", "tree_nodes", "backup", "backup_lookahead"]  # chosen for a use
 _POLICY = ("on_late", "backup", "backup_cut")
 
 
@@ -100,8 +101,8 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def best_rows(rows: pd.DataFrame, by: Sequence[str] = ("lookahead", "policy")) -> pd.DataFrame:
-    """Returns the rows of the fastest combination of `by`, chosen as `compare` does
-    (lab/tables/best.py)."""
+    """Returns the rows of the fastest combination of `by`, chosen as verdicts of `compare` do
+    (lab/tables/best.py): by predictions, which no lucky run enters."""
     if rows.empty:
         return rows
     errors = rows["prediction_error"]
@@ -111,11 +112,18 @@ def best_rows(rows: pd.DataFrame, by: Sequence[str] = ("lookahead", "policy")) -
     return rows[(rows[list(by)] == best[list(by)]).all(axis=1)]
 
 
+def fastest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """Returns the rows of the shape with the largest median tok/s at each value of `by`."""
+    parts = []
+    for _, part in rows.groupby(list(by)):
+        shapes = [shape for _, shape in part.groupby(key(part, SHAPE))]
+        parts.append(max(shapes, key=lambda shape: shape["tok_per_s"].median()))
+    return pd.concat(parts) if parts else rows
+
+
 def best_points(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Returns the best K and policy at each value of `by`, repeats merged into one point."""
-    names = [by, "lookahead", "policy"]
-    parts = [points(best_rows(part), names) for _, part in rows.groupby(by)]
-    return pd.concat(parts) if parts else points(rows, names)
+    """Returns the fastest K and policy at each value of `by`, repeats merged into one point."""
+    return points(fastest(rows, by), [by, "lookahead", "policy"])
 
 
 @dataclass(frozen=True)
@@ -198,7 +206,8 @@ def _case(data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[
     data.notes.left_out(len(group) - len(here), f"of {what}", f"another set than {folder}")
     kept = usual(here, CONDITIONS, data.notes, what)
     is_ssd = kept["mode"] == "ssd"
-    ssd = usual(kept[is_ssd], _POLICY, data.notes, f"SSD, {what}")
+    policy = [name for name in _POLICY if name not in varies]
+    ssd = usual(kept[is_ssd], policy, data.notes, f"SSD, {what}")
     sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
 
     alike = [c for c in CONDITIONS if c not in _OF_DRAFTS]
@@ -249,6 +258,12 @@ def short(name: str | None) -> str:
         return f"{values['layers']}×{values['hidden']}"
     tail = name.rsplit("-", 1)[-1]
     return tail.upper() if tail[:1].isdigit() and name.startswith("llama") else name
+
+
+def prompts(rows: pd.DataFrame) -> pd.Series:
+    """Returns the prompts of each row's recording, such as chat or code; NaN without one."""
+    names = rows["recording"].astype(str).str.extract(r"^(?:.*/)?(?:smollm2-)?(.+)\.npz")[0]
+    return names.replace("humaneval", "code")
 
 
 def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:

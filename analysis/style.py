@@ -170,6 +170,7 @@ class Poster(Figure):
             10 + max(map(len, part)) for part in np.array_split(list(handles), columns)
         ):
             columns -= 1
+        columns = -(-len(handles) // -(-len(handles) // columns))  # no row is nearly empty
         self.legend(
             handles.values(),
             handles.keys(),
@@ -289,6 +290,7 @@ def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
 
 
 BARS = "Bars: tok/s, the range of the runs; gains, 95%"
+NO_ROWS = "no rows for it: it needs "
 NO_CLAIM = "FEW SEEDS: no speedup claimed"
 
 
@@ -323,9 +325,10 @@ def caption(
     rows = f"{len(used)} rows of {folders}, {seeds} seed{'s' * (seeds > 1)}"
     if commits := sorted({commit[:8] for commit in used["commit"] if commit}):
         rows += f", mpissd {commits[0]}" + f" +{len(commits) - 1}" * (len(commits) > 1)
-    ssd = used[(used["mode"] == "ssd") & (pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)]
-    few = NO_CLAIM if claims and ssd["seed"].nunique() < HEADLINE_SEEDS else ""
-    laws = used.loc[used["mode"] == "ssd", "hit_law"].dropna()
+    long = used["seed"].where(pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)
+    seeds = long[used["mode"] == "ssd"].groupby(used["batch_size"]).nunique()
+    few = NO_CLAIM if claims and min(seeds, default=0) < HEADLINE_SEEDS else ""
+    laws = used.loc[used["mode"] == "ssd", "hit_law"].dropna().astype(str)
     assumed = "Hits assumed" if (laws == ASSUMED_LAW).any() else ""
     imposed = "Hits imposed cost no branches" if laws.str.startswith("p_hit:").any() else ""
     sentences = [" · ".join(words), *extra, few, assumed, imposed, rows]
@@ -337,9 +340,14 @@ def machine(rows: pd.DataFrame) -> str:
     names = sorted(rows["device_name"].unique())
     emulated = all("emulated" in name for name in names)
     state = "EMULATED" if emulated else "measured"
-    if set(rows["backend"]) == {"numpy"}:
+    if unit(rows) == "core":
         state = "CPU"
     return f"{', '.join(names)} ({state})".replace(" (emulated)", "")
+
+
+def unit(rows: pd.DataFrame) -> str:
+    """Returns what a rank runs on: a GPU or, with NumPy, a core."""
+    return "core" if set(rows["backend"]) == {"numpy"} else "GPU"
 
 
 def several(values: pd.Series) -> str:
@@ -351,7 +359,7 @@ def several(values: pd.Series) -> str:
 def need(condition: object, what: str) -> None:
     """Raises NothingLeft unless the condition holds."""
     if not condition:
-        raise NothingLeft(f"no rows for it: it needs {what}")
+        raise NothingLeft(f"{NO_ROWS}{what}")
 
 
 def look(method: str) -> dict[str, Any]:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.rows import Data
-from analysis.select import Case, cases, gains, plain, points, richest, where
+from analysis.select import (
+    Case,
+    cases,
+    fastest,
+    gains,
+    key,
+    plain,
+    points,
+    prompts,
+    richest,
+    short,
+    where,
+)
 from analysis.style import (
     BARS,
     BLACK,
-    PURPLE,
-    RED,
+    MARKERS,
+    SERIES,
     Poster,
     caption,
     label_points,
@@ -21,15 +34,12 @@ from analysis.style import (
     need,
     parity,
     plain_ticks,
+    unit,
 )
 
-_KINDS: dict[str, dict[str, Any]] = {
-    "uniform": {"color": PURPLE, "marker": "X"},
-    "geometric": {"color": RED, "marker": "^"},
-}
 IMPOSED = "SSD, hits imposed"
 _RHO = 0.5
-_SSD = ("alpha", "lookahead", "hit_law", "policy")
+_SSD = ("alpha", "lookahead", "policy")
 
 
 def cache_hits(data: Data) -> Poster:
@@ -41,25 +51,36 @@ def cache_hits(data: Data) -> Poster:
 
 
 def batch_scaling(data: Data) -> Poster:
-    """x = sequences b; y = gain over SD, of drawn and imposed hits."""
+    """x = sequences b; y = gain over SD, of drawn and imposed hits, and over SD inline."""
+    data = _beside_inline(data)
     return _over_sd(data, plain(data.rows), "batch_size", "sequences b", "Does it survive batches?")
+
+
+def _beside_inline(data: Data) -> Data:
+    """Returns data with a target's rows of folders with SD inline in batches, if there are any."""
+    rows = data.rows
+    inline = rows[plain(rows) & (rows["method"] == "SD inline") & (rows["batch_size"] > 1)]
+    places = set(key(inline, ["folder", "target"]))
+    kept = key(rows, ["folder", "target"]).isin(places) | ~rows["target"].isin(inline["target"])
+    return replace(data, rows=rows[kept.to_numpy(dtype=bool)])
 
 
 def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -> Poster:
     """Draws SSD over SD of one alpha and K, and the closed formula with the rows' own times."""
     shown = []
-    for case in cases(data, wanted, [by]):
-        ssd = richest(case.method("SSD"), ["alpha", "lookahead", "policy"], [by, "hit_law"])
+    for case in cases(data, wanted, [by, "backup"]):
+        ssd = richest(case.method("SSD"), [*_SSD, "backup"], [by, "hit_law"])
         if ssd[by].nunique() >= 3:
             alike = {name: ssd[name].iloc[0] for name in ("alpha", "lookahead")}
-            shown.append((case.only(**alike), ssd))
-    shown = [item for item in shown if len(item[0].method("SD"))][:3]
+            shown.append((case, case.only(**alike), ssd))
+    shown = [item for item in shown if len(item[1].method("SD"))][:3]
     need(shown, f"SSD of three or more values of {by}, and SD")
     poster, used = Poster(6.6), []
     grid = poster.panels(1, len(shown), sharey=True)[0]
-    for ax, (case, ssd) in zip(grid, shown, strict=True):
+    for ax, (every, case, ssd) in zip(grid, shown, strict=True):
         sd, inline = case.method("SD"), case.method("SD inline")
-        ax.set_title(f"{case.label}+1, K={ssd['lookahead'].iloc[0]}, α={ssd['alpha'].iloc[0]:g}")
+        alpha = ssd["alpha"].iloc[0]
+        ax.set_title(f"{case.label}+1, K={ssd['lookahead'].iloc[0]}, α={alpha:g}")
         one = by == "p_hit"
         for imposed in (False, True):
             part = ssd[ssd["p_hit"].notna() == imposed]
@@ -74,18 +95,24 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
                 x, y = _formula(part, sd, by, rho)
                 what = "closed formula" if one else f"closed formula, ρ={rho:g}"
                 poster.line(ax, what, x, y, linestyle=dashes, **style)
+        used += [ssd, sd]
         if one:
-            over = gains(ssd, inline, by, one_base=True)
-            poster.gains(ax, "over SD inline", over, **look("SD inline"))
+            over, name = gains(ssd, inline, by, one_base=True), "over SD inline"
+            used.append(inline)
         else:
+            drawn = every.method("SSD", alpha=alpha)
+            wide = where(every.wide, gpus=case.tp + 1, alpha=alpha)
+            best = [fastest(of, "batch_size") for of in (drawn[drawn["p_hit"].isna()], wide)]
+            over, name = gains(*best, by), "SSD over SD inline on T+1, best K"
+            used += best * bool(len(over))
             ax.set_xscale("log", base=2)
             ax.set_xticks(sorted(ssd[by].unique()))
             ax.xaxis.set_major_formatter("{x:.0f}")
             ax.minorticks_off()
+        poster.gains(ax, name, over, **look("SD inline"))
         parity(ax)
         ax.set_xlabel(label)
-        used += [ssd, sd, inline]
-    grid[0].set_ylabel("SSD's tok/s over SD's, ×")
+    grid[0].set_ylabel("SSD's tok/s over the other's, ×")
     grid[0].set_ylim(0)
     more = "Hits of sequences independent (ρ = 0: all hit with p^b), or half correlated"
     return poster.finish(heading, caption(used, BARS, more if by != "p_hit" else ""))
@@ -114,100 +141,124 @@ def _formula(
 
 
 def fan_out(data: Data) -> Poster:
-    """x = branches ΣF; y = hit rate, growth over a verification, and gain over AR."""
+    """x = branches ΣF; y = hit rate, growth over a verification, and tok/s.
+
+    A column is a pair under recordings, a line for each, or under one law of imposed outcomes, with
+    AR. Only K at which some branches are grown to their end are drawn.
+    """
+    shown = [*_recorded(data.rows), *_imposed(data)][:3]
+    need(shown, "SSD, uniform and geometric, at three or more branch budgets of one power law")
+    poster, names = Poster(10.2), dict[str, int]()
+    grid = poster.panels(3, len(shown), sharex="col")
+    for column, (title, lines, ar) in zip(grid.T, shown, strict=True):
+        column[0].set_title(title)
+        for ax, what in zip(column, ("hit rate", "growth", "tok/s"), strict=True):
+            ax.set_label(f"{title}: {what}")
+        for name, rows in lines.items():
+            names.setdefault(name, len(names))
+            style = {"color": SERIES[names[name] % 7], "marker": MARKERS[names[name] % 7]}
+            at = points(rows, ["branch_budget"])
+            x, grown = at["branch_budget"], at["t_growth_s"] / at["t_target_s"]
+            poster.line(column[0], name, x, at["hit_rate"], **style)
+            poster.line(column[1], name, x[grown.notna()], grown.dropna(), **style)
+            ends = {"low": at["low"], "high": at["high"]}
+            poster.line(column[2], name, x, at["tok_per_s"], **ends, **style)
+        parity(column[1])
+        if len(ar):
+            parity(column[2], ar["tok_per_s"].median(), f"AR, T={ar['gpus'].iloc[0]}")
+        column[2].set(xlabel="branches ΣF", xmargin=0.12)
+        for ax, top in zip(column, (1, 1.3, 1.06 * column[2].get_ylim()[1]), strict=True):
+            ax.set_ylim(0, top)
+    titles = "hit rate", "growth T_p, in\nverifications", "tok/s"
+    for ax, title in zip(grid[:, 0], titles, strict=True):
+        ax.set_ylabel(title)
+    used = [part for _, lines, ar in shown for part in (*lines.values(), ar)]
+    what = "GEMM-only, imposed acceptance and hits"
+    if "replay" in set(pd.concat(used)["workload"]):
+        what = "outcomes of recordings, or imposed on products"
+    text = caption(used, BARS, what=what, claims=False)
+    return poster.finish("What do more branches buy?", text)
+
+
+Column = tuple[str, dict[str, pd.DataFrame], pd.DataFrame]
+
+
+def _recorded(rows: pd.DataFrame) -> Iterator[Column]:
+    """Yields the pairs under recordings, whose K has most branch budgets."""
+    rows = where(rows, workload="replay", mode="ssd", forward="transformer", batch_size=1)
+    rows = where(rows, backup="jit")
+    rows = rows[rows["tree_nodes"].isna() & rows["t_growth_s"].notna()]
+    for (target, draft, tp), group in rows.groupby(["target", "draft", "tp"]):
+        here = richest(group, ["folder", "lookahead"], ["branch_budget"])
+        if here["branch_budget"].nunique() >= 3:
+            title = f"{short(target)}/{short(draft)}, T={tp}+1, K={here['lookahead'].iloc[0]}"
+            lines = {f"recorded {text}": part for text, part in here.groupby(prompts(here))}
+            yield f"{title}, whole transformers", lines, here.iloc[:0]
+
+
+def _imposed(data: Data) -> Iterator[Column]:
+    """Yields the pairs under a power law, uniform beside geometric, at the alpha and K of most
+    budgets."""
     rows = data.rows
-    wanted = plain(rows) & (rows["batch_size"] == 1)
-    wanted &= (rows["mode"] != "ssd") | (rows["hit_law"].fillna("").str.startswith("power"))
-    shown = []
+    wanted = plain(rows) & (rows["batch_size"] == 1) & rows["t_growth_s"].notna()
+    wanted &= rows["hit_law"].fillna("").str.startswith("power")
     for case in cases(data, wanted, ["policy"]):
         ssd = case.method("SSD")
         ssd = ssd.assign(kind=ssd["policy"].str.split(":").str[0])
         ssd = richest(ssd, ["alpha", "lookahead", "hit_law"], ["kind", "branch_budget"])
         budgets = ssd.groupby("kind")["branch_budget"].nunique()
-        if len(budgets) == len(_KINDS) and budgets.max() >= 3:
-            shown.append((case, ssd))
-    shown = shown[:3]
-    need(shown, "SSD, uniform and geometric, at three or more branch budgets of one power law")
-    poster = Poster(11.2)
-    grid = poster.panels(3, len(shown), sharex="col", sharey="row")
-    for column, (case, ssd) in zip(grid.T, shown, strict=True):
-        first = ssd.iloc[0]
-        law = str(first["hit_law"]).removeprefix("power:").replace(",", ", ").replace("=", " ")
-        column[0].set_title(f"{case.label}+1, K={first['lookahead']}, α={first['alpha']:g}, {law}")
-        for ax, what in zip(column, ("hit rate", "growth", "gain over AR"), strict=True):
-            ax.set_label(f"{case.label}+1: {what}")
-        for kind, style in _KINDS.items():
-            _fan_out(poster, column, case, where(ssd, kind=kind), kind, style)
-        if ssd["t_growth_s"].isna().all():
-            reason = "never grown to its end: the outcome came first"
-            place = {"transform": column[1].transAxes, "ha": "center", "fontsize": 12}
-            column[1].text(0.5, 0.4, reason, **place)
-        parity(column[1], 1.0, "one verification")
-        parity(column[2], 1.0, "AR")
-        parity(column[2], (case.tp + 1) / case.tp, "AR, per GPU")
-        column[2].set(xlabel="branch budget ΣF", xmargin=0.12)
-    for ax, top in zip(grid[:, 0], (1, 1.2, None), strict=True):
-        ax.set_ylim(0, top)
-    names = "hit rate", "growth T_p, in\nverifications", "tok/s over AR's, ×"
-    for ax, name in zip(grid[:, 0], names, strict=True):
-        ax.set_ylabel(name)
-    used = [part for case, ssd in shown for part in (ssd, case.own_ar)]
-    return poster.finish("What do more branches buy?", caption(used, BARS))
-
-
-def _fan_out(
-    poster: Poster, column: Any, case: Case, rows: pd.DataFrame, kind: str, style_of: dict[str, Any]
-) -> None:
-    medians = points(rows, ["branch_budget"])
-    x, grown = medians["branch_budget"], medians["t_growth_s"] / medians["t_target_s"]
-    poster.line(column[0], kind, x, medians["hit_rate"], **style_of)
-    poster.line(column[1], kind, x[grown.notna()], grown.dropna(), **style_of)
-    ar = where(case.own_ar, batch_size=1)
-    poster.gains(column[2], kind, gains(rows, ar, "branch_budget", one_base=True), **style_of)
+        if len(budgets) == 2 and budgets.max() >= 3:
+            first = ssd.iloc[0]
+            title = f"{case.label}+1, K={first['lookahead']}, α={first['alpha']:g}, products"
+            yield title, dict([*ssd.groupby("kind")][::-1]), where(case.own_ar, batch_size=1)
 
 
 def pareto(data: Data) -> Poster:
-    """Draws a point for each method and batch size; the line joins the Pareto-optimal ones."""
-    shown = [(case, _rows(case)) for case in cases(data, plain(data.rows), ["batch_size"])]
-    shown = [(case, rows) for case, rows in shown if _is_sweep(rows)][:2]
-    need(shown, "AR, SD and SSD at three or more batch sizes")
+    """Draws a point for each method and batch size, at its best K and backup.
+
+    The line joins the Pareto-optimal ones of the uses that were measured at every batch size, if
+    SD inline is one of them.
+    """
+    data = _beside_inline(data)
+    found = cases(data, plain(data.rows), ["batch_size", "backup"])
+    shown = [(case, rows) for case in found if len(rows := _rows(case))]
+    need(shown, "AR, SD and SSD, better at several batch sizes")
+    sizes = [where(rows, mode="ssd")["batch_size"].nunique() for _, rows in shown]
+    shown = [of for of, count in zip(shown, sizes, strict=True) if count >= min(3, max(sizes))][:2]
     poster = Poster(7.6)
     grid = poster.panels(1, len(shown))[0]
+    per = unit(data.rows)
     for ax, (case, rows) in zip(grid, shown, strict=True):
-        _panel(poster, ax, case, rows)
-    grid[0].set_ylabel("tok/s per GPU (throughput)")
-    text = caption([rows for _, rows in shown], BARS)
-    return poster.finish("Which use gives most tok/s per GPU at a speed per sequence?", text)
+        _panel(poster, ax, case, rows, per)
+    grid[0].set_ylabel(f"tok/s per {per} (throughput)")
+    front = "Each at its best K and backup. Frontier: of the uses measured at every b"
+    text = caption([rows for _, rows in shown], front, BARS)
+    return poster.finish(f"Which use gives most tok/s per {per} at a speed per sequence?", text)
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """Returns the rows of one alpha and K; SSD with the hit model of most batch sizes, and imposed
-    hits."""
+    """Returns the rows of the alpha and hit model of most batch sizes, and those of imposed hits;
+    none if AR, SD or SSD is missing."""
     ssd = case.method("SSD")
-    law = richest(ssd[ssd["p_hit"].isna()], _SSD, ["batch_size"])
-    law = law if law["batch_size"].nunique() >= 3 else law.iloc[:0]
+    law = richest(ssd[ssd["p_hit"].isna()], ["alpha", "hit_law"], ["batch_size"])
     imposed = ssd[ssd["p_hit"].notna()]
-    if len(law):
-        imposed = where(imposed, **{name: law[name].iloc[0] for name in _SSD[:2]})
-    both = pd.concat([law, richest(imposed, _SSD, ["batch_size"]).assign(method=IMPOSED)])
-    if not len(both):
-        return both
-    alike = {name: both[name].iloc[0] for name in _SSD[:2]}
-    wide = where(case.wide, gpus=case.tp + 1, **alike)
-    return pd.concat([case.ar, where(case.rows, mode="sd", **alike), wide, both])
+    imposed = imposed[imposed["alpha"].isin(law["alpha"])] if len(law) else imposed
+    imposed = richest(imposed, [*_SSD, "hit_law"], ["batch_size"]).assign(method=IMPOSED)
+    both = pd.concat([law, imposed])
+    sd = pd.concat([where(case.rows, mode="sd"), where(case.wide, gpus=case.tp + 1)])
+    every = [case.ar, sd[sd["alpha"].isin(both["alpha"])], both]
+    if not all(map(len, every)):
+        return both.iloc[:0]
+    return fastest(pd.concat(every), "batch_size", "method", "gpus")
 
 
-def _is_sweep(rows: pd.DataFrame) -> bool:
-    sizes = rows.groupby("method")["batch_size"].nunique()
-    both = "AR" in sizes.index and bool({"SSD", IMPOSED} & set(sizes.index))
-    return bool(both and (sizes >= 3).sum() >= 3)
-
-
-def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
-    first = rows[rows["mode"] == "ssd"].iloc[0]
-    ax.set_title(f"{case.label}, K={first['lookahead']}, α={first['alpha']:g}")
+def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -> None:
+    alpha = rows.loc[rows["mode"] == "ssd", "alpha"].iloc[0]
+    ax.set_title(f"{case.label}, α={alpha:g}")
+    sizes = rows["batch_size"].nunique()
     front: list[tuple[float, float]] = []
     numbers: list[tuple[float, float, float]] = []
+    in_batches = set()
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
         more, style = int(gpus) - case.tp, look(str(method))
         is_wide = more > 0 and method in ("AR", "SD inline")
@@ -216,7 +267,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
         low, high = (medians[end] / medians["tok_per_s"] for end in ("low", "high"))
         poster.line(
             ax,
-            f"{method}, T{f'+{more}' if more else ''} GPUs",
+            f"{method}, T{f'+{more}' if more else ''} {per}s",
             x,
             y,
             low=y * low,
@@ -228,11 +279,23 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame) -> None:
             **style,
         )
         numbers += zip(medians["batch_size"], x, y, strict=True)
-        front += [] if method == IMPOSED else list(zip(x, y, strict=True))
+        if len(medians) == sizes and method != IMPOSED:
+            in_batches.add(method)
+            front += zip(x, y, strict=True)
     front.sort(reverse=True)
     front = [at for n, at in enumerate(front) if all(at[1] > up for _, up in front[:n])]
     style = {"color": BLACK, "linewidth": 6, "alpha": 0.13, "zorder": 1}
-    poster.line(ax, "frontier", *zip(*front, strict=True), **style)
+    if "SD inline" in in_batches:
+        poster.line(ax, "frontier", *zip(*front, strict=True), **style)
+    else:
+        ax.text(
+            0.03,
+            0.97,
+            "no frontier: SD inline\nnot measured at every b",
+            va="top",
+            transform=ax.transAxes,
+            fontsize=11.5,
+        )
     ax.set(yscale="log", xlabel="tok/s per sequence (numbers: b)", xlim=(0, 1.1 * ax.get_xlim()[1]))
     plain_ticks(ax.yaxis)
     label_points(ax, [(f"{b:.0f}", x, y) for b, x, y in numbers])

@@ -7,18 +7,21 @@ from collections.abc import Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
+from analysis.figures.study import best_shapes, used
 from analysis.rows import Data
 from analysis.select import Case, cases, plain, where
 from analysis.style import (
     BLACK,
     GREEN,
     GREY,
+    METHODS,
     PURPLE,
     YELLOW,
     Poster,
     caption,
     need,
     note,
+    unit,
 )
 
 _DRAFTING = ("drafting, or finishing a hit", YELLOW)
@@ -37,28 +40,66 @@ _DRAFT = (
     ("rest", *_HOST),
     ("wait", *_WAITING),
 )
+_ORDER = [*METHODS, "SSD tree"]
 _NAMED = {name for name, *_ in _DRAFT}
 Bars = list[tuple[str, pd.Series]]
 
 
 def latency(data: Data) -> Poster:
     """Stacked bars in ms: the lead's round above the axis, the draft rank's phases below it."""
-    wanted = plain(data.rows) & (data.rows["batch_size"] == 1) & data.rows["forward_s"].notna()
-    shown = [(c, list(_bars(c))) for c in cases(data, wanted, ["method", "hit_law"])]
-    shown = [(case, bars) for case, bars in shown if len(bars) >= 3][:2]
+    shown = _whole(data.rows)
+    what = {"what": "whole transformers, recordings of SmolLM2 and its draft", "vary": ("context",)}
+    if not shown:
+        what = {}
+        wanted = plain(data.rows) & (data.rows["batch_size"] == 1) & data.rows["forward_s"].notna()
+        found = cases(data, wanted, ["method", "hit_law"])
+        shown = [
+            (f"{case.label}; inline: the draft has no {unit(case.rows)} of its own", [*_bars(case)])
+            for case in found
+        ]
+    shown = [(title, bars) for title, bars in shown if len(bars) >= 3][:2]
     need(shown, "AR, SD and SSD rows with device_us and phases_us")
     heights = [len(bars) for _, bars in shown]
     poster = Poster(2.6 + 0.62 * sum(heights))
     grid = poster.panels(len(shown), 1, height_ratios=heights)[:, 0]
-    for ax, (case, bars) in zip(grid, shown, strict=True):
-        _panel(poster, ax, case, bars)
+    for ax, (title, bars) in zip(grid, shown, strict=True):
+        ax.set_title(title, loc="left")
+        _panel(poster, ax, bars)
     grid[-1].set_xlabel("mean round, ms")
     text = caption(
         [pd.DataFrame([row for _, row in bars]) for _, bars in shown],
         "Thick bar: the lead; thin bar: the draft rank; means of all rounds. Thin line: p50 to p90",
         claims=False,
+        **what,
     )
     return poster.finish("Where does a round's time go?", text)
+
+
+def _whole(rows: pd.DataFrame) -> list[tuple[str, Bars]]:
+    """Returns a title and bars for each pair: whole transformers, each use at its best shape."""
+    rows = used(rows[rows["forward_s"].notna()])
+    shared = rows.groupby("setting")["use"].agg(set)
+    ours = [name for name, uses in shared.items() if {"AR", "SD inline", "SSD"} <= uses]
+    ours.sort(key=lambda name: int(name.partition("B")[0]))
+    shown = {}
+    for setting in ours[::-1]:  # the first of a pair stays
+        best = best_shapes(where(rows, setting=setting))
+        rounds = {use: _median_row(best[use]) for use in sorted(best, key=_ORDER.index)}
+        bars = [(_shape(use, row), row) for use, row in rounds.items()]
+        shown[setting.split()[0]] = f"{setting.replace(' ', '/1B ', 1)} GPUs", bars
+    return [*shown.values()][::-1]
+
+
+def _median_row(rows: pd.DataFrame) -> pd.Series:
+    return rows.sort_values(["round_s", "run_id"]).iloc[(len(rows) - 1) // 2]
+
+
+def _shape(use: str, row: pd.Series) -> str:
+    """Returns a use with its T, K and hits as text."""
+    drafts = f"+{row['num_drafts']}" if row["num_drafts"] else ""
+    more = f", K={row['lookahead']}" if row["lookahead"] else ""
+    hits = f", {row['hit_rate']:.0%} hits" if row["hit_rate"] > 0 else ""
+    return f"{use}, T={row['tp']}{drafts}{more}{hits}"
 
 
 def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
@@ -87,18 +128,23 @@ def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
         ("SSD, p_hit=1", where(ssd, p_hit=1.0)),
     ):
         if len(rows):
-            row = rows.sort_values(["round_s", "run_id"]).iloc[(len(rows) - 1) // 2]
+            row = _median_row(rows)
             hits = f"{row['hit_rate']:.0%} hits" if len(drawn) else f"p_hit={row['p_hit']:g}"
             yield name or f"SSD, {hits}", row
 
 
-def _panel(poster: Poster, ax: Axes, case: Case, bars: Bars) -> None:
-    ax.set_title(f"{case.label}; the draft has a GPU of its own unless inline", loc="left")
+def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
+    longest, per = 0.0, unit(pd.DataFrame([row for _, row in bars]))
     for place, (name, row) in enumerate(bars):
-        # A lead without a draft rank drafts in the time that others wait for theirs.
-        parts = {"wait_s": _DRAFTING} if not row["num_drafts"] else {}
+        seconds = row[[name for name, *_ in _LEAD]].astype(float)
+        parts = {}
+        if not row["num_drafts"]:  # such a lead drafts itself; in chained rounds it never waits
+            parts = {"wait_s": _DRAFTING}
+            apart = seconds["wait_s"] + seconds["other_s"]
+            seconds["wait_s"] = min(apart, row["t_draft_s"]) if row["t_draft_s"] > 0 else 0.0
+            seconds["other_s"] = apart - seconds["wait_s"]
         lead = [
-            (label, row[key] * 1e3, color)
+            (label, seconds[key] * 1e3, color)
             for key, *of in _LEAD
             for label, color in [parts.get(key, of)]
         ]
@@ -114,12 +160,13 @@ def _panel(poster: Poster, ax: Axes, case: Case, bars: Bars) -> None:
         line = {"color": BLACK, "linewidth": 1.2, "markersize": 9, "zorder": 4}
         ax.plot([p50, p90], [place - 0.12] * 2, "-|", **line)
         text = f" {row['acceptance_length']:.2f} tokens: "
-        text += f"{row['tok_per_s']:.0f} tok/s, {row['per_gpu']:.0f} a GPU"
+        text += f"{row['tok_per_s']:.0f} tok/s, {row['per_gpu']:.0f} a {per}"
         end = max(row["round_s"] * 1e3, p90) * 1.005
+        longest = max(longest, end)
         note(ax, text, end, place - 0.12, dx=0, dy=0, va="center", fontsize=11.5, color=BLACK)
     ax.set_yticks(range(len(bars)), [name for name, _ in bars])
     ax.set_ylim(len(bars) - 0.5, -0.5)
-    ax.set_xlim(0, 1.6 * max(row["round_s"] for _, row in bars) * 1e3)
+    ax.set_xlim(0, 1.7 * longest)
     ax.grid(axis="y", visible=False)
 
 

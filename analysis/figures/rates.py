@@ -26,6 +26,7 @@ from analysis.style import (
     look,
     need,
     note,
+    unit,
 )
 
 _METHODS = ("SD inline", "SD", "SSD")
@@ -35,15 +36,16 @@ def throughput(data: Data) -> Poster:
     """x = K at up to three alphas, and x = alpha with each method at its own best K."""
     wanted = plain(data.rows) & data.rows["alpha"].notna() & (data.rows["batch_size"] == 1)
     shown = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
-    need(shown and _is_sweep(shown[0]), "SD and SSD, each at three or more K of one alpha")
+    need(shown and _is_sweep(shown[0]), "SD and SSD, each at two or more K of one alpha")
     (case,) = shown
     used = _rows(case)
     alphas = sorted(used["alpha"].unique())
     alphas = alphas if len(alphas) <= 3 else [alphas[0], alphas[len(alphas) // 2], alphas[-1]]
+    per, has_bests = unit(used), len(alphas) > 1
     poster = Poster(7.4)
-    grid = poster.panels(2, len(alphas) + 1, sharey="row")
-    for axes, name in zip(grid, ("all GPUs", "per GPU"), strict=True):
-        is_above = name == "all GPUs"
+    grid = poster.panels(2, len(alphas) + has_bests, sharey="row")
+    for axes, name in zip(grid, (f"all {per}s", f"per {per}"), strict=True):
+        is_above = name.startswith("all")
         for ax, alpha in zip(axes, alphas, strict=False):
             ax.set_title(f"α = {alpha:g}" * is_above)
             ax.set_label(f"α = {alpha:g}, {name}")
@@ -51,25 +53,27 @@ def throughput(data: Data) -> Poster:
             for label, method, group in _series(rows, case.tp):
                 _draw(poster, ax, label, method, points(group, ["lookahead"]), name)
             ax.set_xticks(sorted(rows["lookahead"].unique()))
-        axes[-1].set_title("each at its best K" * is_above)
-        axes[-1].set_label(f"own best K, {name}")
-        axes[-1].set(xticks=sorted(used["alpha"].unique()), xmargin=0.14)
-        _over_best(poster, axes[-1], used, case, name)
+            ax.set_xlabel("lookahead K" * (not is_above))
+        if has_bests:
+            axes[-1].set_title("each at its best K" * is_above)
+            axes[-1].set_label(f"own best K, {name}")
+            axes[-1].set(xticks=sorted(used["alpha"].unique()), xmargin=0.14)
+            axes[-1].set_xlabel("acceptance α" * (not is_above))
+            _over_best(poster, axes[-1], used, case, name)
         for ax in axes:
             _baselines(poster, ax, case, name)
             ax.set_ylim(0, 1.06 * ax.get_ylim()[1] if ax is axes[-1] else None)
-            ax.set_xlabel("" if is_above else "acceptance α" if ax is axes[-1] else "lookahead K")
         axes[0].set_ylabel(f"tok/s, {name}")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    lines = "SD and SSD draft on one GPU more. Lines with T=: of another visit (± 4%)"
+    lines = f"SD and SSD draft on one {per} more. Lines with T=: of another visit (± 4%)"
     text = caption([used, case.ar], hits, lines, BARS)
     return poster.finish(f"How fast are AR, SD and SSD? {case.label}", text)
 
 
 def _is_sweep(case: Case) -> bool:
     counts = case.rows.groupby(["alpha", "mode"])["lookahead"].nunique().unstack(fill_value=0)
-    return bool({"sd", "ssd"} <= set(counts) and (counts[["sd", "ssd"]].min(axis=1) >= 3).any())
+    return bool({"sd", "ssd"} <= set(counts) and (counts[["sd", "ssd"]].min(axis=1) >= 2).any())
 
 
 def _rows(case: Case) -> pd.DataFrame:
@@ -93,7 +97,7 @@ def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFram
 def _draw(
     poster: Poster, ax: Axes, label: str, method: str, medians: pd.DataFrame, name: str
 ) -> None:
-    share = 1 if name == "all GPUs" else medians["gpus"]
+    share = 1 if name.startswith("all") else medians["gpus"]
     y, low, high = (medians[column] / share for column in ("tok_per_s", "low", "high"))
     wide = {"linestyle": ":", "markerfacecolor": "white"} if label != method else {}
     x = medians.iloc[:, 0]
@@ -104,7 +108,7 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: s
     for label, method, group in _series(rows, case.tp):
         bests = best_points(group, "alpha")
         _draw(poster, ax, label, method, bests, name)
-        if method != "SSD" or name != "all GPUs":
+        if method != "SSD" or not name.startswith("all"):
             continue
         place = {"dx": 0, "dy": 4, "ha": "center", "fontsize": 11, "color": RED}
         place["xycoords"] = ("data", "axes fraction")
@@ -117,7 +121,7 @@ def _baselines(poster: Poster, ax: Axes, case: Case, name: str) -> None:
     for gpus, style in ((case.tp, "-"), (case.tp + 1, ":")):
         point = case.ar_on(gpus)
         if point is not None:
-            value = point["tok_per_s"] / (1 if name == "all GPUs" else gpus)
-            label = f"AR, {gpus} GPU{'s' * (gpus > 1)}"
+            value = point["tok_per_s"] / (1 if name.startswith("all") else gpus)
+            label = f"AR, {gpus} {unit(case.ar)}{'s' * (gpus > 1)}"
             ax.axhline(value, color=GREY, linestyle=style, linewidth=2, label=label, zorder=2)
             poster.keep(ax, label, y=value)

@@ -13,7 +13,16 @@ from matplotlib.axes import Axes
 
 from analysis.rows import Data
 from analysis.select import plain, short
-from analysis.style import BLACK, GREY, SERIES, YELLOW, Poster, need
+from analysis.style import (
+    BLACK,
+    GREY,
+    SERIES,
+    YELLOW,
+    Poster,
+    label_points,
+    need,
+    plain_ticks,
+)
 
 _BYTES = 2  # Bytes of a 16-bit number.
 _OF_RANKS = {1: "o", 2: "s", 4: "D", 8: "^"}
@@ -60,27 +69,49 @@ def roofline(data: Data) -> Poster:
 
 
 def window(data: Data) -> Poster:
-    """x = rows M of a forward; y = its time over that of one row, r(M); a line is a model."""
+    """x = rows of a verification, K + 1; y = the draft's forwards that it is as long as.
+
+    A line is a target on T GPUs. Above the dashed line all K draft steps of a hit are hidden.
+    """
     known = forwards(p for p in data.profiles if p.get("backend") != "emulated")
-    plain_ones = {k: f for k, f in known.items() if not k.kv_tokens and 1 in f.seconds}
-    wide = {k: f for k, f in plain_ones.items() if len(f.seconds) > 3 and not k.lm_head}
-    need(wide, "profiles/*.json with forwards of four row counts or more")
-    poster = Poster(6.2)
+    plain_ones = {k: f for k, f in known.items() if not k.kv_tokens and not k.lm_head}
+    wide = {k: f for k, f in sorted(plain_ones.items()) if 1 in f.seconds and len(f.seconds) > 3}
+    alone = {k: f for k, f in wide.items() if k.tp == 1}
+    draft = min(alone, key=lambda k: alone[k].params, default=None)
+    targets = {
+        (short(k.model), k.tp): f for k, f in wide.items() if draft and k.model != draft.model
+    }
+    need(
+        targets, "profiles/*.json with forwards of a target and a draft, of four row counts or more"
+    )
+    assert draft is not None, "targets without a draft"
+    step_s = alone[draft].seconds
+    poster = Poster(6.6)
     ((ax,),) = poster.panels(1, 1)
-    models = sorted({short(key.model) for key in wide})
-    for (model, tp), one in {(short(k.model), k.tp): f for k, f in sorted(wide.items())}.items():
-        rows = sorted(one.seconds)
+    models = sorted({model for model, _ in targets})
+    labels = []
+    for (model, tp), one in targets.items():
+        rows = [m for m in sorted(one.seconds) if 2 <= m <= 16]
         style = {
             "color": SERIES[models.index(model) % len(SERIES)],
             "marker": _OF_RANKS.get(tp, "X"),
         }
-        y = [one.seconds[m] / one.seconds[1] for m in rows]
-        poster.line(ax, f"{model}, T={tp}", rows, y, **style)
-    ax.set(xlabel="rows M = b·(K + 1) of a verification", ylabel="r(M) = t(M) / t(1)")
+        y = [one.seconds[m] / step_s[1] for m in rows]
+        poster.line(ax, f"{model} on {tp} GPU{'s' * (tp > 1)}", rows, y, **style)
+        labels.append((f"{y[-1]:.1f}", rows[-1], y[-1]))
+    ends = np.array([2, 16])
+    poster.line(ax, "K draft forwards", ends, ends - 1, color=BLACK, linestyle="--", linewidth=1.6)
+    ax.set(yscale="log", ylabel=f"{short(draft.model)} forwards in one verification")
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    text = f"{data.profiles[0]['device_name']}, measured by mpissd probe: products, no LM head"
-    return poster.finish("How wide may a verification be?", text)
+    ax.set_xticks([2, 4, 8, 16], ["1", "3", "7", "15"])
+    ax.set_xlabel("lookahead K (a verification of K + 1 rows)")
+    plain_ticks(ax.yaxis)
+    label_points(ax, labels)
+    text = f"{data.profiles[0]['device_name']}, measured by mpissd probe: products, no LM head. "
+    text += "Above the dashed line all K forwards of a branch are done before the verification"
+    if 16 in step_s:
+        text += f". A forward of 16 branches takes {step_s[16] / step_s[1]:.2f} times as long"
+    return poster.finish("How many draft forwards fit inside one verification?", text)
 
 
 def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:

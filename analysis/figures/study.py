@@ -16,8 +16,19 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from analysis.rows import Data
-from analysis.select import best_rows, plain, points, short, where
-from analysis.style import GREY, METHODS, SERIES, Poster, caption, look, need, parity
+from analysis.select import best_rows, fastest, gain, plain, points, prompts, short, where
+from analysis.style import (
+    BLACK,
+    GREY,
+    METHODS,
+    SERIES,
+    Poster,
+    caption,
+    look,
+    need,
+    note,
+    parity,
+)
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.spec.acceptance import named_hit_law
 
@@ -76,11 +87,7 @@ def uses(data: Data) -> Poster:
     return poster.finish("Which use of the GPUs is fastest?", _text(cells, more))
 
 
-_STYLES = {
-    name: {"color": METHODS[name][0], "marker": METHODS[name][1]}
-    for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")
-}
-_STYLES["SSD tree"] = {**_STYLES["SSD"], "markerfacecolor": "white"}
+_STYLES = {name: look(name) for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")}
 _STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
 
 
@@ -104,8 +111,8 @@ def used(rows: pd.DataFrame) -> pd.DataFrame:
     tree = rows["tree_nodes"].notna()
     names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
     names = names.mask(tree, names.replace({"SD inline": "tree inline", "SSD": "SSD tree"}))
-    law = rows["recording"].str.extract(r"smollm2-(\w+)\.npz")[0].replace("humaneval", "code")
-    rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"], law=law.fillna(_WARM))
+    law = prompts(rows).fillna(_WARM)
+    rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"], law=law)
     rows = rows.assign(pair=rows["target"].map(short))
     every = [rows[rows["method"] != "AR"]]
     for folder, pair, law in every[0].groupby(["folder", "pair", "law"]).groups:
@@ -114,27 +121,70 @@ def used(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(setting=rows["pair"] + " " + rows["law"] + ", " + rows["ranks"].astype(str))
 
 
+def best_shapes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Returns {use: its runs}, the fastest first; of several shapes that of the largest median."""
+    best = {str(use): runs for use, runs in fastest(rows, "use").groupby("use")}
+    return dict(sorted(best.items(), key=lambda item: -item[1]["tok_per_s"].median()))
+
+
 def measured(data: Data) -> Poster:
-    """x = tok/s; y = pair, prompts and GPUs; a mark is a measured run of a use."""
+    """A bar is the median of a use's runs; a panel is a pair, prompts and GPUs."""
     rows = used(data.rows)
     rows = rows[
         rows["ranks"].gt(1) & rows["setting"].isin(rows.loc[rows["mode"] == "ssd", "setting"])
     ]
     need(len(rows), "runs of results/extra-gpu")
     pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
-    poster = Poster(5.8)
-    for ax, pair in zip(poster.panels(1, len(pairs))[0], pairs, strict=True):
+    poster = Poster(8.4)
+    shown = []
+    for column, pair in zip(poster.add_gridspec(1, len(pairs)), pairs, strict=True):
         here = where(rows, pair=pair)
-        settings = sorted({*here["setting"]}, reverse=True)
-        ax.set_title(f"{pair}/1B")
-        _marks(poster, ax, here, [settings.index(setting) for setting in here["setting"]])
-        labels = [name.partition(" ")[2] + " GPUs" for name in settings]
-        ax.set_yticks(range(len(settings)), labels)
-        ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
+        bests = {name: best_shapes(part) for name, part in here.groupby("setting")}
+        grid = column.subgridspec(len(bests), 1, height_ratios=[*map(len, bests.values())])
+        top = max(runs["tok_per_s"].median() for best in bests.values() for runs in best.values())
+        for cell, (name, best) in zip(grid, bests.items(), strict=True):
+            ax = poster.add_subplot(cell, xlim=(0, 1.6 * top))
+            title = f"{pair}/1B {name.partition(' ')[2]} GPUs: {_verdict(best)}"
+            ax.set_title(title, loc="left", x=-0.36, fontsize=12.5)
+            _bars(poster, ax, best)
+            ax.tick_params(axis="x", labelbottom=False)
+            shown += best.values()
+        ax.tick_params(axis="x", labelbottom=True)
+        ax.set_xlabel("tok/s: median (range of n runs)")
     what = "whole transformers, recordings and laws of SmolLM2 and its draft"
-    one = rows[~rows.index.duplicated()]
-    text = caption([one], "Every run is a mark", vary=("context",), what=what, claims=False)
-    return poster.finish("Trees, lookups or branches?", text)
+    bars = "Each use at its best K, tree and fan-out; bold: the strongest"
+    text = caption(shown, bars, vary=("context",), what=what, claims=False)
+    return poster.finish("Does a GPU for the draft pay?", text, legend=False)
+
+
+def _verdict(best: dict[str, pd.DataFrame]) -> str:
+    """Returns SSD over the strongest other use, as text."""
+    ssd = next(use for use in best if use.startswith("SSD"))
+    other = next(use for use in best if not use.startswith("SSD"))
+    over = gain(best[ssd], best[other])
+    if over is not None and over.is_headline:
+        return f"SSD {over.speedup:.2f}× ({over.low:.2f}–{over.high:.2f}) of {other}"
+    rates = [best[use]["tok_per_s"].median() for use in (ssd, other)]
+    return f"SSD {rates[0] / rates[1]:.2f}× of {other}"
+
+
+def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
+    for place, (use, runs) in enumerate(best.items()):
+        rates, color = runs["tok_per_s"], METHODS[use.removesuffix(" tree")][0]
+        ax.barh(place, rates.median(), 0.72, zorder=2, color=color, alpha=0.5 if place else 1.0)
+        ax.plot([rates.min(), rates.max()], [place] * 2, color=BLACK, linewidth=2, zorder=3)
+        span = f"{rates.min():.0f}–{rates.max():.0f}, " if rates.max() > rates.min() + 0.5 else ""
+        text = f"{rates.median():.0f} ({span}n={len(rates)})"
+        style = {"va": "center", "fontsize": 11, "fontweight": "normal" if place else "bold"}
+        note(ax, text, rates.max(), place, dx=5, dy=0, **style)
+        ends = {"low": rates.min(), "high": rates.max(), "n": len(rates)}
+        poster.keep(ax, use, y=rates.median(), **ends)
+    names = [f"{use} K={runs['lookahead'].iloc[0]}" for use, runs in best.items()]
+    names = [name.removesuffix(" K=0") for name in names]
+    ax.set_yticks(range(len(names)), names, fontsize=11.5)
+    ax.get_yticklabels()[0].set_fontweight("bold")
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
 
 
 def over_gpus(data: Data) -> Poster:
@@ -235,11 +285,11 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
     ssd = rows[(rows["method"] == "SSD") & (rows["backup"] == "jit") & rows["p_hit"].isna()]
     keys = ["target", "draft", "lm_head", "context", "fuse", "alpha"]
     wide = inline.groupby([*keys, "tp", "lookahead"])["tok_per_s"].median().reset_index()
-    for (*key, tp, law), every in ssd.groupby([*keys, "tp", "hit_law"]):
+    for (*shared, tp, law), every in ssd.groupby([*keys, "tp", "hit_law"]):
         part = best_rows(every)
-        k, alpha = int(part["lookahead"].iloc[0]), key[-1]
-        rivals = where(wide, tp=tp + 1, **dict(zip(keys, key, strict=True)))
-        alike = where(inline, **dict(zip(keys[:-1], key[:-1], strict=True)))
+        k, alpha = int(part["lookahead"].iloc[0]), shared[-1]
+        rivals = where(wide, tp=tp + 1, **dict(zip(keys, shared, strict=True)))
+        alike = where(inline, **dict(zip(keys[:-1], shared[:-1], strict=True)))
         v = [alike.loc[alike["tp"] == t, "t_target_s"].median() for t in (tp, tp + 1)]
         v[0] = part["t_target_s"].median() if np.isnan(v[0]) else v[0]
         step = float(alike["step_s"].median())
@@ -253,7 +303,7 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
         other_k = int(best["lookahead"])
         tokens = expected_tokens(alpha, k) / expected_tokens(alpha, other_k)
         measured = float(part["tok_per_s"].median() / best["tok_per_s"])
-        name = f"{short(key[0])} T={tp}, alpha {alpha:g}, K={k}"
+        name = f"{short(shared[0])} T={tp}, alpha {alpha:g}, K={k}"
         about = name, Path(part["folder"].iloc[0]).name, False
         yield _pays(about, tokens, v, (k * step, other_k * step), p, measured)
 

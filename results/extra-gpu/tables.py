@@ -20,14 +20,22 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from pages import Lines, head, line, printed, share  # noqa: E402
 
-from analysis.figures.study import FITTED, errors, gains_of, on_gpus, pays, used, whole_pays  # noqa: E402
+from analysis.figures.study import (  # noqa: E402
+    FITTED,
+    best_shapes,
+    errors,
+    gains_of,
+    on_gpus,
+    pays,
+    used,
+    whole_pays,
+)
 from analysis.rows import load  # noqa: E402
+from analysis.select import SHAPE, key, where  # noqa: E402
 from analysis.select import gain as gain_of  # noqa: E402
-from analysis.select import key, where  # noqa: E402
 
 PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
 _NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD", "SSD tree"
-SHAPE = ["lookahead", "fan_out", "tree_nodes", "backup", "backup_lookahead"]
 _CELL = {
     "chat": "chat, temp. 0",
     "code": "humaneval, temp. 0",
@@ -59,12 +67,9 @@ def measured() -> Lines:
         known = at.set_index("use")["tok_per_s"]
         if where(at, use="SSD")["tree"].notna().any():
             known = known.rename({"SSD": "SSD tree"})
-        texts, kinds = [], {}
+        texts, kinds = [], {**dict.fromkeys(_NAMES, here.iloc[:0]), **best_shapes(here)}
         for use in _NAMES:
             of = where(here, use=use)
-            # Several shapes of a use: the one of the largest median counts.
-            shapes = of.groupby(key(of, SHAPE))
-            kinds[use] = max((part for _, part in shapes), key=_median, default=of)
             rates = -np.sort(-of["tok_per_s"])
             runs = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in rates)) or "–"
             texts.append(runs + (f" ({known[use]:.0f})" if len(of) and use in known else ""))

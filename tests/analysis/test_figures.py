@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import warnings
 from dataclasses import replace
 from functools import lru_cache
@@ -11,13 +12,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 
-from analysis.__main__ import draw
+from analysis.__main__ import draw, main
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline, window
 from analysis.figures.study import gains_of, pays, whole_pays
 from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
-from analysis.select import cases, plain, where
+from analysis.select import cases, on_machine, plain, where
 from analysis.style import Poster, rendered, themed
 from tests.scripts import ROOT, python
 
@@ -113,8 +115,15 @@ def texts_on_the_sheet(figure: Poster) -> None:
     renderer, sheet = figure.canvas.get_renderer(), figure.bbox
     caption = figure.texts[1].get_window_extent(renderer)
     assert figure.texts[1].get_text().count("\n") < 3 and caption.x1 <= sheet.x1
+    for text in (child for at in (figure, *figure.axes) for child in at.get_children()):
+        if isinstance(text, Text) and text.get_text().strip() and text.get_visible():
+            box = text.get_window_extent(renderer)
+            assert sheet.x0 - 1 <= box.x0 and box.x1 <= sheet.x1 + 1, text
+            assert sheet.y0 - 1 <= box.y0 and box.y1 <= sheet.y1 + 1, text
     for ax in figure.axes:
         assert ax.has_data()
+        for text in (ax.xaxis.label, *ax.get_yticklabels()):
+            assert text.get_window_extent(renderer).x0 >= sheet.x0 - 1, text
         for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
             if text.get_text() and text.get_visible():
                 box = text.get_window_extent(renderer)
@@ -179,13 +188,14 @@ def test_batch() -> None:
 
 
 def test_window() -> None:
-    profile = data().profiles[0]
-    table = profile["tables"]["forwards"][0]["seconds"]
+    """y is a verification's time over a draft forward's of one row; K forwards are a line."""
+    target, draft = (table["seconds"] for table in data().profiles[0]["tables"]["forwards"])
     with themed():
-        numbers = window(replace(data(), notes=Notes())).table()
-    assert (numbers[numbers["x"] == 1]["y"] == 1).all()
-    wide = float(table["64"]) / float(table["1"])
-    assert np.isclose(numbers[numbers["x"] == 64]["y"], wide).any()
+        numbers = window(replace(data(), notes=Notes())).table().set_index("series")
+    at = numbers.loc["70B on 2 GPUs"].set_index("x")["y"]
+    assert at[8] == pytest.approx(target["8"] / draft["1"]) and list(at.index) == [2, 4, 8, 16]
+    ends = numbers.loc["K draft forwards"]
+    assert list(ends["y"]) == list(ends["x"] - 1)
 
 
 def test_roofline() -> None:
@@ -222,6 +232,51 @@ def test_pareto() -> None:
     dots = dots[(dots["series"] != "frontier") & ~dots["series"].str.contains("imposed")]
     for _, dot in dots.iterrows():  # nothing beats a point of the frontier
         assert not ((front["x"] < dot["x"]) & (front["y"] < dot["y"])).any()
+
+
+def test_no_frontier_is_drawn_over_uses_that_were_not_measured() -> None:
+    """SD inline at one batch size leaves none."""
+    rows = data().rows
+    few = rows[(rows["method"] != "SD inline") | (rows["batch_size"] == 1)]
+    figure = drawn(Data(few), "pareto")
+    assert "frontier" not in set(figure.table()["series"])
+    assert "no frontier" in " ".join(text.get_text() for text in figure.axes[0].texts)
+
+
+def test_the_first_sweep_of_the_pages_is_drawn_and_what_is_missing_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AR, SD and SSD at two K, on cores, which are not called GPUs."""
+    at = {"batch_size": 1, "lm_head": False, "acceptance": "alpha:0.8", "lookahead": [2, 4]}
+    rows = [
+        {**row, "backend": "numpy", "device_name": "CPU"}
+        for row in raw()
+        if row["tp"] == 1 and row["batch_size"] == 1
+        if row["mode"] == "ar"
+        or all(row.get(k) in (v if isinstance(v, list) else [v]) for k, v in at.items())
+    ]
+    rows = [row for row in rows if not str(row.get("hit_law")).startswith("p_hit")]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [f"--results={tmp_path}", f"--out={tmp_path}", "--formats=png", "--workers=1"]
+    assert main(["all", *words]) == 0
+    out, err = capsys.readouterr()
+    for name in ("throughput", "latency", "pareto"):
+        assert f"cpu/{name}" in out
+        (item,) = draw(load([tmp_path]), name)
+        assert item.poster is not None
+        texts = [text.get_text() for text in item.poster.findobj(Text)]
+        assert any("core" in text for text in texts) and not any("GPU" in text for text in texts)
+        texts_on_the_sheet(item.poster)
+    for name in ("cache_hits", "window", "measured"):
+        assert f"analysis: {name}: no rows for it: it needs " in err
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_help_of_a_figure_says_which_rows_it_needs(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    assert re.search(r"It needs \w.*\.\n", capsys.readouterr().out)
 
 
 def test_kinds() -> None:
@@ -279,6 +334,30 @@ def test_a_figure_of_the_study_keeps_its_texts_on_the_sheet(name: str) -> None:
         rendered(item.poster, "png")
     texts_on_the_sheet(item.poster)
     assert "NVIDIA H200" in item.poster.caption and item.poster.heading.endswith("?")
+
+
+def test_a_bar_is_the_median_of_a_use_s_runs() -> None:
+    """The strongest stands first; its title has SSD over the strongest other use."""
+    figure = drawn(on_machine(study(), "NVIDIA H200"), "measured")
+    for ax in figure.axes:
+        bars = figure.table()
+        bars = bars[bars["panel"] == ax.get_title(loc="left")]
+        assert bars["y"].is_monotonic_decreasing and (bars["n"] >= 2).all()
+        assert ((bars["low"] <= bars["y"]) & (bars["y"] <= bars["high"])).all()
+        is_ssd = bars["series"].str.startswith("SSD")
+        gain = bars[is_ssd]["y"].max() / bars[~is_ssd]["y"].max()
+        assert float(re.search(r"SSD (\d\.\d\d)×", bars["panel"].iloc[0])[1]) == pytest.approx(  # type: ignore[index]
+            gain, abs=0.02
+        )
+
+
+def test_the_parts_of_a_bar_are_its_round() -> None:
+    """Also of chained rounds, in which the lead waits for nobody."""
+    bars = drawn(on_machine(study(), "NVIDIA H200"), "latency").table()
+    leads = bars[bars["series"].str.endswith("lead")].groupby(["panel", "series"])["ms"].sum()
+    for (_, series), ms in leads.items():
+        row = study().rows.loc[(1e3 * study().rows["round_s"] - ms).abs().idxmin()]
+        assert ms == pytest.approx(1e3 * row["round_s"], rel=1e-3), series
 
 
 def test_gains_are_over_the_strongest_use_that_is_no_copy() -> None:
