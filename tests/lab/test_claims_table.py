@@ -326,6 +326,15 @@ def test_the_best_of_a_table_is_what_was_measured_best() -> None:
     assert f"{line}, predicted 447.3" in text
 
 
+def test_a_long_hit_law_stands_in_the_title() -> None:
+    """Its 60 characters would be a column of each line."""
+    law = "power:A=0.5068/0.1737,r=0.6233/0.9954,floor=0.0968/0.0215"
+    (found,) = compare_methods([row("ssd", 4, 500, hit_law=law), row("ssd", 4, 600)])
+    head, _, imposed, drawn = render([found]).splitlines()[:4]
+    assert head.endswith(f", hits {law}") and drawn.startswith("SSD fan_out=uniform:3   ")
+    assert imposed.startswith("SSD fan_out=uniform:3 p_hit:0.9 ")
+
+
 def test_a_rival_measured_beside_has_the_flags_of_its_command() -> None:
     origin = {"sweep": {"beside": "AR T=1"}, "command": ["run", "--fan_out=uniform:3"]}
     row = Row.from_dict({"provenance": origin})

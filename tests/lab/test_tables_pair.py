@@ -117,13 +117,16 @@ def test_rows_with_one_fault_are_counted_in_one_line(tmp_path: Path) -> None:
 def test_a_ratio_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Files count by their last row; one seed has no interval, and two configurations no ratio."""
     write(tmp_path / "a/runs.jsonl", sd("first"), sd("one", tok_per_s=100.0))
-    write(tmp_path / "b/runs.jsonl", sd("two", tok_per_s=101.0, world_size=2, fuse=True))
+    told = {"world_size": 2, "fuse": True, "prediction_error": -0.45}
+    write(tmp_path / "b/runs.jsonl", sd("two", tok_per_s=101.0, **told))
     files = [str(tmp_path / name / "runs.jsonl") for name in "ab"]
     assert main(["compare", *files]) == 0
     out, _ = capfd.readouterr()
     assert "a = one: " in out and "b = two: " in out and "differ in: fuse False → True\n" in out
     assert "b over a: 1.01× (no interval: 1 seed)" in out and "few seeds" in out
-    assert "per GPU: 0.5" in out
+    assert (
+        "per GPU: 0.5" in out and "! b is -45% off its own prediction" in out and "! a" not in out
+    )
     write(tmp_path / "b/runs.jsonl", sd("two", fuse=True), sd("three"))
     assert main(["compare", *files]) == 2
     assert "2 configurations: allowed: one, or a run id: two, three\n" in (capfd.readouterr().err)

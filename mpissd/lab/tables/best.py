@@ -25,6 +25,7 @@ from mpissd.common.rivals import LOOKUPS, TREE, Family
 from mpissd.common.row import Row
 
 MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
+_LONG = 24  # text columns of a hit law beyond which it moves into the title
 _MOST = 3  # marked uses that a table explains
 FAR = 1 / 3  # error of one run's own replay beyond which the run is marked
 _SETTING = (
@@ -286,48 +287,59 @@ def render(
 
     below: lines to print below each table (claims.py).
     """
-    tables = []
-    units: dict[str, None] = {}
-    for comparison, lines_below in zip(comparisons, below or [()] * len(comparisons), strict=True):
-        known, methods = comparison.setting, comparison.methods
-        drafts = f"/{known['draft']}" if known.get("draft") else ""
-        about = ", ".join(f"{name} {known[name]}" for name in _SHOWN if known.get(name))
-        width = max(map(len, methods))
-        lookaheads = sorted({u.lookahead for uses in methods.values() for u in uses} - {0})
-        columns = "".join(f"{f'K={k}':>9}" for k in lookaheads)
-        per = unit(next(iter(methods.values()))[0].rows[0])
-        units[per] = None
-        lines = [
-            f"{known['target']}{drafts}, T={known['tp']}, {known['device_name']}: {about}",
-            f"{'tok/s':{width}}{columns}     best   at  predicted  spread   n"
-            f"{'x AR':>{_WIDE}}{f'a {per}':>{_WIDE}}",
-        ]
-        far = []
-        notes = []
-        for name, uses in methods.items():
-            best, cells = fastest(uses), {use.lookahead: _cell(use) for use in uses}
-            line = "".join(f"{cells.get(k, ''):>9}" for k in lookaheads)
-            at = _at(best)
-            predicted = "–" if best.predicted is None else _number(best.predicted)
-            spread = "–" if len(best.rows) == 1 else f"{best.spread:.1%}"
-            line += f"{_cell(best):>9}{at:>5}{predicted:>11}{spread:>8}{len(best.rows):>4}"
-            gains = _gains(best, comparison.baseline)
-            line += "".join(f"{'–' if gain is None else gain.brief:>{_WIDE}}" for gain in gains)
-            lines.append(f"{name:{width}}{line}".rstrip())
-            missed = missed_by(row.prediction_error for use in uses for row in use.rows)
-            far += [f"{name} {missed:.0%}"] * (missed > MOST_MISSED)
-            for use in uses:
-                if use.missed:
-                    row = use.missed[0]
-                    by_replay = float(row.tok_per_s) / (1 + float(row.prediction_error or 0))
-                    rates = _number(row.tok_per_s), _number(by_replay)
-                    where = f"{name} {_at(use)}".rstrip()
-                    notes.append(_MISSED.format(where, len(use.missed), len(use.rows), *rates))
-        lines += notes[:_MOST] + [f"! and {len(notes) - _MOST} more uses"] * (len(notes) > _MOST)
-        lines += [_WARNING.format(", ".join(far))] * bool(far)
-        tables.append("\n".join([*lines, *map(str, lines_below)]))
+    pairs = zip(comparisons, below or [()] * len(comparisons), strict=True)
+    tables = [_table(comparison, lines) for comparison, lines in pairs]
+    units = " or ".join(dict.fromkeys(_unit(comparison) for comparison in comparisons))
     choice = _CHOICE if any(below or ()) else ""
-    return "\n\n".join([*tables, choice + _LEGEND.format(unit=" or ".join(units))])
+    return "\n\n".join([*tables, choice + _LEGEND.format(unit=units)])
+
+
+def _unit(comparison: Comparisons) -> str:
+    return unit(next(iter(comparison.methods.values()))[0].rows[0])
+
+
+def _table(comparison: Comparisons, below: Sequence[object]) -> str:
+    known, methods = comparison.setting, comparison.methods
+    drafts = f"/{known['draft']}" if known.get("draft") else ""
+    about = ", ".join(f"{name} {known[name]}" for name in _SHOWN if known.get(name))
+    laws = {str(uses[0].rows[0].hit_law) for uses in methods.values()}
+    long = [law for law in laws if len(law) > _LONG]
+    law = long[0] if len(long) == 1 else ""  # in the title, not in each line
+    shown = {name: name.replace(f" {law}", "") if law else name for name in methods}
+    about += f", hits {law}" * bool(law)
+    width = max(map(len, shown.values()))
+    lookaheads = sorted({u.lookahead for uses in methods.values() for u in uses} - {0})
+    columns = "".join(f"{f'K={k}':>9}" for k in lookaheads)
+    lines = [
+        f"{known['target']}{drafts}, T={known['tp']}, {known['device_name']}: {about}",
+        f"{'tok/s':{width}}{columns}     best   at  predicted  spread   n"
+        f"{'x AR':>{_WIDE}}{f'a {_unit(comparison)}':>{_WIDE}}",
+    ]
+    far = []
+    notes = []
+    for name, uses in methods.items():
+        best, cells = fastest(uses), {use.lookahead: _cell(use) for use in uses}
+        line = "".join(f"{cells.get(k, ''):>9}" for k in lookaheads)
+        predicted = "–" if best.predicted is None else _number(best.predicted)
+        spread = "–" if len(best.rows) == 1 else f"{best.spread:.1%}"
+        line += f"{_cell(best):>9}{_at(best):>5}{predicted:>11}{spread:>8}{len(best.rows):>4}"
+        gains = _gains(best, comparison.baseline)
+        line += "".join(f"{'–' if gain is None else gain.brief:>{_WIDE}}" for gain in gains)
+        lines.append(f"{shown[name]:{width}}{line}".rstrip())
+        missed = missed_by(row.prediction_error for use in uses for row in use.rows)
+        far += [f"{shown[name]} {missed:.0%}"] * (missed > MOST_MISSED)
+        notes += [_missed(f"{shown[name]} {_at(use)}".rstrip(), use) for use in uses if use.missed]
+    lines += notes[:_MOST] + [f"! and {len(notes) - _MOST} more uses"] * (len(notes) > _MOST)
+    lines += [_WARNING.format(", ".join(far))] * bool(far)
+    return "\n".join([*lines, *map(str, below)])
+
+
+def _missed(name: str, use: Use) -> str:
+    """Returns the line on a use's runs that miss their predictions by far, and the farthest."""
+    row = use.missed[0]
+    predicted = float(row.tok_per_s) / (1 + float(row.prediction_error or 0.0))
+    rates = _number(row.tok_per_s), _number(predicted)
+    return _MISSED.format(name, len(use.missed), len(use.rows), *rates)
 
 
 def _gains(best: Use, base: Use | None) -> tuple[Comparison | None, Comparison | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import unit
+from mpissd.lab.tables.best import FAR, missed_by, unit
 
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
@@ -73,6 +73,8 @@ class Pair:
             ranks = f"{row.world_size} rank{'s' * (row.world_size > 1)}"
             rate = f"{row.tok_per_s:.1f} tok/s"
             lines.append(f"{name} = {row.run_id}: {rate}, {ranks}, {row.num_rounds} rounds")
+            if missed_by([row.prediction_error]) > FAR:
+                lines.append(f"! {name} is {row.prediction_error:+.0%} off its own prediction")
         differ = "; ".join(f"{key} {short(x)} → {short(y)}" for key, (x, y) in self.differ.items())
         lines += [f"differ in: {differ or 'nothing'}", f"b over a: {gain}"]
         if self.a.world_size != self.b.world_size:
