@@ -142,12 +142,12 @@ def needs(name: str) -> str:
     return ""
 
 
-def usage(names: Sequence[str]) -> int:
-    """Prints the help: the figures, or what one shows and needs, and the flags."""
-    print(f"python -m analysis {names[0] if len(names) == 1 else 'FIGURE'} [--name=value …]\n")
-    if len(names) == 1 and names[0] in FIGURES:
-        text = inspect.cleandoc(FIGURES[names[0]].draw.__doc__ or "")
-        print(textwrap.indent(f"{ABOUT[names[0]]}\n\n{text}\nIt needs {needs(names[0])}.\n", "  "))
+def usage(name: str) -> int:
+    """Prints the help: the figures, or what the named one shows and needs, and the flags."""
+    print(f"python -m analysis {name if name in FIGURES else 'FIGURE'} [--name=value …]\n")
+    if name in FIGURES:
+        text = inspect.cleandoc(FIGURES[name].draw.__doc__ or "")
+        print(textwrap.indent(f"{ABOUT[name]}\n\n{text}\nIt needs {needs(name)}.\n", "  "))
     else:
         print("\n".join(f"  {name:14} {about}" for name, about in ABOUT.items()) + "\n")
     print("\n".join(f"  --{n:12} {of.metadata['help']}" for n, of in flags_of(Options).items()))
@@ -191,12 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     open_streams()
     given = sys.argv[1:] if arguments is None else arguments
-    names = [word for word in given if word not in ("-h", "--help")]
-    wants_help = not names or len(names) < len(given)
+    wants_help = not given or bool({"-h", "--help"} & set(given))
     try:
-        return unless_unread(
-            partial(usage, names) if wants_help else lambda: execute(*parse(given))
-        )
+        if wants_help:
+            return unless_unread(partial(usage, next(iter(given), "")))
+        return unless_unread(lambda: execute(*parse(given)))
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code

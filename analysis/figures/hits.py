@@ -147,7 +147,7 @@ def fan_out(data: Data) -> Poster:
     AR. Only K at which some branches are grown to their end are drawn.
     """
     shown = [*_recorded(data.rows), *_imposed(data)][:3]
-    need(shown, "SSD, uniform and geometric, at three or more branch budgets of one power law")
+    need(shown, "SSD at three or more branch budgets, uniform and geometric under one power law")
     poster, names = Poster(10.2), dict[str, int]()
     grid = poster.panels(3, len(shown), sharex="col")
     for column, (title, lines, ar) in zip(grid.T, shown, strict=True):
