@@ -70,8 +70,9 @@ def test_a_sweep_measures_everything_and_says_what_was_best(swept: Job) -> None:
     assert swept.code == 2, swept.err  # ssd with num_drafts=0 cannot be
     told = last(swept)
     assert (told["measured"], told["failed"], told["rows"]) == (8, 2, 8)
-    for method in ("AR", "SD", "SD inline", f"SSD fan_out=uniform:3 {DEFAULT}"):
-        (line,) = re.findall(rf"^{re.escape(method)} +[\d.]+ .*%(.*)", swept.out, re.MULTILINE)
+    assert f", hits {DEFAULT}\n" in swept.out
+    for method in ("AR", "SD", "SD inline", "SSD fan_out=uniform:3"):
+        (line,) = re.findall(rf"^{re.escape(method)} +!?[\d.]+ .*%(.*)", swept.out, re.MULTILINE)
         assert line.split()[0] == "2"  # repeats
     failed = rows_in(swept.folder, "failed")
     assert [(row["exit_code"], row["repeat"]) for row in failed] == [(2, 0), (2, 1)]
