@@ -264,20 +264,11 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -
         is_wide = more > 0 and method in ("AR", "SD inline")
         medians = points(group, ["batch_size"])
         x, y = medians["per_sequence"], medians["per_gpu"]
-        low, high = (medians[end] / medians["tok_per_s"] for end in ("low", "high"))
-        poster.line(
-            ax,
-            f"{method}, T{f'+{more}' if more else ''} {per}s",
-            x,
-            y,
-            low=y * low,
-            high=y * high,
-            also={"b": medians["batch_size"]},
-            linewidth=1.4,
-            linestyle=":" if is_wide else "-",
-            markerfacecolor="white" if is_wide else style["color"],
-            **style,
-        )
+        ends = {end: y * medians[end] / medians["tok_per_s"] for end in ("low", "high")}
+        ends["also"] = {"b": medians["batch_size"]}
+        style |= {"linewidth": 1.4, "linestyle": ":" if is_wide else "-"}
+        style["markerfacecolor"] = "white" if is_wide else style["color"]
+        poster.line(ax, f"{method}, T{f'+{more}' * (more > 0)} {per}s", x, y, **ends, **style)
         numbers += zip(medians["batch_size"], x, y, strict=True)
         if len(medians) == sizes and method != IMPOSED:
             in_batches.add(method)
@@ -288,14 +279,8 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -
     if "SD inline" in in_batches:
         poster.line(ax, "frontier", *zip(*front, strict=True), **style)
     else:
-        ax.text(
-            0.03,
-            0.97,
-            "no frontier: SD inline\nnot measured at every b",
-            va="top",
-            transform=ax.transAxes,
-            fontsize=11.5,
-        )
+        place = {"va": "top", "transform": ax.transAxes, "fontsize": 11.5}
+        ax.text(0.03, 0.97, "no frontier: SD inline\nnot measured at every b", **place)
     ax.set(yscale="log", xlabel="tok/s per sequence (numbers: b)", xlim=(0, 1.1 * ax.get_xlim()[1]))
     plain_ticks(ax.yaxis)
     label_points(ax, [(f"{b:.0f}", x, y) for b, x, y in numbers])

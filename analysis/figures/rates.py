@@ -66,7 +66,8 @@ def throughput(data: Data) -> Poster:
         axes[0].set_ylabel(f"tok/s, {name}")
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
-    lines = f"SD and SSD draft on one {per} more. Lines with T=: of another visit (± 4%)"
+    lines = f"SD and SSD draft on one {per} more"
+    lines += ". Lines with T=: of another visit (± 4%)" * bool((used["tp"] != case.tp).any())
     text = caption([used, case.ar], hits, lines, BARS)
     return poster.finish(f"How fast are AR, SD and SSD? {case.label}", text)
 

@@ -173,7 +173,8 @@ def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
         rates, color = runs["tok_per_s"], METHODS[use.removesuffix(" tree")][0]
         ax.barh(place, rates.median(), 0.72, zorder=2, color=color, alpha=0.5 if place else 1.0)
         ax.plot([rates.min(), rates.max()], [place] * 2, color=BLACK, linewidth=2, zorder=3)
-        span = f"{rates.min():.0f}–{rates.max():.0f}, " if rates.max() > rates.min() + 0.5 else ""
+        low, high = (f"{rate:.0f}" for rate in (rates.min(), rates.max()))
+        span = f"{low}–{high}, " * (low != high)
         text = f"{rates.median():.0f} ({span}n={len(rates)})"
         style = {"va": "center", "fontsize": 11, "fontweight": "normal" if place else "bold"}
         note(ax, text, rates.max(), place, dx=5, dy=0, **style)
