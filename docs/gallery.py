@@ -59,7 +59,7 @@ def fan_out(table: pd.DataFrame) -> str:
     return (
         f"8B, K = 3, chat: 16 branches instead of 8 raise hits from {few[0]:.0%} to {many[0]:.0%} "
         f"and tok/s from {few[2]:.0f} to {many[2]:.0f}; growing them takes {many[1]:.2f} "
-        f"verifications instead of {few[1]:.2f}, as long as a verification can hide."
+        f"of a verification instead of {few[1]:.2f}, so more would not be hidden."
     )
 
 
