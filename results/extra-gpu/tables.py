@@ -5,11 +5,13 @@ measured   every measured use of as many GPUs, beside what `plan` predicts of it
 laws       SSD over the strongest other use, by prompts, temperature and GPUs
 closed     the closed form beside measured gains
 five       70B/1B on five H100s, beside the paper
+answers    README's three lines
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +57,20 @@ def rows() -> pd.DataFrame:
 
 def measured() -> Lines:
     """Yields a line a pair, prompts and GPUs: tok/s of each use, in brackets the prediction."""
+    yield from head("pair, prompts, GPUs", *_NAMES, *_ENDS)
+    for setting, texts, _, ends in _settings():
+        yield line([setting, *texts, *ends])
+
+
+_ENDS = "SSD over the strongest", "predicted", "at most"
+Setting = tuple[str, list[str], str, list[str]]
+
+
+def _settings() -> Iterator[Setting]:
+    """Yields (setting, tok/s of each use as text, the strongest other use, the cells of _ENDS)."""
     whole, predicted = used(rows()), cells()
     is_shared = whole["setting"].isin(whole.loc[whole["mode"] == "ssd", "setting"])
     whole = whole[is_shared & (whole["ranks"] > 1)].sort_values(["ranks", "law"])
-    ends = "SSD over the strongest", "predicted", "at most"
-    yield from head("pair, prompts, GPUs", *_NAMES, *ends)
     for setting, here in whole.groupby("setting", sort=False):
         first = here.iloc[0]
         cell = {"pair": f"{first['pair'].lower()}/1b", "law": _CELL[first["law"]]}
@@ -74,14 +85,15 @@ def measured() -> Lines:
             runs = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in rates)) or "–"
             texts.append(runs + (f" ({known[use]:.0f})" if len(of) and use in known else ""))
         ssd = max((kinds.pop(use) for use in ("SSD", "SSD tree")), key=_median)
-        other = max(kinds.values(), key=_median)
+        strongest = max(kinds, key=lambda use: _median(kinds[use]))
+        other = kinds[strongest]
         over, gain = gain_of(ssd, other), gains_of(where(predicted, **cell), int(first["ranks"]))
         told = share(_median(ssd) / _median(other), 2)
         if over is not None and over.is_headline:
             told = f"{share(over.speedup, 2)} ({share(over.low, 2)} to {share(over.high, 2)})"
         expected = where(gain, batch_size=1, host=1.0)["gain"].iloc[0]
         most = _prompt(where(here, mode="ssd")).max() / _median(other)
-        yield line([setting, *texts, told, share(expected, 2), share(most, 2)])
+        yield str(setting), texts, strongest, [told, share(expected, 2), share(most, 2)]
 
 
 def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
@@ -146,7 +158,40 @@ def five() -> Lines:
     yield line(["the paper", *(PAPER.get(name, "–") for name in columns)])
 
 
-TABLES = {"measured": measured, "laws": laws, "closed": closed, "five": five}
+def answers() -> Lines:
+    """Yields README's lines: the paper's setting first, then what was measured."""
+    every = cells("NVIDIA H100 80GB SXM")
+    four, five_gpus = on_gpus(every[every["tp"] == 4], 4), on_gpus(every, 5)
+
+    def rate(uses: pd.DataFrame, law: str, use: str) -> float:
+        return float(where(uses, law=law, use=use)["tok_per_s"].iloc[0])
+
+    chain = rate(five_gpus, "alpha .8", "SSD") / rate(four, "alpha .8", "SD inline")
+    trees = [rate(five_gpus, n, "SSD") / rate(five_gpus, n, "tree inline") for n in {*every["law"]}]
+    paper = float(PAPER["SSD, T=4"]) / float(PAPER["SD inline, T=4"])
+    yield (
+        "- **70B/1B on 4 + 1 H100s, the paper's setting: not measured here.** Predicted at alpha "
+        f".8: SSD makes {chain:.2f}× of SD on four GPUs (the paper: {paper:.2f}×). Of a tree on "
+        f"all five it makes {min(trees):.2f} to {max(trees):.2f}×."
+    )
+    told: dict[str, list[str]] = {}
+    for setting, _, strongest, ends in _settings():
+        pair, _, asked = setting.partition(" ")
+        prompts, _, gpus = asked.rpartition(", ")
+        strongest = strongest.removesuffix(" inline")
+        part = f"{ends[0]} of a {strongest} on {prompts}"
+        told.setdefault(f"{pair}/1B on {gpus} H200s", []).append(part)
+    for name, parts in told.items():
+        yield f"- **{name}, measured: no.** SSD makes {', '.join(parts)}."
+
+
+TABLES = {
+    "measured": measured,
+    "laws": laws,
+    "closed": closed,
+    "five": five,
+    "answers": answers,
+}
 
 if __name__ == "__main__":
     sys.exit(printed(TABLES, __doc__))
