@@ -172,12 +172,7 @@ def where(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
     return rows
 
 
-def cases(
-    data: Data,
-    wanted: pd.Series,
-    varies: Sequence[str],
-    most: int = 9,
-) -> list[Case]:
+def cases(data: Data, wanted: pd.Series, varies: Sequence[str], most: int = 9) -> list[Case]:
     """Returns the pairs and T with most `wanted` rows; none with less than a quarter of the
     first's.
 
@@ -275,12 +270,7 @@ def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
 
 
 def gains(
-    rows: pd.DataFrame,
-    base: pd.DataFrame,
-    by: str,
-    share: float = 1.0,
-    *,
-    one_base: bool = False,
+    rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0, *, one_base: bool = False
 ) -> pd.DataFrame:
     """Returns the gain at every value of `by` that both have: by, value, low, high, headline.
 

@@ -7,17 +7,7 @@ from matplotlib.axes import Axes
 
 from analysis.rows import Data
 from analysis.select import CONDITIONS, points, short, usual, where
-from analysis.style import (
-    GREY,
-    MARKERS,
-    RAMP,
-    SERIES,
-    Poster,
-    caption,
-    label_points,
-    look,
-    need,
-)
+from analysis.style import GREY, MARKERS, RAMP, SERIES, Poster, caption, label_points, look, need
 
 # Keys that all rows of one plane share besides the device: every draft drafts the same text.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)

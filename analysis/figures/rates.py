@@ -8,26 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis.rows import Data
-from analysis.select import (
-    Case,
-    best_points,
-    cases,
-    plain,
-    points,
-    richest,
-    where,
-)
-from analysis.style import (
-    BARS,
-    GREY,
-    RED,
-    Poster,
-    caption,
-    look,
-    need,
-    note,
-    unit,
-)
+from analysis.select import Case, best_points, cases, plain, points, richest, where
+from analysis.style import BARS, GREY, RED, Poster, caption, look, need, note, unit
 
 _METHODS = ("SD inline", "SD", "SSD")
 

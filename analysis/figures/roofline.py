@@ -13,16 +13,7 @@ from matplotlib.axes import Axes
 
 from analysis.rows import Data
 from analysis.select import plain, short
-from analysis.style import (
-    BLACK,
-    GREY,
-    SERIES,
-    YELLOW,
-    Poster,
-    label_points,
-    need,
-    plain_ticks,
-)
+from analysis.style import BLACK, GREY, SERIES, YELLOW, Poster, label_points, need, plain_ticks
 
 _BYTES = 2  # Bytes of a 16-bit number.
 _OF_RANKS = {1: "o", 2: "s", 4: "D", 8: "^"}

@@ -17,18 +17,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from analysis.rows import Data
 from analysis.select import best_rows, fastest, gain, plain, points, prompts, short, where
-from analysis.style import (
-    BLACK,
-    GREY,
-    METHODS,
-    SERIES,
-    Poster,
-    caption,
-    look,
-    need,
-    note,
-    parity,
-)
+from analysis.style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.spec.acceptance import named_hit_law
 

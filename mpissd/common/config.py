@@ -112,11 +112,7 @@ class MethodFlags(Checked):
         "ssd",
         choice("ar", "sd", "ssd"),
         "decoding mode: ar, sd or ssd",
-        needs={
-            "ar": "num_drafts=0",
-            "sd": "lookahead>0",
-            "ssd": "lookahead>0 num_drafts=1",
-        },
+        needs={"ar": "num_drafts=0", "sd": "lookahead>0", "ssd": "lookahead>0 num_drafts=1"},
     )
     num_drafts: int | None = drafting(
         None,
@@ -442,10 +438,7 @@ class OutputFlags(Checked):
 
 @dataclass(frozen=True)
 class RunConfig(  # a dataclass lists the fields of its last base first
-    OutputFlags,
-    MachineFlags,
-    WorkloadFlags,
-    MethodFlags,
+    OutputFlags, MachineFlags, WorkloadFlags, MethodFlags
 ):
     """All flags of a run; None means not given, and is resolved when the machine is known."""
 

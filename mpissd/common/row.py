@@ -123,8 +123,7 @@ class Row(Mapping[str, Any]):
         "transformers may have false)"
     )
     context: int = setting(
-        "value of `--context`: KV cache that attention reads in every forward",
-        "tokens",
+        "value of `--context`: KV cache that attention reads in every forward", "tokens"
     )
     forward: str = setting("gemm (matrix products alone) or transformer (`--forward`)")
     weights: Mapping[str, Any] | None = key(
@@ -161,17 +160,14 @@ class Row(Mapping[str, Any]):
     num_tokens: int = key("tokens of all sequences in the measured rounds", "tokens")
     wall_s: float = key("wall time of the measured rounds", "s")
     t_prefill_s: float | None = key(
-        "time of the target's forwards over prompts, part of wall_s",
-        "s",
+        "time of the target's forwards over prompts, part of wall_s", "s"
     )
     time_to_first_token_s: float | None = key(
-        "duration of the first measured round, prompt included",
-        "s",
+        "duration of the first measured round, prompt included", "s"
     )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key(
-        "tok_per_s / world_size; a learner on another rank's GPU is not counted",
-        "tok/s",
+        "tok_per_s / world_size; a learner on another rank's GPU is not counted", "tok/s"
     )
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(
@@ -185,8 +181,7 @@ class Row(Mapping[str, Any]):
         "µs",
     )
     draft_wait_us: Means | None = key(
-        "{mean, p50, p90, p99, n} of the lead's waits for speculations of a draft rank",
-        "µs",
+        "{mean, p50, p90, p99, n} of the lead's waits for speculations of a draft rank", "µs"
     )
     per_group: list[Mapping[str, Any]] | None = key(
         "of each target group its own values; null for one group"
@@ -236,8 +231,7 @@ class Row(Mapping[str, Any]):
         "s",
     )
     t_growth_s: float | None = key(
-        "p50 of glue + K steps over all branches, if they ran to their end",
-        "s",
+        "p50 of glue + K steps over all branches, if they ran to their end", "s"
     )
     T_SD: float | None = key("t_draft_s / t_target_s")
     floor_us: float | None = key(
@@ -287,17 +281,14 @@ class Row(Mapping[str, Any]):
         "SHA-256 of the first N tokens of every sequence, N = num_tokens or the number of rounds"
     )
     messages_per_round: float = key(
-        "messages that the lead sent and received, mean of a measured round",
-        "messages",
+        "messages that the lead sent and received, mean of a measured round", "messages"
     )
     bytes_per_round: float = key("bytes of those messages", "bytes")
     proposal_bytes_per_round: float = key(
-        "of bytes_per_round, the distributions of sampled tokens",
-        "bytes",
+        "of bytes_per_round, the distributions of sampled tokens", "bytes"
     )
     proposal_wait_us: float = key(
-        "mean time a round that the lead waited for those distributions",
-        "µs",
+        "mean time a round that the lead waited for those distributions", "µs"
     )
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received"

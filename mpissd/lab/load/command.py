@@ -93,8 +93,7 @@ class LoadRow:
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     ttft_s: Times | None = key("{mean, p50, p90, p99} of the times to the first token", "s")
     tpot_s: Times | None = key(
-        "{mean, p50, p90, p99} of the times per output token after the first, a mean a request",
-        "s",
+        "{mean, p50, p90, p99} of the times per output token after the first, a mean a request", "s"
     )
     latency_s: Times | None = key("{mean, p50, p90, p99} of the times to the last token", "s")
     objective: Times = key("{ttft_s, tpot_s}: what a request has to keep to be good", "s")

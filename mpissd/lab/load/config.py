@@ -6,14 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import (
-    Checked,
-    flag,
-    integer,
-    number,
-    switch,
-    words,
-)
+from mpissd.common.flags import Checked, flag, integer, number, switch, words
 from mpissd.serve.config import KEY_VARIABLE
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"

@@ -219,10 +219,7 @@ class DeviceCosts:
 
     @classmethod
     def from_profile(
-        cls,
-        profile: Profile,
-        job: Job,
-        draft_profile: Profile | None = None,
+        cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
         """Returns the emulated backend's durations for every bucket of a job, bit-identical.
 

@@ -23,13 +23,7 @@ from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.spec.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
 from mpissd.engine.spec.fanout import resolve_fan_out
-from mpissd.lab.predict.costs import (
-    EMULATED_ITEMSIZE,
-    DeviceCosts,
-    HostCosts,
-    RowTable,
-    forwards,
-)
+from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, RowTable, forwards
 from mpissd.lab.predict.derive import (
     DERIVED,
     METHODS,
@@ -416,9 +410,7 @@ COARSE = Space(
     (0.0, 0.25, 0.5, 1.0),
 )
 ROUGH = Space(  # For large batches, because a configuration's time grows with its sequences.
-    (1, 2, 3, 4, 6, 8, 12, 16),
-    fan_outs((1, 3, 9), (8, 24, 64)),
-    (0.25, 1.0),
+    (1, 2, 3, 4, 6, 8, 12, 16), fan_outs((1, 3, 9), (8, 24, 64)), (0.25, 1.0)
 )
 
 

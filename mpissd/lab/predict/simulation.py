@@ -23,14 +23,7 @@ from numpy.typing import NDArray
 
 from mpissd.engine.job import Job
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
-from mpissd.lab.predict.grid import (
-    Draws,
-    Grid,
-    Ints,
-    LawDraws,
-    Mask,
-    RecordedDraws,
-)
+from mpissd.lab.predict.grid import Draws, Grid, Ints, LawDraws, Mask, RecordedDraws
 
 _BURN_IN = 8  # first rounds of a chain, which do not count
 _SETTLED = 4  # rounds after which rounds without growth are all equal

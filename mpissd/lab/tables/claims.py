@@ -14,25 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpissd.common.compare import (
-    DRIFT,
-    HEADLINE_SEEDS,
-    Comparison,
-    holm,
-    same_visit,
-)
+from mpissd.common.compare import DRIFT, HEADLINE_SEEDS, Comparison, holm, same_visit
 from mpissd.common.config import RunConfig
 from mpissd.common.rivals import LOOKUPS, Family, tps_of, widest
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import (
-    Use,
-    best_use,
-    is_in,
-    is_lookup,
-    method_of,
-    mode_of,
-    unit,
-)
+from mpissd.lab.tables.best import Use, best_use, is_in, is_lookup, method_of, mode_of, unit
 
 LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
