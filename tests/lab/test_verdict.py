@@ -82,8 +82,7 @@ def test_the_words_of_a_verdict() -> None:
     assert lines[5:] == [
         "  SD inline K=2 on 2 cores  not measured: needs 9.1 GB",
         "→ Speculation pays: SD inline K=2 makes 1.15× (1.15–1.15) of AR on 1 core.",
-        "→ A core for the draft does not pay: "
-        "SSD K=2 makes 1.02× (1.02–1.02) of AR on 2 cores.",
+        "→ A core for the draft does not pay: SSD K=2 makes 1.02× (1.02–1.02) of AR on 2 cores.",
     ]
     assert max(map(len, lines)) <= 100
     told = json.loads(json.dumps(comparison.to_dict()))

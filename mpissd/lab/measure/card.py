@@ -70,29 +70,39 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
 
 
 @contextmanager
-def progress_line(config: RunConfig) -> Iterator[Callable[[Callable[[float], str]], None]]:
-    """Yields show(text), which may be called often: it writes a line now and then to stderr if a
-    person is watching. text: makes the line from the seconds since the beginning.
+def progress_line(
+    config: RunConfig, terminal: TextIO | None = None, every_s: float = 0.5
+) -> Iterator[Callable[[Callable[[float], str]], None]]:
+    """Yields show(text), which may be called often: it writes a line now and then if a person is
+    watching. text: makes the line from the seconds since the beginning.
 
-    A terminal has one line that is redrawn. A launcher's pipe gets lines, because Open MPI 5 holds
-    back a rank's output until the line ends.
+    A terminal (None: stderr, if it is one) has one line that is redrawn, which the end clears. A
+    launcher's pipe gets lines on stderr, because Open MPI 5 holds back a rank's output until the
+    line ends. every_s: shortest time between two redrawings.
     """
-    direct, begun = sys.stderr.isatty(), monotonic()
-    if config.progress == "off" or (config.progress == "auto" and not direct):
+    screen, begun = terminal or (sys.stderr if sys.stderr.isatty() else None), monotonic()
+    if config.progress == "off" or (config.progress == "auto" and screen is None):
         yield lambda text: None
         return
-    every_s, clear, end = (0.5, "\x1b[2K", "\r") if direct else (2.0, "", "\n")
+    output, every_s = screen or sys.stderr, every_s if screen else 2.0
     due = begun + every_s
+
+    def write(text: str) -> None:
+        line = f"{text}\n" if screen is None else f"\r\x1b[2K{text[: columns_of(screen) - 1]}"
+        output.write(line)
+        output.flush()
 
     def show(text: Callable[[float], str]) -> None:
         nonlocal due
         if (now := monotonic()) >= due:
             due = now + every_s
-            sys.stderr.write(f"{clear}{text(now - begun)}{end}")
-            sys.stderr.flush()
+            write(text(now - begun))
 
-    yield show
-    sys.stderr.write(clear)
+    try:
+        yield show
+    finally:
+        if screen is not None:
+            write("")
 
 
 @contextmanager
@@ -111,35 +121,26 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 
 @contextmanager
 def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
-    """Yields say(text), which replaces the terminal's last line; every 4 s it counts the seconds,
-    and the end clears it. Without a terminal, --progress=on writes lines to stderr."""
-    begun, due, shown, is_over = monotonic(), 0.0, "", Event()
-
-    def write(text: str) -> None:
-        if terminal is not None and config.progress != "off":
-            terminal.write(f"\r\x1b[2K{text[: columns_of(terminal) - 1]}")
-            terminal.flush()
+    """Yields say(text), which replaces the progress line; every 4 s the seconds are counted."""
+    shown, is_over = "", Event()
 
     def count() -> None:
         while not is_over.wait(4.0):
-            write(f"{shown} ({monotonic() - begun:.0f} s)")
+            show(lambda seconds: f"{shown} ({seconds:.0f} s)")
 
     def say(text: str) -> None:
-        nonlocal due, shown
+        nonlocal shown
         shown = text
-        write(text)
-        if terminal is None and config.progress == "on" and monotonic() >= due:
-            due = monotonic() + 2.0
-            print(text, file=sys.stderr, flush=True)
+        show(lambda _: text)
 
-    clock = Thread(target=count, daemon=True)
-    clock.start()
-    try:
-        yield say
-    finally:
-        is_over.set()
-        clock.join()
-        write("")
+    with progress_line(config, terminal, every_s=0.0) as show:
+        clock = Thread(target=count, daemon=True)
+        clock.start()
+        try:
+            yield say
+        finally:
+            is_over.set()
+            clock.join()
 
 
 def print_summary(row: Row, out: str = "") -> None:
