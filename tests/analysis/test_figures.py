@@ -56,6 +56,7 @@ def test_figures_depend_on_no_setting_of_a_user(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         files.append({path.name: path.read_bytes() for path in out.rglob("latency.*")})
     assert len(files[0]) == 3 and files[0] == files[1]
+    assert b"/Type /Font /Subtype /Type3" not in files[0]["latency.pdf"]
 
 
 def raw() -> list[Line]:
@@ -133,13 +134,6 @@ def texts_on_the_sheet(figure: Poster) -> None:
         box = of.get_window_extent(renderer)
         assert box.x1 <= sheet.x1 + 1
         assert all(box.y0 >= ax.get_window_extent(renderer).y1 - 1 for ax in figure.axes)
-
-
-def test_a_second_run_gives_the_same_bytes() -> None:
-    again = drawn(load([FIXTURE]), "latency")
-    for kind in ("png", "pdf"):
-        assert rendered(again, kind) == rendered(poster("latency"), kind)
-    assert b"/Type /Font /Subtype /Type3" not in rendered(again, "pdf")
 
 
 def test_throughput() -> None:

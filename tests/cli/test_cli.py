@@ -265,31 +265,6 @@ def test_a_mode_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
     assert slower["t_draft_s"] > same["t_draft_s"]
 
 
-RATES = ".95,.9,.7,.4,.2,.1,.05,.02,.01,.01,.01,.01,.01,.01,.01,.01,.01,.01"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--gpus=2", "--alpha=0.7", "--batch_size=2"),
-        ("--gpus=2", f"--acceptance=marginal:{RATES}", "--p_hit=0.7"),
-    ],
-    ids=str,
-)
-def test_a_plan_is_one_that_runs(flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    """Lists of rates are cut to the K that is run."""
-    told, out = plan(capfd, A100, "--pair=8b/1b", *flags)
-    ranks, config = command_line(out, "run")
-    best = told["best"]
-    assert ranks == best["tp"] + best["num_drafts"]
-    assert config.mode == (best["mode"] if best["mode"] in ("ar", "ssd") else "sd")
-    job = resolve(config, best["tp"], backend="emulated", memory_bytes=80 * 10**9)
-    assert job.lookahead == best["lookahead"] and job.world_size == ranks
-    kind, _, listed = config.acceptance_text.partition(":")
-    if kind != "alpha":
-        assert listed.split(",") == RATES.split(",")[: job.lookahead]
-
-
 def test_a_plan_is_of_one_sequence_and_of_all_gpus(capfd: pytest.CaptureFixture[str]) -> None:
     """Two GPUs: one sequence is fastest over both, two on one GPU each give more together."""
     told, out = plan(capfd, "--profile=h200", "--fuse", "--alpha=.7", "--gpus=2", "--details")

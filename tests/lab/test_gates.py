@@ -217,10 +217,6 @@ SPOILED: dict[str, tuple[str, Spoil, str]] = {
 }
 
 
-def test_a_clean_row_passes(clean: tuple[Line, Rounds]) -> None:
-    assert judge(*clean) == []
-
-
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_row_is_caught_and_named(clean: tuple[Line, Rounds], name: str) -> None:
     row, rounds = clean
@@ -319,8 +315,9 @@ def pooled() -> tuple[Line, Rounds]:
     return row, rounds
 
 
-def test_a_clean_row_of_two_groups_passes() -> None:
-    assert judge(*pooled()) == []
+@pytest.mark.parametrize("sound", [make, pooled])
+def test_a_clean_row_passes(sound: Callable[[], tuple[Line, Rounds]]) -> None:
+    assert judge(*sound()) == []
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,23 @@ def test_refusals_take_one_line(text: str, message: str) -> None:
         plan(text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        *(
+            ({"shard": text}, "shard=.*allowed: I/N with")
+            for text in ("0/2", "3/2", "a/b", "1/2/3")
+        ),
+        ({"grid": None}, "grid: needed"),
+        ({"trace": "1"}, "trace with sweep"),
+    ],
+)
+def test_flags_that_no_sweep_takes(flags: dict[str, Any], message: str) -> None:
+    told = {"grid": "mode=ar", "mode": "sd", **flags}
+    with pytest.raises(ConfigError, match=message):
+        parse_into(SweepConfig, {name: text for name, text in told.items() if text is not None})
+
+
 def test_what_a_method_does_not_see_is_folded() -> None:
     found = plan("mode=ar,sd,ssd; lookahead=2..3; alpha=.6,.8; p_hit=0,1; batch_size=1,4")
     by_mode = {mode: [p for p in flags(found) if p["mode"] == mode] for mode in ("ar", "sd", "ssd")}
@@ -151,21 +168,6 @@ def test_shards_are_the_whole_and_overlap_nowhere(num_shards: int, count: int) -
     if num_shards > count:
         with pytest.raises(ConfigError, match="leave it none"):
             plan(grid, f"{num_shards}/{num_shards}")
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "a/b", "1/2/3"])
-def test_a_shard_is_one_of_so_many(shard: str) -> None:
-    with pytest.raises(ConfigError, match=r"shard=.*allowed: I/N with 1 <= I <= N"):
-        parse_into(SweepConfig, {"grid": "mode=ar", "shard": shard})
-
-
-def test_a_sweep_needs_a_grid_and_takes_a_runs_flags() -> None:
-    config = parse_into(SweepConfig, {"grid": "mode=ar", "shard": "2/3", "mode": "sd"})
-    assert config.shard_of == (2, 3)
-    with pytest.raises(ConfigError, match="grid: needed"):
-        parse_into(SweepConfig, {})
-    with pytest.raises(ConfigError, match="trace with sweep"):
-        parse_into(SweepConfig, {"grid": "mode=ar", "trace": "1"})
 
 
 @pytest.mark.parametrize("backend", ["auto", "numpy", "cupy"])

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpissd.__main__ import main
+from mpissd.cli.arguments import parse
 from mpissd.common.config import AUTO_TREE, RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
@@ -321,6 +322,9 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
     assert trees and all(line.endswith("ed") for line in trees)  # those rows are of chains
 
 
+RATES = ".95,.9,.7,.4,.2,.1"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
@@ -331,12 +335,14 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
         ("h200 2 smollm2", ["The draft pays: SD with a tree on 1 makes", "make pair PAIR=smollm2"]),
         ("h200 3 8b/1b --batch_size=8", ["8 sequences, whole transformers, context 512, alpha .80",
                                          "no difference that this can show"]),
+        (f"h200 2 8b/1b --acceptance=marginal:{RATES} --p_hit=.7", ["acceptance marginal"]),
     ],
 )  # fmt: skip
 def test_an_advice_is_one_screen_and_its_command_runs(
     arguments: str, sentences: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With the prompt 24 lines of 100 columns, to which a pipe adds the JSON."""
+    """With the prompt 24 lines of 100 columns, to which a pipe adds the JSON. A list of rates is
+    cut to the K that is run."""
     device, gpus, pair, *more = arguments.split()
     flags = f"--profile={device}", f"--gpus={gpus}", f"--pair={pair}", *more
     assert main(["plan", *flags, "--measured=none"]) == 0
@@ -351,6 +357,10 @@ def test_an_advice_is_one_screen_and_its_command_runs(
     words = shlex.split(re.findall(r"Run it:  (.*)", out.replace(" \\\n", ""))[0])
     best = json.loads(last)["best"]
     assert words[:3] == ["mpirun", "-np", str(best["tp"] + best["num_drafts"])]
+    config = parse(words[words.index("run") :]).config
+    assert config.mode == (best["mode"] if best["mode"] in ("ar", "ssd") else "sd")
+    kind, _, rates = config.acceptance_text.partition(":")
+    assert kind == "alpha" or rates.split(",") == RATES.split(",")[: best["lookahead"]]
     emulated = "--backend=emulated", f"--device={device}", f"--dry_run={words[2]}"
     assert main([*words[words.index("run") :], *emulated, f"--out={tmp_path}"]) == 0
 

@@ -154,6 +154,14 @@ def test_what_means_nothing_is_one_line(
     assert message in refused(capfd, "compare", "one", "two", f"--out={tmp_path}")
 
 
+def test_what_is_not_there_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "runs.jsonl", sd("a"), sd("b", seed=1))
+    (empty := tmp_path / "empty").mkdir()
+    for words in ((str(empty),), ("a", "none", f"--out={tmp_path}")):
+        message = f"result {words[:2][-1]!r}: no such row in "
+        assert message in refused(capfd, "compare", *words)
+
+
 def test_digests_of_other_lengths_or_of_coins_say_nothing() -> None:
     one = sd("one")
     check_alike(one, sd("two", num_rounds=90, token_digest="beef"))
@@ -198,23 +206,3 @@ def test_a_pair_is_of_one_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]
             assert line.startswith(f"   {name} = {name}{seed}: ")
     write(both, *rows, sd("c", lookahead=5, seed=2, token_digest="2"))
     assert told(both.parent)[1].split()[:3] == ["tok/s", "K=4", "K=5"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("empty",), "result 'empty': no such row in 'empty'"),
-        (("one", "none", "--out=one"), "result 'none': no such row in 'one'"),
-    ],
-)
-def test_what_it_refuses_is_one_line(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("one/runs.jsonl"), sd("a"), sd("b", seed=1))
-    Path("empty").mkdir()
-    assert message in refused(capfd, "compare", *arguments)
