@@ -170,8 +170,8 @@ def launch(command: cli.Command) -> int:
     guard.stage(Stage.OPEN)
     PatientComm.deadline_s = command.run.deadline_s
     try:
-        more: list[Any] = [command.config.name] if command.name == "probe" else []
-        more += [command.given] if command.name == "run" else []
+        more: list[Any] = [command.given] if command.name == "run" else []
+        more += [command.config.name, command.config.brief] if command.name == "probe" else []
         config = command.config if command.name != "probe" else command.run
         code = int(imported(RANKS[command.name])(config, *more))
     except Refused as refused:  # raised on every rank, so MPI can be finalised

@@ -49,6 +49,12 @@ class ProbeConfig(Checked):
     name: str | None = flag(
         None, _file_name, "name of the profile (default: made of device, T and pair)"
     )
+    brief: bool = flag(
+        False,
+        switch,
+        "measure a transformer for a plan of its T and batch size only: at two contexts, without "
+        "larger batches and other T",
+    )
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:

@@ -208,6 +208,8 @@ class Profile:
     # By (logits of a row, kind of forward, candidates), then rows.
     read_outs: Mapping[tuple[int, str, int], Curve] = field(default_factory=dict)
     hosts: tuple[HostEntry, ...] = ()
+    # What disturbed the machine while it was measured, and the share of its time that this took.
+    busy: Mapping[str, float] = field(default_factory=dict)
     models_others: bool = False
     # Commits whose kernels differ from those that this profile measured.
     other_kernels: frozenset[str] = frozenset()
@@ -242,6 +244,7 @@ class Profile:
             shards={**other.shards, **self.shards},
             read_outs={**other.read_outs, **self.read_outs},
             hosts=(*other.hosts, *self.hosts),
+            busy={**other.busy, **self.busy},
         )
 
     def measured(self, cost: Cost) -> Curve | None:
@@ -434,6 +437,7 @@ def _profile(data: dict[str, Any]) -> Profile:
             (each["columns"], each["forward"], each["candidates"]): Curve.parse(each)
             for each in tables.get("read_outs", ())
         },
+        busy={text: _number(share) for text, share in (data.get("busy") or {}).items()},
         models_others="others" in data,
         other_kernels=frozenset(map(str, data.get("other_kernels") or ())),
         other_lists=frozenset(map(str, data.get("other_lists") or ())),

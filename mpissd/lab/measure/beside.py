@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import compress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,10 +24,10 @@ from mpissd.common.output import make_output
 from mpissd.common.rivals import LOOKUPS, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
-from mpissd.engine.comm.topology import Refused, agreed, usable_cores
+from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 from mpissd.lab.measure.calibrate import best_k
-from mpissd.lab.measure.load import counters, gpu_reasons, reasons
+from mpissd.lab.measure.load import counters, disturbances
 from mpissd.lab.measure.verdict import Comparison, Use
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
@@ -123,7 +123,7 @@ class _Beside:
                 self._comparison.notes += [note] * (not is_whole)
             else:
                 self._turns(places, run.beside_s)
-            self._comparison.busy = self._busy()
+            self._comparison.busy = sorted(disturbances(self._before, self._machine))
         return self._comparison
 
     def _place(self, machine: Machine, family: Family) -> Place:
@@ -213,18 +213,6 @@ class _Beside:
             mean = 1 + job.acceptance[Source.JIT].mean_accepted  # its draws would only add noise
             return speed(row) * mean / row.acceptance_length
         return speed(row)
-
-    def _busy(self) -> list[str]:
-        """Returns why the machine was too busy during the turns, on all ranks. Collective."""
-        topology, rank = self._machine.topology, self._machine.topology.world.rank
-        now, host = counters(), topology.hosts[rank]
-        spent = {name: now[name] - value for name, value in self._before.items() if name in now}
-        ranks = topology.world.allgather((host, spent, self._machine.infos[rank].uuid))
-        mine = [(took, uuid) for name, took, uuid in ranks if name == host]
-        texts = reasons([took for took, _ in mine], len(usable_cores()))
-        if (uuids := [uuid for _, uuid in mine if uuid]) and topology.local_rank == 0:
-            texts += gpu_reasons(uuids)
-        return list(dict.fromkeys(chain(*topology.world.allgather(texts))))
 
 
 def tokens_of(row: Row, run: RunConfig) -> int:

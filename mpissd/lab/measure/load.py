@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, process_time
 
 from mpissd.engine.comm.topology import usable_cores
+from mpissd.engine.session.session import Machine, Session
 
 _NAMED = 0.05  # least share that is named; quiet machines have 1 to 2%
 _TEXTS = {  # by counter
@@ -46,8 +48,8 @@ def counters() -> dict[str, float]:
     return values
 
 
-def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> list[str]:
-    """Returns why a host was too busy for its ranks; empty if it was quiet.
+def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float]:
+    """Returns why a host was too busy for its ranks, with the share lost; empty if it was quiet.
 
     spent: how far the counters of each rank went. cores: that the ranks may use. Other processes
     may use the cores that the ranks leave free.
@@ -60,8 +62,22 @@ def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> list[str]:
     others = first.get("busy", 0.0) - sum(each["own"] for each in spent)
     shares["others"] = (others - max(0, cores - ranks) * wall_s) / (used * wall_s)
     what = "core" if used == 1 else f"{used} cores"
-    return [text.format(shares[name], what) for name, text in _TEXTS.items()
-            if shares[name] >= _NAMED]  # fmt: skip
+    return {text.format(shares[name], what): shares[name] for name, text in _TEXTS.items()
+            if shares[name] >= _NAMED}  # fmt: skip
+
+
+def disturbances(before: Mapping[str, float], session: Session | Machine) -> dict[str, float]:
+    """Returns what disturbed the ranks of all hosts since `before`, this rank's counters then, with
+    the share lost (a GPU's: unknown, so 0). Collective."""
+    topology, rank = session.topology, session.topology.world.rank
+    now, host = counters(), topology.hosts[rank]
+    spent = {name: now[name] - value for name, value in before.items() if name in now}
+    ranks = topology.world.allgather((host, spent, session.infos[rank].uuid))
+    mine = [(took, uuid) for name, took, uuid in ranks if name == host]
+    texts = reasons([took for took, _ in mine], len(usable_cores()))
+    if (uuids := [uuid for _, uuid in mine if uuid]) and topology.local_rank == 0:
+        texts |= dict.fromkeys(gpu_reasons(uuids), 0.0)
+    return dict(ChainMap(*topology.world.allgather(texts)))
 
 
 def gpu_reasons(uuids: Sequence[str], command: str = "nvidia-smi") -> list[str]:

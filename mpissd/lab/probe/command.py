@@ -37,6 +37,7 @@ from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, progress_line
+from mpissd.lab.measure.load import counters, disturbances
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save_profile
@@ -47,18 +48,19 @@ _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
 _SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
 
 
-def execute_probe(config: RunConfig, name: str | None = None) -> int:
+def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
     """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
 
     mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). Raises
-    Refused on every rank for an impossible configuration or wrong sums (exit code 3).
+    brief: measures a transformer for a plan of its T and batch size only. Raises Refused on every
+    rank for an impossible configuration or wrong sums (exit code 3).
     """
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
             print_card(session)
         with progress_line(config) as show:
-            Prober(session, show).run(name)
+            Prober(session, show, brief=brief).run(name)
     return 0
 
 
@@ -70,9 +72,15 @@ def kinds(backend: Backend) -> list[int | None]:
 class Prober:
     """One rank's part in every stage, and its measurements."""
 
-    def __init__(self, session: Session, show: Callable[[Callable[[float], str]], None]) -> None:
-        """show: of `progress_line`."""
-        self._show_line, self._stage = show, ""
+    def __init__(
+        self,
+        session: Session,
+        show: Callable[[Callable[[float], str]], None],
+        *,
+        brief: bool,
+    ) -> None:
+        """show: of `progress_line`. brief: as `execute_probe` takes it."""
+        self._show_line, self._stage, self._brief = show, "", brief
         self._session, self._topology, self._job = session, session.topology, session.job
         self._kind = session.backend.info.kind
         self._faults: list[str] = []  # in this rank's data
@@ -80,13 +88,14 @@ class Prober:
         self._peak: float | None = None
         self._notes: list[str] = []
         self._host: list[Entry] = []
+        self._busy: dict[str, float] = {}
         self._source = f"measured: {session.backend.info.name}, {session.backend.name}"
         if self._kind == "emulated":
             self._source = f"modelled: profile {session.job.config.device}"
 
     def run(self, name: str | None) -> None:
         """Runs all stages, then writes the profile on the lead; collective over the world."""
-        begun = perf_counter()
+        begun, before = perf_counter(), counters()
         stages = (self.rates, self.forwards, self.all_reduces, self.hosts)
         for number, stage in enumerate(stages, 1):
             self._stage = f"{number} of {len(stages)} ({stage.__name__.replace('_', '-')})"
@@ -97,6 +106,7 @@ class Prober:
             agree(self._session.topology.world, wrong)
         place = self._topology.place(self._session.backend.info)
         every = self._topology.world.gather((self._tables, self._notes, place))
+        self._busy = disturbances(before, self._session)
         with agreed(self._topology.world):
             if every is not None:
                 self._conclude(every, name, perf_counter() - begun)
@@ -109,6 +119,7 @@ class Prober:
         notes = [note for own in notes_of_ranks for note in own]
         memory = [info.memory_bytes for info in session.infos]
         fitted = fit(job, backend.itemsize, tables, self._peak, memory, self._source)
+        notes += [f"the machine was busy: {text}" for text in self._busy]
         print_table(tables, notes, self._host, places)
         name = name or profile_name(job, backend.info)
         data = {
@@ -117,6 +128,7 @@ class Prober:
             **fitted,
             "tables": tables,
             "host": self._host,
+            "busy": self._busy,
             "backend": backend.name,
             "dtype": backend.dtype_name,
             "topology": places,
@@ -186,12 +198,13 @@ class Prober:
         else:
             options = replace(options, context=config.context)
             on_gpu = self._kind == "gpu"
-            factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES)[: 3 if on_gpu else 2]
+            factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES)
+            batches = factors[: 1 if self._brief else 3 if on_gpu else 2]
             rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *buckets})
             model = getattr(self._session.workload, which)
-            rest = options, rows, [factor * config.batch_size for factor in factors], model
-            entries = probe.transformer(group, shard, *rest)
-            is_alone = self._topology.tp == 1 and which == "target_model"
+            rest = options, rows, [factor * config.batch_size for factor in batches], model
+            entries = probe.transformer(group, shard, *rest, ends=self._brief)
+            is_alone = self._topology.tp == 1 and which == "target_model" and not self._brief
             for tp in _SHARDS if is_alone and self._kind != "emulated" else ():
                 try:
                     share = replace(shard, tp=tp)
@@ -216,7 +229,7 @@ class Prober:
         of them."""
         session, probed = self._session, self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
-        for config in ways(probed.config, on_host=self._kind == "cpu"):
+        for config in ways(probed.config, on_host=self._kind == "cpu", brief=self._brief):
             if self._topology.is_lead:
                 self._show()
             if config.pair is None and config.target is None:  # another pair would be its default
@@ -248,11 +261,12 @@ class Prober:
             work()
 
 
-def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
+def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> Iterator[RunConfig]:
     """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
     and SSD.
 
-    Each is measured at the probe's batch size and at eight times that size. on_host: forwards run
+    Each is measured at the probe's batch size and at eight times that size; brief: only SSD, whose
+    host work grows with the lanes of all sequences. on_host: forwards run
     on the host's cores; a transformer's then disturb the caches more the longer their contexts are,
     so that two are measured.
     """
@@ -262,7 +276,8 @@ def ways(config: RunConfig, *, on_host: bool = False) -> Iterator[RunConfig]:
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
         way = replace(config, mode=mode, num_drafts=config.drafts if mode != "ar" else None)
-        for batch in (config.batch_size, MORE_SEQUENCES * config.batch_size):
+        batches = (config.batch_size, MORE_SEQUENCES * config.batch_size)
+        for batch in batches[: 1 if brief and mode != "ssd" else 2]:
             for context in contexts:
                 yield replace(way, batch_size=batch, context=context)
 
