@@ -275,6 +275,13 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
     sampled, gain = evidence.sampling(use, other), evidence.gain(use, other)
     assert gain.half == pytest.approx(np.hypot(np.log1p(0.05), sampled))
     assert sampled > 0 or len(set(alphas)) == 2
+    needed = re.search(
+        r"^ \(±(\d+)%; about (\d+) would give ±5%\)$", evidence.sampling_text([(use, other)])
+    )
+    if len(alphas) == 9:  # an error of 1/√n
+        assert needed is not None
+        error, count = map(int, needed.groups())
+        assert count == pytest.approx(9 * (np.log1p(error / 100) / np.log(1.05)) ** 2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +303,12 @@ def test_confidence_follows_knowledge(
     assert evidence.answer(use, other) == answer
     low, high = evidence.gain(use, other).ends
     assert low < gain < high and (low > 1 or answer != "yes")
+    if profile == "h200":  # half of the machine was taken: a time may be twice as long
+        busy = replace(evidence.profile, busy={"others used 50% of its core": 0.5})
+        noisy = replace(evidence, profile=busy)
+        assert noisy.error(use) == evidence.error(use) + 1.0
+        assert noisy.answer(use, other) == "busy"
+        assert noisy.sentence("It", use, other).startswith("The machine was too busy to tell")
 
 
 def test_what_measured_rows_contradict_is_no_arrow() -> None:

@@ -96,22 +96,22 @@ def test_the_words_of_a_verdict() -> None:
     (answer,) = Comparison(copied, num_rounds=20).answers()
     assert (answer.use, answer.ratio.mean) == (copied[0], pytest.approx(1.5))
     (sentence, *_) = Comparison(one_turn, num_rounds=20).lines()[5:]
-    assert sentence.startswith("→ Cannot tell whether speculation pays: the turns differ too much")
+    assert sentence.startswith("→ Cannot tell whether speculation pays: one turn does not show")
 
 
 def test_a_load_is_what_others_took_of_the_cores() -> None:
     """Of two ranks on two cores for 10 s, and of one that leaves a core free."""
     rank = {"wall": 10.0, "own": 9.9, "delayed": 0.1, "busy": 20.0, "stolen": 0.0}
-    assert reasons([rank, rank], 2) == []
-    assert reasons([{**rank, "own": 6.0, "delayed": 4.0}, {**rank, "own": 6.4}], 2) == [
-        "other processes used 38% of its 2 cores",
-        "its ranks waited 20% of the time for a core",
-    ]
-    assert reasons([{**rank, "busy": 19.0}], 2) == []
+    assert reasons([rank, rank], 2) == {}
+    assert reasons([{**rank, "own": 6.0, "delayed": 4.0}, {**rank, "own": 6.4}], 2) == {
+        "other processes used 38% of its 2 cores": pytest.approx(0.38),
+        "its ranks waited 20% of the time for a core": pytest.approx(0.205),
+    }
+    assert reasons([{**rank, "busy": 19.0}], 2) == {}
     slowed = {**rank, "busy": 10.0, "stolen": 2.0, "throttled": 1.0}
     told = ["the hypervisor took 20% of its core", "a quota stopped it 10% of the time"]
-    assert reasons([slowed], 2) == told
-    assert reasons([{"wall": 10.0, "own": 3.0}], 2) == []  # a system that counts nothing else
+    assert [*reasons([slowed], 2)] == told
+    assert reasons([{"wall": 10.0, "own": 3.0}], 2) == {}  # a system that counts nothing else
     before, after = counters(), counters()
     assert before.keys() == after.keys() >= {"wall", "own"}
     assert all(after[name] >= value >= 0 for name, value in before.items())

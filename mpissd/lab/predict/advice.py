@@ -199,7 +199,10 @@ class Screen:
         sources = " ".join(choice.derived or "" for choice in deciding)
         names = dict.fromkeys(re.findall(rf"(\S+) was not measured; it takes {BY_LAYERS}", sources))
         times = "measured times" + " of products alone, below a model's" * (not run.is_transformer)
-        times += f", some derived from others {error}" * bool(sources.strip())
+        times += ", some derived from others" * bool(sources.strip())
+        if busy := self.evidence.profile.busy:
+            times += f" on a busy machine, where {max(busy, key=lambda text: busy[text])}"
+        times += f" {error}"
         if is_datasheet(self.evidence.profile):
             times = f"a datasheet without host and link costs {error}"
         elif names:
@@ -208,6 +211,7 @@ class Screen:
         if run.laws is not None:
             files = ", ".join(str(of["file"]) for of in load_laws(run.laws).about["sources"])
             models = f"{self.evidence.prompts or 'unknown'} prompts of {files}"
+            models += self.evidence.sampling_text(uses for _, *uses in self._questions())
         return f"It rests on {times}, and {models}."
 
     def _surer(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ groups of them; the two are independent, so their squares add. An interval of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,8 @@ from mpissd.lab.tables.best import Use as Measured
 # row's draws (docs/predictions.md); forwards of another model and of a datasheet: docs/profile.md.
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
 FEWEST_PROMPTS = 8  # for a verdict on a pair
+_BUSIEST = 0.9  # a share of a machine's time that more noise does not exceed
+_SMALL = 0.05  # a sampling error that is small enough
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
     "yes": "{what} pays",
@@ -38,6 +40,7 @@ _ANSWERS = {
     "no difference": "{what} makes no difference that this can show",
     "datasheet": "A datasheet cannot tell whether {lower} pays",
     "too few": "{prompts} prompts cannot tell whether {lower} pays",
+    "busy": "The machine was too busy to tell whether {lower} pays",
     "contradicted": "Measured rows contradict what is predicted of {lower}",
 }
 
@@ -121,9 +124,11 @@ class Evidence:
         if is_datasheet(self.profile):
             return DATASHEET_ERROR
         sources = [choice.derived for choice in choices if choice.derived]
+        busy = min(max(self.profile.busy.values(), default=0.0), _BUSIEST)
+        slower = busy / (1 - busy)  # what others took may have hit some of the times
         if any(BY_LAYERS in source for source in sources):
-            return MODEL_ERROR
-        return DERIVED_ERROR if sources else ERROR
+            return MODEL_ERROR + slower
+        return (DERIVED_ERROR if sources else ERROR) + slower
 
     def sampling(self, *pair: Choice) -> float:
         """Returns the half-width that the choice of prompts gives a use's rate, or its gain over
@@ -134,6 +139,19 @@ class Evidence:
         if len(logs) < len(pair):
             return math.inf
         return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
+
+    def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
+        """Returns the error that the choice of prompts leaves in these gains, and how many prompts
+        would leave 5%, as text in parentheses."""
+        half = max((self.sampling(*uses) for uses in questions), default=math.inf)
+        if not self.prompts or half > math.log(10):
+            return " (±: unknown)"
+        text, small = f"±{math.expm1(half):.0%}", math.log1p(_SMALL)
+        if half > small:
+            needed = int(self.prompts * (half / small) ** 2)
+            about = round(needed, 1 - len(str(needed)))
+            text += f"; about {about:,} would give ±{_SMALL:.0%}"
+        return f" ({text})"
 
     def rate(self, use: Choice) -> Estimate:
         """Returns a use's tokens a second."""
@@ -154,7 +172,7 @@ class Evidence:
 
     def answer(self, use: Choice, other: Choice) -> str:
         """Returns whether a use is faster than another one: yes, no, no difference, or why no
-        verdict is possible: datasheet, contradicted, too few (prompts)."""
+        verdict is possible: datasheet, busy, contradicted, too few (prompts)."""
         (low, high), seen = self.gain(use, other).ends, self.measured_gain(use, other)
         answer = "yes" if low > 1 else "no" if high < 1 else "no difference"
         if is_datasheet(self.profile):
@@ -163,6 +181,8 @@ class Evidence:
         has_few = self.prompts is not None and self.prompts < FEWEST_PROMPTS
         if has_few or (is_wide and answer == "no difference"):
             return "too few"
+        if answer == "no difference" and self.profile.busy:
+            return "busy"
         if seen is not None and answer == ("no" if seen > 1 else "yes"):
             return "contradicted"
         return answer
