@@ -118,7 +118,7 @@ def print_laws(config: PairConfig) -> None:
     document = measured(sources, config.steps)
     every = (document["laws"], *document["without"])
     at = [laws for of in every for laws in of if laws["lookahead"] == config.steps]
-    print("\n".join(_text(*at)))
+    print("\n".join(_text(document["about"], *at)))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -134,7 +134,8 @@ def read(name: str) -> Iterator[Source]:
         file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
         # Tokens before a forward, in the mean over the answers.
         whole = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
-        file["context"] = round(whole / sum(p.end for p in recording.sequences))
+        file["tokens"] = sum(p.end for p in recording.sequences)
+        file["context"] = round(whole / file["tokens"])
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
         yield Source({**file, **about}, by_k)
         return
@@ -332,24 +333,33 @@ def _fitted(total: Array) -> tuple[float, float, float] | None:
     return (1.0 - floor) * law[0], law[1], floor
 
 
-def _text(*every: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the models at one K as lines of text; every: of all sequences, without each group."""
+def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the counts and the models at one K as lines of text; every: of all sequences, without
+    each group."""
     at = every[0]
 
-    def read(*keys: str) -> tuple[float, float]:
+    def read(*keys: str | int) -> tuple[float, float]:
         """Returns a number, and the half-width of its interval (nan if it is not known)."""
-        walked = (reduce(lambda of, key: of and of[key], keys, each) for each in every)
+        walked = (reduce(lambda of, key: of and of[key], keys, cast("Any", each)) for each in every)
         value, *others = cast("Iterator[Any]", walked)
         is_known = len(others) > 1 and None not in others
         return value, float(jackknife(np.array(others, float))) if is_known else math.nan
 
-    def bounded(*keys: str) -> str:
+    def bounded(*keys: str | int) -> str:
         value, half = read(*keys)
         return f"{value:.3f} [{value - half:.3f}, {value + half:.3f}]"
 
     def cells(values: Iterable[Any]) -> str:
         return " ".join(f"{v:>6}" if isinstance(v, (int, str)) else f"{v:6.3f}" for v in values)
 
+    tokens = sum(of.get("tokens") or 0 for of in about["sources"])
+    terms = [f"{about['prompts']} prompts", *([f"{tokens:,} answered tokens"] if tokens else [])]
+    terms.append(f"{at['rounds']} rounds of SD at K = {at['lookahead']}")
+    part = "a prompt" if len(every) > about["prompts"] else f"1 in {GROUPS} prompts"
+    yield f"{', '.join(terms)} (±: 95%, by leaving out {part} at a time)"
+    reached = [read("conditional", n) for n in range(at["lookahead"])]
+    rates = ", ".join(f"{value:.2f} ±{half:.2f}" for value, half in reached)
+    yield f"accepted at position 1 … {at['lookahead']}, if the one before was: {rates}"
     yield (
         f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded('tokens_a_round')} tokens a "
         f"round, alpha {bounded('alpha')}   (in brackets: 95% intervals)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -33,7 +33,7 @@ from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # rows of the largest forward
-_TELL_S = 5.0
+_TELL_S = 2.0
 
 Tokens = Sequence[int]
 
@@ -84,12 +84,10 @@ def make(config: PairConfig) -> Recording:
     options = ForwardOptions(lm_head=True, capacity=capacity + steps)
     with (
         _opened(config, ModelSource(target), options, slots=batch, seed=2 * config.seed) as model,
-        _counted("answered", len(asked)) as bar,
+        _counted(model, "answering", sum(map(len, asked)) + len(asked) * (limit + steps)),
     ):
         for start in range(0, len(asked), batch):
-            group = asked[start : start + batch]
-            answers += answered(model, group, limit, stops, steps)
-            bar.update(len(group))
+            answers += answered(model, asked[start : start + batch], limit, stops, steps)
 
     parts = []
     top_k, source = config.fan_out + 1, ModelSource(draft, target)
@@ -97,14 +95,17 @@ def make(config: PairConfig) -> Recording:
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
     with (
         _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
-        _counted("drafted", len(asked)) as bar,
+        _counted(
+            model,
+            "drafting",
+            sum(len(p) + e * steps for p, (_, e) in zip(asked, answers, strict=True)),
+        ),
     ):
         for prompt, (tokens, end) in zip(asked, answers, strict=True):
             rollout, top = drafted(model, prompt, tokens[:end], steps)
             stopped = tokens[end - 1] in stops
             whole = np.array(prompt), np.array(tokens)
             parts.append(Recorded(*whole, end, stopped, rollout, top))
-            bar.update()
 
     models = open_checkpoint(target), open_checkpoint(draft, target=target)
     about = {
@@ -136,13 +137,23 @@ def _opened(
             yield model
 
 
-def _counted(verb: str, total: int) -> Any:
-    """Returns a bar on stderr that counts prompts, on a terminal or every few seconds."""
-    return tqdm(total=total, desc=verb, unit=" prompts", mininterval=_TELL_S, leave=False)
+@contextmanager
+def _counted(model: Model, verb: str, most: int) -> Iterator[None]:
+    """Counts a model's rows in a bar on stderr every few seconds; most: if no answer ends early."""
+    with tqdm(
+        total=most, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
+    ) as bar:
+        model.advance = bar.update
+        yield
 
 
 class Model:
-    """A whole model on one device; `feed` runs a forward and returns the likeliest tokens."""
+    """A whole model on one device; `feed` runs a forward and returns the likeliest tokens.
+
+    advance: receives the number of rows of each forward.
+    """
+
+    advance: Callable[[int], Any] = staticmethod(lambda rows: None)
 
     def __init__(
         self,
@@ -174,6 +185,7 @@ class Model:
         self._stepper.launch()
         self._stepper.wait(self._waiter)
         ids: Ints = self._stepper.results().ids[0].copy()
+        self.advance(len(tokens))
         return ids
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
