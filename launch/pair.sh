@@ -21,32 +21,71 @@ done
 here=$out/pair-$(printf '%s\n' "$@" "$files" "$(uname -n)" | cksum | cut -d ' ' -f 1)
 plan() { mpissd plan --profile="$profile" --gpus="$gpus" "${models[@]}" "$@"; }
 
+# Runs a command with its output in a file. A terminal shows the seconds and the newest line meanwhile.
+watched() { # LABEL FILE COMMAND…
+    local label=$1 log=$2 code=0 ticker='' line
+    shift 2
+    if [ -t 2 ]; then
+        while sleep 1 && kill -0 $$ 2>/dev/null; do
+            line=$(tail -c 400 "$log" 2>/dev/null | tr '\r' '\n' | grep -av '^ *$' | tail -n 1)
+            line="$label, $SECONDS s: $line"
+            printf '\e[2K%s\r' "${line:0:99}" >&2
+        done &
+        ticker=$!
+    else
+        echo "$label …" >&2
+    fi
+    "$@" >"$log" 2>&1 || code=$?
+    [ -z "$ticker" ] || { kill "$ticker" && wait "$ticker" || printf '\e[2K' >&2; } 2>/dev/null
+    [ "$code" = 0 ] || tr '\r' '\n' <"$log" | grep -av '^ *$' | tail -n 5 >&2
+    return "$code"
+}
+
 # A wrong profile is refused now, not after the recording.
 [ -z "$profile" ] || plan --measured=none >/dev/null
 mkdir -p "$here"
 if [ -s "$here/pair.npz" ]; then
     echo "$here: used again; remove it to record and probe anew"
 else
-    mpissd pair "$@" --out="$here/pair.npz"
+    watched 'recording the pair' "$here/pair.txt" mpissd pair "$@" --out="$here/pair.npz"
 fi
 rm -f "$here/laws.json"
-mpissd pair "$here/pair.npz" --out="$here/laws.json"
+watched 'measuring acceptance' "$here/laws.txt" mpissd pair "$here/pair.npz" --out="$here/laws.json"
+context=$(grep -o '"context": [0-9]*' "$here/laws.json" | tr -dc 0-9) || context=0
 
-# No probe has both a draft rank and all GPUs for the target.
-ways=("$((gpus - 1)) 1" "$gpus 0")
-[ "$gpus" -gt 1 ] || ways=('1 0')
-if [ -z "$profile" ]; then
-    for way in "${ways[@]}"; do
-        tp=${way% *} drafts=${way#* } name=T${way% *}D${way#* }
-        if [ ! -s "$here/profiles/$name.json" ]; then
-            echo "probing T=$tp D=$drafts … (its table: $here/$name.txt)"
-            # A target that cannot be divided among so many GPUs is planned without.
-            COMMAND=probe "${0%/*}/local.sh" "$((tp + drafts))" --forward=transformer --mode=sd \
-                --deadline_s=1800 --num_drafts="$drafts" "${models[@]}" ${backend[@]+"${backend[@]}"} --out="$here" \
-                --name="$name" >"$here/$name.txt" || echo "T=$tp D=$drafts is planned without" >&2
-        fi
-        [ ! -s "$here/profiles/$name.json" ] || profile+=${profile:+,}$here/profiles/$name.json
+# Probes T target and D draft ranks, unless that is done, and adds the profile.
+probe() { # T D
+    local file=$here/profiles/T$1D$2.json name=T$1D$2 mode=ssd
+    [ "$2" -gt 0 ] || mode=sd
+    if [ ! -s "$file" ]; then
+        # A target that cannot be divided among so many GPUs is planned without.
+        COMMAND=probe watched "probing T=$1 D=$2" "$here/$name.txt" "${0%/*}/local.sh" "$(($1 + $2))" \
+            --forward=transformer --mode=$mode --deadline_s=1800 --num_drafts="$2" --brief --progress=on \
+            $([ "${context:-0}" -le 1024 ] || echo "--context=$context") "${models[@]}" \
+            ${backend[@]+"${backend[@]}"} --out="$here" --name="$name" ||
+            echo "T=$1 D=$2 is planned without" >&2
+    fi
+    [ ! -s "$file" ] || profile+=${profile:+,}$file
+}
+
+answer() { watched 'planning' "$here/plan.txt" plan --laws="$here/laws.json"; }
+if [ -n "$profile" ]; then
+    answer
+else
+    [ "$gpus" = 1 ] || probe "$((gpus - 1))" 1
+    [ "$gpus" = 1 ] || probe "$gpus" 0
+    probe 1 0
+    # Then what decides and is not measured.
+    while answer; do
+        way=$(tail -n 1 "$here/plan.txt" | grep -o '"probe_first": \[[^]]*' |
+            grep -o '"tp": [0-9]*, "num_drafts": [0-9]*' | tr -dc '0-9 \n' | head -n 1) || break
+        # shellcheck disable=SC2086
+        set -- $way
+        [ $# = 2 ] && [ ! -s "$here/profiles/T$1D$2.json" ] || break
+        probe "$1" "$2"
     done
 fi
-plan --laws="$here/laws.json" >"$here/plan.txt"
+head -n 2 "$here/laws.txt"
 sed '$d' "$here/plan.txt" # without its JSON
+! grep -q 'on a busy machine' "$here/plan.txt" || echo "Make it surer: on a quieter machine,
+    rm -r $here/profiles  and the same command again"
