@@ -54,7 +54,9 @@ watched 'measuring acceptance' "$here/laws.txt" mpissd pair "$here/pair.npz" --o
 context=$(grep -o '"context": [0-9]*' "$here/laws.json" | tr -dc 0-9) || context=0
 
 # Probes T target and D draft ranks, unless that is done, and adds the profile.
+tried=''
 probe() { # T D
+    tried+=" $1 $2"$'\n'
     local file=$here/profiles/T$1D$2.json name=T$1D$2 mode=ssd
     [ "$2" -gt 0 ] || mode=sd
     if [ ! -s "$file" ]; then
@@ -75,14 +77,14 @@ else
     [ "$gpus" = 1 ] || probe "$((gpus - 1))" 1
     [ "$gpus" = 1 ] || probe "$gpus" 0
     probe 1 0
-    # Then what decides and is not measured.
-    while answer; do
-        way=$(tail -n 1 "$here/plan.txt" | grep -o '"probe_first": \[[^]]*' |
-            grep -o '"tp": [0-9]*, "num_drafts": [0-9]*' | tr -dc '0-9 \n' | head -n 1) || break
+    # Then what decides and is not measured, in turn.
+    way=none
+    while [ -n "$way" ]; do
+        answer
+        way=$(grep -o '"probe_first": \[[^]]*' "$here/plan.txt" | grep -o '"tp": [0-9]*, "num_drafts": [0-9]*' |
+            tr -dc '0-9 \n' | tr -s ' ' | grep -vxF "$tried" | head -n 1)
         # shellcheck disable=SC2086
-        set -- $way
-        [ $# = 2 ] && [ ! -s "$here/profiles/T$1D$2.json" ] || break
-        probe "$1" "$2"
+        [ -z "$way" ] || probe $way
     done
 fi
 head -n 2 "$here/laws.txt"
