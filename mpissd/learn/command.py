@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.output import check_output
 from mpissd.learn.config import DistillConfig
+
+_TICK_S = 2.0
 
 
 def distill(config: DistillConfig) -> int:
@@ -51,6 +57,24 @@ def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
         raise SystemExit(code)
 
 
+@contextmanager
+def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
+    """Shows the seconds since `begun` on the terminal's last line, which the next line replaces."""
+    is_over = Event()
+
+    def show() -> None:
+        while not is_over.wait(_TICK_S):
+            sys.stderr.write(f"{time.monotonic() - begun:7.1f} s  …\r")
+            sys.stderr.flush()
+
+    if is_shown:
+        Thread(target=show, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
     """Runs one process's part; returns 1 if the disk or the device fails."""
     import torch
@@ -70,7 +94,8 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
 
     gpu = config.device != "cpu" and torch.cuda.is_available()
     group = join(rank, config.processes, place, gpu, config.seconds_evaluating)
-    code = Distillation(config, source, log, group, begun).run()
+    with ticking(begun, is_shown=not rank and sys.stderr.isatty()):
+        code = Distillation(config, source, log, group, begun).run()
     if config.processes > 1:
         torch.distributed.destroy_process_group()
     return code
