@@ -12,6 +12,7 @@ STUDY/study.ini has a section for each step, in order of importance, and one sec
     flags = --backend=cupy      flags of every step
     columns = use, tok_per_s    keys of a row, such as round_us.p99; see COMPUTED for the others
     expected = tok_per_s        the key of STUDY/expected.jsonl that is compared
+    turns = 3                   how often sweeps are measured while the budget lasts (default: 1)
 
     [real-T1D1]                 the sweep of STUDY/real-T1D1.grid with T = 1 and D = 1
     limit_s = 100
@@ -35,6 +36,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +48,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mpissd.common.rivals import Family  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
+from mpissd.engine.comm.topology import usable_cores  # noqa: E402
+from mpissd.lab.measure.load import counters, reasons  # noqa: E402
+from mpissd.lab.measure.verdict import Comparison, Use  # noqa: E402
+from mpissd.lab.tables.best import mode_of  # noqa: E402
 
 FEWEST_S = 15  # a step is not begun with less
 SHOW_S = 2.0
@@ -115,17 +122,58 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def table(folder: Path, out: Path) -> Iterator[str]:
-    """Yields a Markdown table: a line a cell, with medians over its rows and expected figures."""
-    config = settings(folder)["study"]
-    columns = [name.strip() for name in config["columns"].split(",")]
-    key = config.get("expected")
+def cells_in(out: Path) -> dict[str, list[Row]]:
+    """Returns the rows of a folder by cell; ends the program if there are none."""
     files = [p for name in ("runs", "measured") for p in sorted(out.rglob(f"{name}*.jsonl"))]
     cells: dict[str, list[Row]] = defaultdict(list)
     for row in (Row.from_dict(line) for path in files for line in read(path)):
         cells[cell_of(row)].append(row)
     if not cells:
         raise SystemExit(f"{out}: no rows there yet: allowed: the OUT of results/study.py run")
+    return cells
+
+
+def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
+    """Yields what pays in each setting with SSD, and what these sentences rest on.
+
+    The fastest SSD on G ranks is compared with the fastest use on at most G. A cell's rows are its
+    turns. busy: what disturbed the machine.
+    """
+    first = [rows[0] for rows in cells.values()]
+    turns = [len(rows) for rows in cells.values()]
+    names = sorted({setting(row) for row in first if row["mode"] == "ssd"})
+    for name in names:
+        uses, rounds = dict[Family, Use](), list[int]()
+        for rows in cells.values():
+            row, speeds = rows[0], [each["tok_per_s"] for each in rows]
+            family = Family(mode_of(row), row["tp"], row["num_drafts"])
+            unit = "core" if row["backend"] == "numpy" else "GPU"
+            use = Use(family, unit, row["lookahead"], speeds)
+            is_slower = family in uses and uses[family].mean > use.mean
+            # AR's setting names no acceptance.
+            if {*setting(row).split(", ")} <= {*name.split(", ")} and not is_slower:
+                uses[family] = use
+                rounds += [each["num_rounds"] for each in rows]
+        for own in (use for use in uses.values() if use.family.mode == "ssd"):
+            others = [use for use in uses.values() if use.family.gpus <= own.family.gpus]
+            ordered = [own, *(use for use in others if use is not own)]
+            comparison = Comparison(ordered, busy, num_rounds=min(rounds))
+            answers = [each for each in comparison.answers() if each.use is own]
+            place = f"{name}: " if len(names) > 1 else ""
+            yield from (place + comparison.sentence(answer) for answer in answers)
+    runs = f"{min(turns)}" if min(turns) == max(turns) else f"{min(turns)} to {max(turns)}"
+    state = "nothing disturbed the machine"
+    if busy:
+        state = f"{' and '.join(busy)}, so only an interval beyond 5% is a verdict"
+    device = first[0]["device_name"]
+    yield f"Trust: {runs} turns of {len(cells)} uses on {device}, intervals of 95%; {state}."
+
+
+def table(folder: Path, out: Path) -> Iterator[str]:
+    """Yields a Markdown table: a line a cell, with medians over its rows and expected figures."""
+    config = settings(folder)["study"]
+    columns = [name.strip() for name in config["columns"].split(",")]
+    key, cells = config.get("expected"), cells_in(out)
     path = folder / "expected.jsonl"
     expected = read(path) if key and path.exists() else []
     known = {cell(line["tp"], line["flags"]): line[key] for line in expected if key in line}
@@ -198,6 +246,16 @@ class Runner:
         flags = study.get("flags", "") + f" {os.environ.get('FLAGS', '')}"
         self._flags = [f"--backend={backend}", *shlex.split(os.path.expandvars(flags))]
         self._is_dry = bool(os.environ.get("DRY"))
+        self._turns, self._turn = int(study.get("turns", "1")), 1
+        self._before = counters() | {"own": sum(os.times()[:4])}
+
+    def busy(self) -> list[str]:
+        """Returns what disturbed the machine so far; all its steps are children of this process."""
+        now = counters() | {"own": sum(os.times()[:4])}
+        spent = {name: now[name] - value for name, value in self._before.items()}
+        del spent["delayed"]  # of this process, which waits
+        cores = len(usable_cores())
+        return [*reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)]
 
     def run(self, names: list[str]) -> int:
         """Runs the named steps, or all; returns how many did not succeed."""
@@ -205,7 +263,15 @@ class Runner:
         if unknown := set(names) - set(steps):
             raise SystemExit(f"no step {', '.join(unknown)}: allowed: {', '.join(steps)}")
         self._out.mkdir(parents=True, exist_ok=True)
-        return sum(not self._step(name, steps[name]) for name in names or steps)
+        failed = 0
+        while self._turn <= self._turns and not failed:
+            begun = time.monotonic()
+            failed = sum(not self._step(name, steps[name]) for name in names or steps)
+            self._turn += 1
+            now = time.monotonic()
+            if self._is_dry or 2 * now - begun > self._begun + self._budget_s:
+                break
+        return failed
 
     def _step(self, name: str, step: SectionProxy) -> bool:
         needed = f"{self._config['study'].get('needs', '')} {step.get('needs', '')}".split()
@@ -278,7 +344,7 @@ class Runner:
             ranks = int(step["ranks"])
         if command == "sweep":
             flags += [f"--grid={grid.resolve()}"] if grid.exists() else []
-            flags += ["--repeats=1", "--progress=off"]
+            flags += [f"--repeats={self._turn}", "--progress=off"]
         if ranks > self._gpus:
             return None, environment
         flags.append(f"--out={out}")
@@ -294,9 +360,12 @@ def main(words: list[str]) -> int:
     """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
     if words[:1] == ["run"] and len(words) > 2:
         folder, out = Path(words[1]).resolve(), Path(words[2])
-        failed = Runner(folder, out).run(words[3:])
+        runner = Runner(folder, out)
+        failed = runner.run(words[3:])
         if not os.environ.get("DRY"):
             print("\n".join(table(folder, out)))
+            for sentence in verdicts(cells_in(out), runner.busy()):
+                print(textwrap.fill(sentence, 100, subsequent_indent="  "))
         return int(failed > 0)
     if words[:1] == ["table"] and len(words) in (2, 3):
         folder = Path(words[1]).resolve()

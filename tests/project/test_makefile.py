@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mpissd.common.row import Row
 from tests.scripts import ROOT, call, fake_tools, load
 
 # As Python it refuses what has "bad" in it, as `mpissd run --dry_run` does; as mpirun it prints its
@@ -142,13 +143,58 @@ def test_a_prompt_arrives_as_it_was_typed(box: Path) -> None:
     assert launched(box, "MODE=ar", f"PROMPT={text}") == (1, ["--mode=ar", f"--prompt={text}"])
 
 
+# As mpissd, it writes what each command would, and reports its arguments. One use is derived.
+PAIR = f"""#!{sys.executable}
+import json, pathlib, sys
+words = sys.argv[sys.argv.index("mpissd") + 1:]
+flags = dict(word[2:].split("=") for word in words if word.startswith("--") and "=" in word)
+if "dry_run" in flags:
+    sys.exit()
+about = [words[0], *(flags[name] for name in ("name", "mode") if name in flags)]
+open("called", "a").write(" ".join(about) + "\\n")
+flags.get("name") == "T2D1" and sys.exit("heads are uneven")
+written = pathlib.Path(flags.get("out", "."))
+if words[0] == "probe":
+    written = written / "profiles" / (flags["name"] + ".json")
+if words[0] != "plan":
+    written.parent.mkdir(exist_ok=True)
+    written.write_text('{{"context": 2048}}')
+    print("counts", "rates", "more", sep="\\n")
+    assert words[0] == "pair" or flags["context"] == "2048"
+    sys.exit()
+print("the answer", flags["profile"].count(","), flags["laws"].rpartition("/")[2], sep="\\n")
+uses = [(3, 0)] if "T2D0" in flags["profile"] else [(2, 1), (2, 0)]  # T=2 D=1 cannot be probed
+first = [{{"mode": "sd", "tp": tp, "num_drafts": drafts}} for tp, drafts in uses]
+print(json.dumps({{"best": {{"tp": 1, "num_drafts": 0}}, "probe_first": first, "verdicts": {{}}}}))
+"plan" in flags.get("pair", "") and sys.exit(2)
+"""
+
+
+def test_make_pair_probes_what_decides_once(box: Path) -> None:
+    """Ends with the counts and the answer; a second call only plans. One probe fails."""
+    fake_tools(box, PAIR)
+    words = "PAIR=smollm2", "PROMPTS=p", "PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"
+    first = call(box, "make", "pair", *words, "GPUS=3")
+    ways = ["probe T2D1 ssd", "probe T3D0 sd", "probe T1D0 sd", "plan", "probe T2D0 sd", "plan"]
+    assert (box / "called").read_text().splitlines() == ["pair", "pair", *ways], first.stderr
+    assert first.stdout.splitlines() == ["counts", "rates", "the answer", "2", "laws.json"]
+    assert "heads are uneven\nT=2 D=1 is planned without" in first.stderr
+    (box / "called").unlink()
+    (kept,) = box.glob("out/pair-*")
+    (kept / "profiles" / "T2D1.json").write_text("{}")
+    second = call(box, "make", "pair", *words, "GPUS=3")
+    assert (box / "called").read_text().splitlines() == ["pair", "plan", "plan"], second.stderr
+    assert second.stdout.splitlines()[1:] == ["counts", "rates", "the answer", "3", "laws.json"]
+    assert call(box, "make", "pair", "PAIR=plan", *words[1:]).returncode == 2
+
+
 def test_make_pair_is_a_chain_of_commands(box: Path) -> None:
     """A wrong profile is refused before the recording."""
     variables = "TARGET=a b", "DRAFT=d", "PROMPTS=p", "PYTHON=fakes/bin/python", "GPUS=3"
     for more, chain in (
         ("PROFILE=h200", ["plan", "pair", "pair", "plan"]),
         ("PROFILE=bad", ["plan"]),
-        ("MPIRUN=fakes/bin/mpirun", ["pair", "pair", "probe", "probe", "plan"]),
+        ("MPIRUN=fakes/bin/mpirun", ["pair", "pair", "probe", "probe", "probe", "plan"]),
     ):
         (box / "dry_runs").unlink(missing_ok=True)
         call(box, "make", "pair", *variables, more)
@@ -199,3 +245,32 @@ def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
     _, _, first, second = study.table(folder, tmp_path)
     assert first.endswith("| 1.05 |") and "| 1 |" in first
     assert second.endswith("| 0.70 |") and "| 2 |" in second
+
+
+@pytest.mark.parametrize(
+    ("speeds", "busy", "sentence"),
+    [
+        ([90, 91, 92], [], "A core for the draft does not pay: SSD K=2 makes 0.91× "),
+        ([110, 112, 114], [], "A core for the draft pays: SSD K=2 makes 1.12× "),
+        ([60, 110, 170], [], "Cannot tell whether a core for the draft pays: the turns differ"),
+        ([90], [], "Cannot tell whether a core for the draft pays: one turn does not show"),
+        ([50, 51, 52], ["others used 9% of its core"], "While it is busy, a core for the draft d"),
+    ],
+)
+def test_a_study_answers_in_sentences(speeds: list[float], busy: list[str], sentence: str) -> None:
+    """Against the fastest use of as many ranks, in turns; a slower SSD and more ranks are none."""
+
+    def rows(mode: str, tp: int, drafts: int, tok_per_s: list[float]) -> list[Row]:
+        known = {"mode": mode, "tp": tp, "num_drafts": drafts, "world_size": tp + drafts}
+        known |= {"lookahead": 2 * (mode != "ar"), "backend": "numpy", "device_name": "a CPU"}
+        known |= {"workload": "text", "run_id": "r", "target": "t", "num_rounds": 100}
+        return [Row.from_dict({**known, "tok_per_s": rate}) for rate in tok_per_s]
+
+    turns = [100.0, 100.0, 100.0][: len(speeds)]
+    uses = [("ssd", 1, 1, [20.0] * len(turns)), ("ssd", 1, 1, speeds), ("ar", 2, 0, turns)]
+    uses += [("sd", 1, 0, [0.5 * x for x in turns]), ("ar", 4, 0, [4 * x for x in turns])]
+    cells = {str(n): rows(*use) for n, use in enumerate(uses)}
+    said, trust = study.verdicts(cells, busy)
+    assert said.startswith(sentence) and said.endswith(" of AR on 2 cores.")
+    assert trust.startswith(f"Trust: {len(turns)} turns of 5 uses on a CPU, ")
+    assert (busy[0] if busy else "nothing disturbed the machine.") in trust

@@ -162,10 +162,11 @@ class Comparison:
                 text = f"{speed.mean:.1f} ({speed.interval('{:.1f}'.format)})"
             lines.append(f"  {use!s:{width}}  {text}")
         lines += [f"The machine is busy: {', '.join(self.busy)}."] * bool(self.busy)
-        lines += self.notes + [f"→ {self._sentence(answer)}" for answer in self.answers()]
+        lines += self.notes + [f"→ {self.sentence(answer)}" for answer in self.answers()]
         return [part for x in lines for part in textwrap.wrap(x, _COLUMNS, subsequent_indent="  ")]
 
-    def _sentence(self, answer: Answer) -> str:
+    def sentence(self, answer: Answer) -> str:
+        """Returns an answer in words."""
         use, rival, ratio = answer.use, answer.rival, answer.ratio
         name = use.method if use.family.gpus == rival.family.gpus else str(use)
         makes = f"{name} makes {ratio.mean:.2f}× ({ratio.interval(bound)}) of {rival}"
@@ -174,6 +175,8 @@ class Comparison:
             what = f"While it is busy, {later}" if self.busy else answer.what
             return f"{what} {answer.verdict}: {makes}."
         why = "" if self.busy else " the turns differ too much:"
+        if ratio.turns == 1:
+            why = " one turn does not show how much turns differ:"
         if self.num_rounds < self.FEWEST_ROUNDS:
             why = f" an answer of fewer than {self.FEWEST_ROUNDS} rounds is too short:"
         return f"Cannot tell whether {later} pays:{why} {makes}."
