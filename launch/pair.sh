@@ -89,5 +89,3 @@ else
 fi
 head -n 2 "$here/laws.txt"
 sed '$d' "$here/plan.txt" # without its JSON
-! grep -q 'on a busy machine' "$here/plan.txt" || echo "Make it surer: on a quieter machine,
-    rm -r $here/profiles  and the same command again"

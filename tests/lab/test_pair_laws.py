@@ -142,6 +142,19 @@ def test_no_file_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) 
     assert "exists" in capsys.readouterr().err and file.read_bytes() == before
 
 
+def test_the_laws_begin_with_their_counts(
+    recording: Recording, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pair", str(file.with_name("pair.npz")), f"--lookahead={K}"]) == 0
+    counts, rates, *_ = capsys.readouterr().out.splitlines()
+    tokens = sum(part.end for part in recording.sequences)
+    rounds = len(rounds_of(recording, K))
+    assert counts.startswith(
+        f"40 prompts, {tokens:,} answered tokens, {rounds} rounds of SD at K = {K} "
+    )
+    assert rates.count(" ±0.") == K
+
+
 def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) -> None:
     about = {**recording.about, "draft_sha256": "another"}
     save(tmp_path / "a.npz", recording)

@@ -83,6 +83,21 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
         assert costs.lead_sample > 0 and costs.step >= 0
 
 
+def test_a_brief_probe_has_what_one_plan_needs(tmp_path: Path) -> None:
+    """Of T = 1 and b = 1; SSD's host costs at two b, as its lanes add work."""
+    flags = *NUMPY, "--forward=transformer", "--brief", "--mode=ssd", "--name=brief"
+    path = told(probe(2, *flags, folder=tmp_path))["profile"]
+    data = json.loads(Path(path).read_text())
+    tables, profile = data["tables"], load_profile(path)
+    assert [(e["tp"], e["sequences"], e["kv_tokens"]) for e in tables["forwards"]] == [
+        (1, 1, past) for _ in range(2) for past in (64, 1024)
+    ]
+    assert tables["read_outs"] and not tables["shards"] and profile.busy == data["busy"]
+    ways = {(e["mode"], e["batch_size"]) for e in data["host"]}
+    assert ways == {("sd", 1), ("ssd", 1), ("ssd", 8)}
+    assert all(share >= 0.05 for share in profile.busy.values())
+
+
 def test_wrong_data_end_the_job_and_save_nothing(tmp_path: Path) -> None:
     done = probe(2, *NUMPY, "--mode=ar", folder=tmp_path, program="tests.mpi.test_probe")
     assert done.code == 3 and len(done.lines) == 1 and "values are wrong" in done.lines[0]

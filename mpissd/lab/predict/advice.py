@@ -218,6 +218,9 @@ class Screen:
         """Yields what is unknown, each with the command that measures it."""
         run, use = self.evidence.run, next(iter(self.advice.to_probe), self.advice.best)
         is_derived = bool(use.derived) or is_datasheet(self.evidence.profile)
+        if self.evidence.profile.busy:
+            folder = Path(self.device.split(",")[0]).parent
+            yield f"Make it surer: probe again on a quieter machine, instead of {folder}/*.json."
         unknown = ["acceptance", "hits"] * (run.laws is None) + ["times"] * is_derived
         name, also = f"T{use.tp}D{use.num_drafts}", "…" if "/" in self.device else self.device
         if unknown:
