@@ -42,7 +42,7 @@ from mpissd.lab.predict.search import (
     weigh,
 )
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.predict.verdict import Evidence
+from mpissd.lab.predict.verdict import Evidence, number
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -295,7 +295,7 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
     ],
 )
 def test_confidence_follows_knowledge(
-    gain: float, derived: str | None, profile: str, answer: str
+    gain: float, derived: str | None, profile: str, answer: str, tmp_path: Path
 ) -> None:
     use = Choice("ssd", 1, 1, 1, tok_per_s=gain, derived=derived)
     other = Choice("ar", 2, 0, 1, tok_per_s=1.0)
@@ -303,6 +303,8 @@ def test_confidence_follows_knowledge(
     assert evidence.answer(use, other) == answer
     low, high = evidence.gain(use, other).ends
     assert low < gain < high and (low > 1 or answer != "yes")
+    unsampled = replace(evidence, run=replace(evidence.run, laws=pair_of(tmp_path / "l", [0.5])))
+    assert str(unsampled.rate(use)) == f"{number(gain)} (no interval)"
     if profile == "h200":  # half of the machine was taken: a time may be twice as long
         busy = replace(evidence.profile, busy={"others used 50% of its core": 0.5})
         noisy = replace(evidence, profile=busy)

@@ -220,7 +220,7 @@ class Screen:
         is_derived = bool(use.derived) or is_datasheet(self.evidence.profile)
         if self.evidence.profile.busy:
             folder = Path(self.device.split(",")[0]).parent
-            yield f"Make it surer: probe again on a quieter machine, instead of {folder}/*.json."
+            yield f"Make it surer: remove {folder}/*.json and probe on a quieter machine."
         unknown = ["acceptance", "hits"] * (run.laws is None) + ["times"] * is_derived
         name, also = f"T{use.tp}D{use.num_drafts}", "…" if "/" in self.device else self.device
         if unknown:
@@ -240,15 +240,13 @@ class Screen:
         unit, level = f"a {self.unit}", self.level
         yield f"   {'use':14}{'tok/s':>7} {'interval':16}{unit:>7}  {'settings':32}{'times':10}ran"
         for choice in choices:
-            low, high = map(number, self.evidence.rate(choice).ends)
+            interval = f"({self.evidence.rate(choice).interval})"
             mark = "≈" if choice in level else "→" if choice == self.best else " "
             times = DERIVED if choice.derived else "measured"
             times = "datasheet" if is_datasheet(self.evidence.profile) else times
             use = self.evidence.measured.get(Family.of(choice))
             line = f" {mark} {Family.of(choice)!s:14}{number(choice.tok_per_s):>7} "
-            line += (
-                f"{f'({low}–{high})':16}{number(choice.tok_per_s_per_gpu):>7}  {_how(choice):32}"
-            )
+            line += f"{interval:16}{number(choice.tok_per_s_per_gpu):>7}  {_how(choice):32}"
             yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
 
     def _notes(self) -> list[str]:

@@ -32,6 +32,7 @@ from mpissd.lab.tables.best import Use as Measured
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
 FEWEST_PROMPTS = 8  # for a verdict on a pair
 _BUSIEST = 0.9  # a share of a machine's time that more noise does not exceed
+_LARGEST = math.log(10)  # half-width of an interval that is shown
 _SMALL = 0.05  # a sampling error that is small enough
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
@@ -60,8 +61,12 @@ class Estimate:
 
     def __str__(self) -> str:
         """Returns a gain as "1.06 (.88–1.27)", a rate of 100 and more as "548 (501–600)"."""
-        low, high = map(number, self.ends)
-        return f"{number(self.value)} ({low}–{high if self.half < 5 else 'unknown'})"
+        return f"{number(self.value)} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        """The ends as text."""
+        return "–".join(map(number, self.ends)) if self.half < _LARGEST else "no interval"
 
 
 def number(value: float) -> str:
@@ -144,7 +149,7 @@ class Evidence:
         """Returns the error that the choice of prompts leaves in these gains, and how many prompts
         would leave 5%, as text in parentheses."""
         half = max((self.sampling(*uses) for uses in questions), default=math.inf)
-        if not self.prompts or half > math.log(10):
+        if not self.prompts or half > _LARGEST:
             return " (±: unknown)"
         text, small = f"±{math.expm1(half):.0%}", math.log1p(_SMALL)
         if half > small:

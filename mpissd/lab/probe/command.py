@@ -202,6 +202,8 @@ class Prober:
             batches = factors[: 1 if self._brief else 3 if on_gpu else 2]
             rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *buckets})
             model = getattr(self._session.workload, which)
+            if self._brief and which == "draft_model" and self._topology.world.size == 1:
+                options = replace(options, top_k=max(2, options.top_k))  # measures lists for trees
             rest = options, rows, [factor * config.batch_size for factor in batches], model
             entries = probe.transformer(group, shard, *rest, ends=self._brief)
             is_alone = self._topology.tp == 1 and which == "target_model" and not self._brief
