@@ -37,7 +37,7 @@ watched() { # LABEL FILE COMMAND…
     fi
     "$@" >"$log" 2>&1 || code=$?
     [ -z "$ticker" ] || { kill "$ticker" && wait "$ticker" || printf '\e[2K' >&2; } 2>/dev/null
-    [ "$code" = 0 ] || tr '\r' '\n' <"$log" | grep -av '^ *$' | tail -n 5 >&2
+    [ "$code" = 0 ] || [ "$code" = 130 ] || tr '\r' '\n' <"$log" | grep -av '^ *$' | tail -n 5 >&2
     return "$code"
 }
 

@@ -155,10 +155,12 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
                 uses[family] = use
                 rounds += [each["num_rounds"] for each in rows]
         for own in (use for use in uses.values() if use.family.mode == "ssd"):
-            others = [use for use in uses.values() if use.family.gpus <= own.family.gpus]
-            ordered = [own, *(use for use in others if use is not own)]
-            comparison = Comparison(ordered, busy, num_rounds=min(rounds))
-            answers = [each for each in comparison.answers() if each.use is own]
+            gpus = own.family.gpus
+            others = [use for use in uses.values() if use.family.gpus <= gpus and use is not own]
+            if not any(use.family.tp == gpus for use in others):
+                continue  # nothing was measured with all of them for the target
+            comparison = Comparison([own, *others], busy, num_rounds=min(rounds))
+            answers = [each for each in comparison.answers() if "for the draft" in each.what]
             place = f"{name}: " if len(names) > 1 else ""
             yield from (place + comparison.sentence(answer) for answer in answers)
     runs = f"{min(turns)}" if min(turns) == max(turns) else f"{min(turns)} to {max(turns)}"
@@ -253,7 +255,7 @@ class Runner:
         """Returns what disturbed the machine so far; all its steps are children of this process."""
         now = counters() | {"own": sum(os.times()[:4])}
         spent = {name: now[name] - value for name, value in self._before.items()}
-        del spent["delayed"]  # of this process, which waits
+        spent.pop("delayed", None)  # of this process, which waits
         cores = len(usable_cores())
         return [*reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)]
 
@@ -284,7 +286,7 @@ class Runner:
         left = self._budget_s - (time.monotonic() - self._begun)
         if left < FEWEST_S:
             print(f"{name}: SKIPPED, {max(left, 0):.0f} s are left")
-            return False
+            return self._turn > 1
         limit, begun = min(left, float(step.get("limit_s", "600"))), time.monotonic()
         log = self._out / f"{name}.log"
         with (

@@ -271,6 +271,8 @@ def test_a_study_answers_in_sentences(speeds: list[float], busy: list[str], sent
     uses += [("sd", 1, 0, [0.5 * x for x in turns]), ("ar", 4, 0, [4 * x for x in turns])]
     cells = {str(n): rows(*use) for n, use in enumerate(uses)}
     said, trust = study.verdicts(cells, busy)
+    (alone,) = study.verdicts({key: cells[key] for key in "013"}, busy)  # no use of both cores
+    assert alone.startswith("Trust: ")
     assert said.startswith(sentence) and said.endswith(" of AR on 2 cores.")
     assert trust.startswith(f"Trust: {len(turns)} turns of 5 uses on a CPU, ")
     assert (busy[0] if busy else "nothing disturbed the machine.") in trust

@@ -139,7 +139,7 @@ def _opened(
 
 @contextmanager
 def _counted(model: Model, verb: str, most: int) -> Iterator[None]:
-    """Counts a model's rows in a bar on stderr every few seconds; most: if no answer ends early."""
+    """Counts a model's rows in a bar on stderr every few seconds; most: their number at most."""
     with tqdm(
         total=most, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
     ) as bar:
