@@ -141,8 +141,10 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
     """
     first = [rows[0] for rows in cells.values()]
     turns = [len(rows) for rows in cells.values()]
-    names = sorted({setting(row) for row in first if row["mode"] == "ssd"})
-    for name in names:
+    with_ssd = [row for row in first if row["mode"] == "ssd"]
+    # By a setting's name: that of AR, which has no acceptance.
+    names = {setting(row): setting(Row.from_dict({**row, "mode": "ar"})) for row in with_ssd}
+    for name in sorted(names):
         uses, rounds = dict[Family, Use](), list[int]()
         for rows in cells.values():
             row, speeds = rows[0], [each["tok_per_s"] for each in rows]
@@ -150,8 +152,8 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
             unit = "core" if row["backend"] == "numpy" else "GPU"
             use = Use(family, unit, row["lookahead"], speeds)
             is_slower = family in uses and uses[family].mean > use.mean
-            # AR's setting names no acceptance.
-            if {*setting(row).split(", ")} <= {*name.split(", ")} and not is_slower:
+            wanted = names[name] if row["mode"] == "ar" else name
+            if setting(row) == wanted and not is_slower:
                 uses[family] = use
                 rounds += [each["num_rounds"] for each in rows]
         for own in (use for use in uses.values() if use.family.mode == "ssd"):
