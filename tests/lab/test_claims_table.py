@@ -1,6 +1,7 @@
 """SSD against the strongest other use of its GPUs: which verdicts hold, and the rows they need.
 Methods compared at equal K, and each at its own best K, from rows."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,36 +37,46 @@ USES: Uses = {
 }
 
 
+SAME = {
+    "workload": "gemm", "backend": "cupy", "device_name": "H200", "target": "llama-3.1-8b", "tp": 1,
+    "dtype": "float16", "batch_size": 1, "seed": 0, "num_rounds": 400, "round_us": FLAT,
+}  # fmt: skip
+
+
+def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> Row:
+    """A row of 400 rounds, with one draft rank unless it is AR's; of SSD, hits are imposed."""
+    drafts = 0 if mode == "ar" else 1
+    known = {"num_drafts": drafts, "world_size": 1 + drafts, "expected_tok_per_s": rate}
+    if mode != "ar":
+        known |= {"draft": "llama-3.2-1b", "acceptance": alpha}
+    if mode == "ssd":
+        known |= {"hit_law": "p_hit:0.9", "on_late": "finish"}
+    known["provenance"] = {"sweep": {"flags": {"fan_out": "uniform:3"} if mode == "ssd" else {}}}
+    known |= {"mode": mode, "lookahead": lookahead, "tok_per_s": rate}
+    return Row.from_dict(SAME | known | told)
+
+
 def rows(uses: Uses = USES, seeds: int = 5, visit: str = "a", **told: Any) -> list[Row]:
     """Every use under every seed: noise of 10% that all methods with drafts share, .1% for AR.
 
     visit: the GPU that all of these rows ran on.
     """
     found = []
+    origin = {"commit": "1", "ranks": [{"uuid": visit}]}
     for (mode, tp, num_drafts), by_k in uses.items():
-        for lookahead, rate in by_k.items():
-            for seed in range(seeds):
-                lucky = LUCK[seed] * (1 + 0.001 * (seed % 2)) if mode != "ar" else 1 + seed / 1000
-                row = {
-                    "schema": 1, "run_id": f"{visit}{mode}{tp}{num_drafts}-{lookahead}-{seed}",
-                    "mode": "sd" if mode == "lookup" else mode, "tp": tp, "num_drafts": num_drafts,
-                    "world_size": tp + num_drafts, "workload": "gemm", "backend": "cupy",
-                    "device_name": "H200", "target": "llama-3.1-8b", "dtype": "float16",
-                    "batch_size": 1, "context": 0, "fuse": True, "lm_head": True,
-                    "num_rounds": 400, "lookahead": lookahead, "seed": seed,
-                    "tok_per_s": rate * lucky, "expected_tok_per_s": rate, "round_us": FLAT,
-                    "token_digest": "f00d", "t_target_s": 0.004 / tp,
-                    "t_draft_s": 1e-3 * lookahead,
-                    "provenance": {"commit": "1", "ranks": [{"uuid": visit}]},
-                }  # fmt: skip
-                if mode != "ar":
-                    row |= {"draft": "llama-3.2-1b", "acceptance": "alpha:0.8"}
-                    row |= {"inline_draft": not num_drafts}
-                if mode == "lookup":
-                    row |= {"draft": "lookup", "backup": "fast", "acceptance_fast": "alpha:0.3"}
-                if mode == "ssd":
-                    row |= {"hit_law": "power:A=0.75,r=1.0", "on_late": "finish"}
-                found.append(Row.from_dict(row | told))
+        more: dict[str, Any] = {"tp": tp, "num_drafts": num_drafts, "world_size": tp + num_drafts}
+        if mode != "ar":
+            more["inline_draft"] = not num_drafts
+        if mode == "lookup":
+            more |= {"draft": "lookup", "backup": "fast", "acceptance_fast": "alpha:0.3"}
+        if mode == "ssd":
+            more["hit_law"] = "power:A=0.75,r=1.0"
+        for (lookahead, rate), seed in product(by_k.items(), range(seeds)):
+            lucky = LUCK[seed] * (1 + 0.001 * (seed % 2)) if mode != "ar" else 1 + seed / 1000
+            more |= {"run_id": f"{visit}{mode}{tp}{num_drafts}-{lookahead}-{seed}", "seed": seed}
+            more |= {"expected_tok_per_s": rate, "provenance": origin, **told}
+            kind = "sd" if mode == "lookup" else mode
+            found.append(row(kind, lookahead, rate * lucky, **more))
     return found
 
 
@@ -201,31 +212,6 @@ def test_the_study_s_claims_are_made_of_its_rows() -> None:
         assert bounds in told and bounds in study
 
 
-SAME = {
-    "workload": "gemm",
-    "backend": "cupy",
-    "device_name": "H200",
-    "target": "8b",
-    "tp": 1,
-    "dtype": "float16",
-    "batch_size": 1,
-}
-
-
-def row(mode: str, lookahead: int, rate: float, alpha: str = "alpha:0.8", **told: Any) -> Row:
-    """A row of 400 rounds; seed 0 by default."""
-    drafts = 0 if mode == "ar" else 1
-    known = {"num_drafts": drafts, "world_size": 1 + drafts, "seed": 0, "num_rounds": 400}
-    known |= {"round_us": FLAT, "expected_tok_per_s": rate}
-    if mode != "ar":
-        known |= {"draft": "1b", "acceptance": alpha}
-    if mode == "ssd":
-        known |= {"hit_law": "p_hit:0.9", "on_late": "finish"}
-    known["provenance"] = {"sweep": {"flags": {"fan_out": "uniform:3"} if mode == "ssd" else {}}}
-    known |= {"mode": mode, "lookahead": lookahead, "tok_per_s": rate}
-    return Row.from_dict(SAME | known | told)
-
-
 ROWS = [
     *(row("ar", 0, rate) for rate in (300, 310, 290)),
     *(row("sd", k, rate) for k, rate in ((2, 500), (4, 610), (4, 590), (4, 600), (8, 550))),
@@ -280,7 +266,7 @@ def test_what_a_method_is_called() -> None:
 def test_the_table() -> None:
     found = compare_methods(ROWS)
     lines = render(found).splitlines()
-    assert lines[0] == "8b/1b, T=1, H200: acceptance alpha:0.8, batch_size 1"
+    assert lines[0] == "llama-3.1-8b/llama-3.2-1b, T=1, H200: acceptance alpha:0.8, batch_size 1"
     assert lines[1].split() == "tok/s K=2 K=4 K=8 best at predicted spread n x AR a GPU".split()
     one = "(no interval: 1 seed)"
     sd = f"SD 500.0 600.0 550.0 600.0 K=4 600.0 3.3% 3 2.00 {one} 1.00 {one}"
