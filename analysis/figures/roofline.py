@@ -39,8 +39,13 @@ def roofline(data: Data) -> Poster:
     runs = _runs(poster, left, data.rows)
     reduces = [t for t in tables(profiles, "all_reduces", "name", "ranks", "graph") if t["graph"]]
     reduces.sort(key=lambda table: (table["name"], table["ranks"]))
-    _messages(poster, upper, [_all_reduce(table) for table in reduces])
-    _messages(poster, lower, [_link(t) for t in tables(profiles, "links", "name", "idle_s")])
+    names = (f"{table['name']}, {table['ranks']} ranks" for table in reduces)
+    marks = (_OF_RANKS.get(table["ranks"], "X") for table in reduces)
+    _messages(poster, upper, zip(names, marks, reduces, strict=True))
+    links = list(tables(profiles, "links", "name", "idle_s"))
+    names = (t["name"] + ", after 5 ms" * bool(t["idle_s"]) for t in links)
+    marks = ("v" if table["idle_s"] else "s" for table in links)
+    _messages(poster, lower, zip(names, marks, links, strict=True))
     text = (
         f"{profiles[0]['device_name']} (measured by mpissd probe, {len(profiles)} profiles) · "
         f"{', '.join(sorted({p['dtype'] for p in profiles}))} · GEMM-only, no LM head, context 0, "
@@ -164,33 +169,20 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     return len(x)
 
 
-Curve = tuple[str, Profile, dict[str, Any]]  # label, seconds by bytes with their spread, look
+def _messages(poster: Poster, ax: Axes, curves: Iterable[tuple[str, str, Profile]]) -> None:
+    """Draws times over message sizes, and the ceiling: a message's time at the best rate measured.
 
-
-def _all_reduce(table: Profile) -> Curve:
-    name, ranks = table["name"], table["ranks"]
-    look = {"color": _TRANSPORTS.get(name, BLACK), "marker": _OF_RANKS.get(ranks, "X")}
-    return f"{name}, {ranks} ranks", table, look
-
-
-def _link(table: Profile) -> Curve:
-    idle = bool(table["idle_s"])
-    label = table["name"] + ", after 5 ms" * idle
-    look = {"color": _TRANSPORTS.get(table["name"], BLACK), "marker": "v" if idle else "s"}
-    return label, table, look
-
-
-def _messages(poster: Poster, ax: Axes, curves: list[Curve]) -> None:
-    """Draws times over message sizes, and the ceiling: a message's time at the best rate
-    measured."""
+    curves: label, marker, and the table of a transport's seconds by bytes.
+    """
     rate = 0.0
-    for label, table, look in curves:
+    for label, marker, table in curves:
         x = np.array(sorted(int(b) for b in table["seconds"]))
         y = np.array([table["seconds"][str(b)] for b in x])
         rate = max(rate, float((x / y).max()))
         spread = np.array([(table.get("spread") or {}).get(str(b), 0.0) for b in x]) / 2
         ends = {"low": y * 1e6 * (1 - spread), "high": y * 1e6 * (1 + spread)}
         ends = ends if table.get("spread") else {}
+        look = {"color": _TRANSPORTS.get(table["name"], BLACK), "marker": marker}
         poster.line(ax, label, x / 1024, y * 1e6, linewidth=1.8, markersize=6, **ends, **look)
     ax.set(xscale="log", yscale="log", xlabel="message, KB", ylabel="time, µs")
     ax.set_xscale("log", base=4)

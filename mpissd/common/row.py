@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -58,14 +58,15 @@ _OTHER_KEYS = {  # that are read, too
 }
 
 
-def key(meaning: str, unit: str = "") -> Any:
-    """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit."""
-    return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": False})
+def key(meaning: str, unit: str = "", *, is_set: bool = False) -> Any:
+    """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit.
+
+    is_set: whether the flags set it; in a line it is then in the object `configuration`.
+    """
+    return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": is_set})
 
 
-def setting(meaning: str, unit: str = "") -> Any:
-    """Makes a field that the flags set; in a line it is in the object `configuration`."""
-    return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": True})
+setting = partial(key, is_set=True)
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:

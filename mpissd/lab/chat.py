@@ -23,7 +23,7 @@ from mpissd.common.ranks import end_with_parent
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.workload.tokenizer import load_tokenizer
 from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
-from mpissd.lab.sse import DONE, EventStream
+from mpissd.lab.sse import DAMAGED, DONE, EventStream
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig
 
 HELP = """\
@@ -35,7 +35,6 @@ HELP = """\
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
 _LEAVE_S = 20.0  # longest wait for the server to end
 _NO_WRAP = 1 << 16  # columns without a terminal
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # odd JSON
 
 
 class Chat:
@@ -147,7 +146,7 @@ class Chat:
         except ConfigError as refused:
             say(str(refused))
             return
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise FaultError(f"the server's answer is damaged: {error!r}") from error
         painter.end()
         notes = {"length": "the longest answer that is allowed; ", "stopped": "stopped; "}
@@ -246,7 +245,7 @@ def _converse(config: ChatConfig, url: str) -> int | None:
             models = http.get("models").raise_for_status().json()["data"]
             chat = Chat(http, config, models[0]["mpissd"], terminal)
             chat.greet(models[0]["mpissd"], models[0]["id"])
-        except (httpx.HTTPError, httpx.InvalidURL, *_DAMAGED) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, *DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(f"url={url}: no mpissd serve there: {why}") from error
         is_typed = sys.stdin.isatty()

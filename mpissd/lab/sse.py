@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 DONE = "[DONE]"  # data of the event that ends a stream of OpenAI's API
+# What JSON of another form than expected raises when it is read.
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class Event(NamedTuple):

@@ -30,7 +30,7 @@ from mpissd.common.output import append_row, check_output, print_json, whole_fil
 from mpissd.common.row import key
 from mpissd.engine.workload.prompts import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.sse import DONE, Event, EventStream
+from mpissd.lab.sse import DAMAGED, DONE, Event, EventStream
 from mpissd.serve.config import AUTO, KEY_VARIABLE
 
 ANSWERED, REFUSED = 200, 429
@@ -44,7 +44,6 @@ _SERVER: dict[str, type] = {
 # Members of a chat's `delta` that hold what the model has generated.
 _GENERATED = ("content reasoning_content reasoning refusal tool_calls function_call audio").split()
 _FAILED = 599  # status of a connection or an answer that broke off
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # odd JSON
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -361,7 +360,7 @@ class Client:
             if not isinstance(self.model, str):
                 raise ValueError(f"a model's id is {self.model!r}")
             of_model = [each.get("mpissd") for each in models if each["id"] == self.model]
-        except (self._broken, *_DAMAGED) as error:
+        except (self._broken, *DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise FaultError(f"url={self.url}: no models there: {why}") from error
         about = next((about for about in of_model if isinstance(about, dict)), {})
@@ -396,7 +395,7 @@ class Client:
             asked = self._ask(path, body, due, answer)
             status = await asyncio.wait_for(asked, self._config.deadline_s)
             why = "the stream ended before its answer" if status == _FAILED else f"status {status}"
-        except (self._broken, asyncio.TimeoutError, *_DAMAGED) as error:
+        except (self._broken, asyncio.TimeoutError, *DAMAGED) as error:
             status = ANSWERED if answer.is_done else _FAILED
             why = " ".join(str(error).split()) or type(error).__name__
         if status != ANSWERED:
@@ -439,7 +438,7 @@ class Answer:
         self.usage: Mapping[str, Any] = {}
 
     def add(self, event: Event, now_s: float) -> None:
-        """Takes an event; raises an error of _DAMAGED if it is no chunk, or reports an error."""
+        """Takes an event; raises an error of DAMAGED if it is no chunk, or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True

@@ -370,7 +370,9 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
         times = draft.column("t_draft_s")
         t_draft = median(times) if np.isfinite(times).sum() >= 10 else t_draft
         t_growth = median(draft.column("t_growth_s")) if job.fan_out else None
-    floor, floor_s = floor_of(job, session.backend.itemsize, rates(measured))
+    names = ("read_bytes_per_s", "peak_flops_per_s")
+    rates = {name: getattr(measured.profile, name) for name in names}
+    floor, floor_s = floor_of(job, session.backend.itemsize, rates)
     return {
         "t_target_s": t_target,
         "t_draft_s": t_draft,
@@ -395,12 +397,6 @@ def floor_of(
     size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates.values()
     floor_s = max(size / read, cost.flops / peak) if read and peak else None
     return {"floor_bytes": size, "floor_flops": cost.flops, **rates}, floor_s
-
-
-def rates(measured: Measured) -> dict[str, float | None]:
-    """Returns the read rate and peak flops of the lead's device by their row keys."""
-    names = ("read_bytes_per_s", "peak_flops_per_s")
-    return {name: getattr(measured.profile, name) for name in names}
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
