@@ -126,7 +126,8 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
 
     def count() -> None:
         while not is_over.wait(4.0):
-            show(lambda seconds: f"{shown} ({seconds:.0f} s)")
+            if shown:  # ranks other than the lead say nothing
+                show(lambda seconds: f"{shown} ({seconds:.0f} s)")
 
     def say(text: str) -> None:
         nonlocal shown
