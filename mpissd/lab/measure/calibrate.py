@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import product
+from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, TypeVar
 
@@ -272,10 +273,10 @@ def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[f
 
 
 def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
-    """Returns the least seconds of the target's and the draft's forwards by rows; collective.
+    """Returns the median seconds of the target's and the draft's forwards by rows; collective.
 
     On CPUs they are CPU seconds: the turns of other processes do not count. SSD's ranks are timed
-    at once, as they share the memory's rate.
+    at once, as they share the memory's rate; a forward that began before the other rank's did not.
     """
     topology, config = session.topology, session.job.config
     is_ahead, batch = config.mode == "ssd", config.batch_size
@@ -293,15 +294,15 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
             next(each)
             seconds.append(clock() - start)
         stepper.release(range(batch))
-        return {rows: min(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
+        return {rows: median(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
 
     for stepper in (target, draft):
         timed(stepper, (1,), 1)  # loads the compiled kernels
     session.barrier()
-    verify_s = timed(target, _VERIFIED, 2)
+    verify_s = timed(target, _VERIFIED, 3)
     if not is_ahead:
         session.barrier()
-    draft_s = timed(draft, _DRAFTED, 6 if is_ahead else 3)  # ahead: as long as the target's
+    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # ahead: as long as the target's
     root = topology.first_draft if config.drafts else 0
     return verify_s, topology.world.bcast(draft_s, root=root)
 
