@@ -92,8 +92,8 @@ def window(data: Data) -> Poster:
         y = [one.seconds[m] / step_s[1] for m in rows]
         poster.line(ax, f"{model} on {tp} GPU{'s' * (tp > 1)}", rows, y, **style)
         labels.append((f"{y[-1]:.1f}", rows[-1], y[-1]))
-    ends = np.array([2, 16])
-    poster.line(ax, "K draft forwards", ends, ends - 1, color=BLACK, linestyle="--", linewidth=1.6)
+    rows = np.arange(2, 17)
+    poster.line(ax, "K draft forwards", rows, rows - 1, color=BLACK, linestyle="--", linewidth=1.6)
     ax.set(yscale="log", ylabel=f"{short(draft)} forwards in one verification")
     ax.set_xscale("log", base=2)
     ax.set_xticks([2, 4, 8, 16], ["1", "3", "7", "15"])

@@ -28,14 +28,14 @@ from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 from mpissd.lab.measure.calibrate import best_k
 from mpissd.lab.measure.load import counters, disturbances
-from mpissd.lab.measure.verdict import Comparison, Use
+from mpissd.lab.measure.verdict import FEWEST_TURNS, Comparison, Use
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
 _OWN = "lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape".split()
 _WIDTH = 0.03  # of an interval that is small enough
 _TURNS = 4  # at least, before a small interval ends them
-_LATE_TURNS, _LONG_TURNS = 3, 2  # at least, though the time is over: short turns, long turns
+_LATE_TURNS = FEWEST_TURNS  # at least, though the time is over
 _PASS_S = 0.35  # of a pass of the run's own, as far as its tokens allow
 _FEWEST, _MOST = 32, 4000  # tokens of a sequence in a pass
 _WARM_ROUNDS = 4  # of every pass
@@ -179,9 +179,9 @@ class _Beside:
                 if turn:
                     place.use.speeds.append(speed)
             now = perf_counter()
-            is_late, is_long = 2 * now - start > begun + budget_s, now - start > budget_s / 2
+            is_late = 2 * now - start > begun + budget_s
             is_small = turn >= _TURNS and self._comparison.is_decided(_WIDTH)
-            is_over = is_small or (is_late and turn >= (_LONG_TURNS if is_long else _LATE_TURNS))
+            is_over = is_small or (is_late and turn >= _LATE_TURNS)
             least = _HOPELESS * max(place.use.mean for place in places) if turn > 1 else 0.0
             tp = self._machine.topology.tp  # uses of the run's T decide whether speculation pays
             kept = [place.use.family.tp == tp or place.use.mean >= least for place in left]

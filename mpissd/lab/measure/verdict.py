@@ -17,6 +17,7 @@ import numpy as np
 from mpissd.common.compare import bound, student_t
 from mpissd.common.rivals import Family
 
+FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
 _GAIN = 1.05  # the least ratio that counts as a gain
 _TELLING = 10  # the most by which an upper bound exceeds the mean in a text
 _COLUMNS = 100
@@ -52,6 +53,8 @@ class Ratio:
     def judgement(self, *, is_busy: bool) -> str:
         """The verdict: a gain pays, and what is surely none does not. On a busy machine only an
         interval that is all gain, or all loss, is a verdict."""
+        if self.turns < FEWEST_TURNS:
+            return UNKNOWN
         least_gain = _GAIN if is_busy else 1
         most_loss = 1 / _GAIN if is_busy else _GAIN
         if self.low > least_gain and self.mean >= _GAIN:
@@ -175,8 +178,8 @@ class Comparison:
             what = f"While it is busy, {later}" if self.busy else answer.what
             return f"{what} {answer.verdict}: {makes}."
         why = "" if self.busy else " the turns differ too much:"
-        if ratio.turns == 1:
-            why = " one turn does not show how much turns differ:"
+        if ratio.turns < FEWEST_TURNS:
+            why = " too few turns to show how much they differ:"
         if self.num_rounds < self.FEWEST_ROUNDS:
             why = f" an answer of fewer than {self.FEWEST_ROUNDS} rounds is too short:"
         return f"Cannot tell whether {later} pays:{why} {makes}."

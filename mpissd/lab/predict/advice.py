@@ -149,8 +149,10 @@ class Screen:
         elif is_datasheet(evidence.profile):
             yield f"A datasheet cannot tell: probe first. The fastest by it is {rate}."
         else:
-            also = "; those marked ≈ may be as fast" * bool(self.level)
-            yield f"The fastest use is {rate}{also}."
+            if self.level:
+                yield f"The uses marked ≈ cannot be told apart; the first is {rate}."
+            else:
+                yield f"The fastest use is {rate}."
         kind = (best.mode, "sd" if best.mode == TREE else TREE if best.mode == "sd" else "")
         second = next((choice for choice in self.advice.judged if choice.mode not in kind), None)
         if second is not None and not any({best, second} == {*uses} for _, *uses in questions):
