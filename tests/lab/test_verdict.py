@@ -81,7 +81,7 @@ def test_the_words_of_a_verdict() -> None:
     assert [line.split()[0] for line in lines[1:5]] == ["SSD", "AR", "SD", "AR"]
     assert lines[5:] == [
         "  SD inline K=2 on 2 cores  not measured: needs 9.1 GB",
-        "→ Speculation pays: SD inline K=2 makes 1.15× (1.15–1.15) of AR on 1 core.",
+        "→ Speculation on 1 core pays: SD inline K=2 makes 1.15× (1.15–1.15) of AR on 1 core.",
         "→ A core for the draft does not pay: SSD K=2 makes 1.02× (1.02–1.02) of AR on 2 cores.",
     ]
     assert max(map(len, lines)) <= 100
@@ -96,7 +96,9 @@ def test_the_words_of_a_verdict() -> None:
     (answer,) = Comparison(copied, num_rounds=20).answers()
     assert (answer.use, answer.ratio.mean) == (copied[0], pytest.approx(1.5))
     (sentence, *_) = Comparison(one_turn, num_rounds=20).lines()[5:]
-    assert sentence.startswith("→ Cannot tell whether speculation pays: too few turns to show")
+    assert sentence.startswith(
+        "→ Cannot tell whether speculation on 1 GPU pays: too few turns to show"
+    )
 
 
 def test_a_load_is_what_others_took_of_the_cores() -> None:

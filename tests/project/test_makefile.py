@@ -253,7 +253,7 @@ def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
         ([90, 91, 92], [], "A core for the draft does not pay: SSD K=2 makes 0.91× "),
         ([110, 112, 114], [], "A core for the draft pays: SSD K=2 makes 1.12× "),
         ([60, 110, 170], [], "Cannot tell whether a core for the draft pays: the turns differ"),
-        ([90], [], "Cannot tell whether a core for the draft pays: one turn does not show"),
+        ([90], [], "Cannot tell whether a core for the draft pays: too few turns to show"),
         ([50, 51, 52], ["others used 9% of its core"], "While it is busy, a core for the draft d"),
     ],
 )
@@ -275,4 +275,4 @@ def test_a_study_answers_in_sentences(speeds: list[float], busy: list[str], sent
     assert alone.startswith("Trust: ")
     assert said.startswith(sentence) and said.endswith(" of AR on 2 cores.")
     assert trust.startswith(f"Trust: {len(turns)} turns of 5 uses on a CPU, ")
-    assert (busy[0] if busy else "nothing disturbed the machine.") in trust
+    assert (busy[0] if busy else "nothing disturbed the machine while") in trust

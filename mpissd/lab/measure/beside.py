@@ -105,7 +105,12 @@ class _Beside:
         own = Family(mode, topology.tp, topology.num_drafts)
         narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (own.tp, own.gpus))
         families = [own, *(family for family in narrow if family != own)]
+        if own == Family("sd", own.tp, 0) and not run.tree:
+            families.append(own)  # at its best K, too
         places = [self._place(machine, family) for family in families]
+        if len(families) > len({*families}) and places[-1].use == places[0].use:
+            places.pop()
+            self._comparison.uses.pop()
         with ExitStack() as stack:
             if own.num_drafts:
                 if not (is_whole := self._holds_both(places)):
@@ -209,7 +214,8 @@ class _Beside:
             return None
         if turn and self._run.is_text:  # outcomes that are imposed differ with each turn's seed
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
-        if job.workload.is_imposed and job.config.backup == "jit" and not job.config.tree:
+        is_whole = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
+        if job.workload.is_imposed and is_whole and not job.config.tree:
             mean = 1 + job.acceptance[Source.JIT].mean_accepted  # its draws would only add noise
             return speed(row) * mean / row.acceptance_length
         return speed(row)

@@ -19,7 +19,8 @@ from mpissd.common.rivals import Family
 
 FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
 _GAIN = 1.05  # the least ratio that counts as a gain
-_TELLING = 10  # the most by which an upper bound exceeds the mean in a text
+_NEAR = 1.05  # an upper bound within this ratio of a gain is near it
+_TELLING = 2  # the most by which an upper bound exceeds the mean in a text
 _COLUMNS = 100
 PAID = "pays"
 LOST = "does not pay"
@@ -134,11 +135,13 @@ class Comparison:
         """Answers what can be judged. The strongest rival has the fastest mean."""
         own, pairs = self.uses[0], list[tuple[str, Use, Use]]()
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
-        narrow = {use.family.mode: use for use in plain if use.family.tp == own.family.tp}
-        if "ar" in narrow:
-            inline = [use for mode, use in narrow.items() if mode != "ar"]
-            drafted = max(inline, key=lambda use: use.mean, default=own)
-            pairs.append(("Speculation", drafted, narrow["ar"]))
+        narrow = [use for use in plain if use.family.tp == own.family.tp]
+        inline = [use for use in narrow if use.family.mode != "ar"]
+        drafted = max(inline, key=lambda use: use.mean, default=own)
+        ranks = f"{own.family.tp} {own.unit}{'s' * (own.family.tp > 1)}"
+        pairs += [
+            (f"Speculation on {ranks}", drafted, use) for use in narrow if use.family.mode == "ar"
+        ]
         if own.family.num_drafts and plain:
             what = f"{'An' if own.unit[0] in 'aeiou' else 'A'} {own.unit} for the draft"
             pairs.append((what, own, max(plain, key=lambda use: use.mean)))
@@ -151,8 +154,13 @@ class Comparison:
         return answers
 
     def is_decided(self, width: float) -> bool:
-        """Returns whether the interval of every answer is at most ±width."""
-        return all(each.ratio.high <= (1 + width) * each.ratio.mean for each in self.answers())
+        """Returns whether every answer's interval is at most ±width, and tells."""
+        is_long = self.num_rounds >= self.FEWEST_ROUNDS  # more turns tell nothing of short answers
+        return all(
+            each.ratio.high <= (1 + width) * each.ratio.mean
+            and (each.verdict != UNKNOWN or not is_long)
+            for each in self.answers()
+        )
 
     def lines(self) -> list[str]:
         """Returns a table of the uses, what disturbed them, and a sentence on each question."""
@@ -177,7 +185,9 @@ class Comparison:
         if answer.verdict != UNKNOWN:
             what = f"While it is busy, {later}" if self.busy else answer.what
             return f"{what} {answer.verdict}: {makes}."
-        why = "" if self.busy else " the turns differ too much:"
+        is_near = ratio.low < _GAIN < ratio.high < _GAIN * _NEAR
+        why = " the gain is near 5%:" if is_near else " the turns differ too much:"
+        why = "" if self.busy else why
         if ratio.turns < FEWEST_TURNS:
             why = " too few turns to show how much they differ:"
         if self.num_rounds < self.FEWEST_ROUNDS:

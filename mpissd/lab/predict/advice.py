@@ -221,15 +221,17 @@ class Screen:
         run, use = self.evidence.run, next(iter(self.advice.to_probe), self.advice.best)
         is_derived = bool(use.derived) or is_datasheet(self.evidence.profile)
         if self.evidence.profile.busy:
-            folder = Path(self.device.split(",")[0]).parent
-            yield f"Make it surer: remove {folder}/*.json and probe on a quieter machine."
+            yield "Make it surer: probe again on a quieter machine; the profile names disturbances."
         unknown = ["acceptance", "hits"] * (run.laws is None) + ["times"] * is_derived
         name, also = f"T{use.tp}D{use.num_drafts}", "…" if "/" in self.device else self.device
         if unknown:
             then = f" (then plan --profile=out/profiles/{name}.json,{also})" * is_derived
             yield f"Make it surer: measure {', '.join(unknown)}{then}:"
         if run.laws is None:
-            target, draft = run.target or "FOLDER", run.draft or "FOLDER"
+            models = (run.target, run.draft)
+            target, draft = (
+                "FOLDER" if name is None or name.startswith("gen:") else name for name in models
+            )
             names = f"TARGET={shlex.quote(target)} DRAFT={shlex.quote(draft)}"
             if run.pair is not None and has_weights(split_pair(run.pair)[0]):
                 names = f"PAIR={shlex.quote(run.pair)}"
@@ -248,7 +250,7 @@ class Screen:
             times = "datasheet" if is_datasheet(self.evidence.profile) else times
             use = self.evidence.measured.get(Family.of(choice))
             line = f" {mark} {Family.of(choice)!s:14}{number(choice.tok_per_s):>7} "
-            line += f"{interval:16}{number(choice.tok_per_s_per_gpu):>7}  {_how(choice):32}"
+            line += f"{interval:16}{number(choice.tok_per_s_per_gpu):>7}  {_how(choice):31} "
             yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
 
     def _notes(self) -> list[str]:

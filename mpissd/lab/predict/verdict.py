@@ -10,6 +10,7 @@ groups of them; the two are independent, so their squares add. An interval of a 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,12 +34,14 @@ ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
 FEWEST_PROMPTS = 8  # for a verdict on a pair
 _BUSIEST = 0.9  # a share of a machine's time that more noise does not exceed
 _LARGEST = math.log(10)  # half-width of an interval that is shown
+_MEASURED_TO = r"measured up to context=(\d+)"
+_FARTHEST = 4  # times the longest measured context, beyond which nothing is known
 _SMALL = 0.05  # a sampling error that is small enough
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
     "yes": "{what} pays",
     "no": "{what} does not pay",
-    "no difference": "{what} makes no difference that this can show",
+    "no difference": "{what} may or may not pay",
     "datasheet": "A datasheet cannot tell whether {lower} pays",
     "too few": "{prompts} prompts cannot tell whether {lower} pays",
     "busy": "The machine was too busy to tell whether {lower} pays",
@@ -131,6 +134,9 @@ class Evidence:
         sources = [choice.derived for choice in choices if choice.derived]
         busy = min(max(self.profile.busy.values(), default=0.0), _BUSIEST)
         slower = busy / (1 - busy)  # what others took may have hit some of the times
+        measured = [int(at) for source in sources for at in re.findall(_MEASURED_TO, source)]
+        if measured and self.run.context > _FARTHEST * min(measured):
+            return DATASHEET_ERROR + slower
         if any(BY_LAYERS in source for source in sources):
             return MODEL_ERROR + slower
         return (DERIVED_ERROR if sources else ERROR) + slower
