@@ -109,7 +109,7 @@ class _Beside:
             families.append(own)  # at its best K, too
         places = [self._place(machine, family) for family in families]
         if self._rounds is not None:
-            note = f"Passes decode the first {self._rounds} rounds of the prompts; others may differ."
+            note = f"Passes decode the first {self._rounds} rounds of the prompts: others may vary."
             self._comparison.notes.append(note)
         if len(families) > len({*families}) and places[-1].use == places[0].use:
             places.pop()
