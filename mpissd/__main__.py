@@ -60,7 +60,7 @@ RANKS = {  # on every rank
 ALONE = {  # without MPI
     "compare": "mpissd.cli.commands:compare",
     "plan": "mpissd.cli.commands:plan",
-    "draft": "mpissd.engine.decode.draft_server:draft",
+    "draft": "mpissd.engine.features.draft_server:draft",
     "pair": "mpissd.lab.pair.record:pair",
     "replicas": "mpissd.serve.replicas:replicas",
     "load": "mpissd.lab.load.command:load",
@@ -151,7 +151,7 @@ def check_before_mpi(config: RunConfig) -> None:
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
-        imported("mpissd.engine.workload.text:check_prompts")(job)
+        imported("mpissd.engine.oracle.logits:check_prompts")(job)
     if config.learners and launcher_rank() == 0:
         imported("mpissd.online.process:check_trainer")()
     if config.on_draft_loss == "ar":

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.engine.comm.draft_client import DraftClient
+from mpissd.engine.features.draft_client import DraftClient
 
 
 class Candidates:

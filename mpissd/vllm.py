@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.engine.comm.draft_client import LOG, DraftClient
+from mpissd.engine.features.draft_client import LOG, DraftClient
 
 _PATIENCE_MS, _REPORT_S = "200", 60.0
 _MOST_ROWS, _MOST_TOKENS = 16, 4096  # of a draft whose flags say nothing else

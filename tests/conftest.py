@@ -59,7 +59,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer of bytes, a few merges and a chat template."""
-    from mpissd.engine.workload.tokenizer import load_tokenizer
+    from mpissd.engine.text.tokenizer import load_tokenizer
     from tests.text import tiny
 
     return load_tokenizer(str(tiny.write(tmp_path_factory.mktemp("words") / "tiny")))

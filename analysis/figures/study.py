@@ -19,7 +19,7 @@ from analysis.rows import Data
 from analysis.select import best_rows, fastest, gain, plain, points, prompts, short, where
 from analysis.style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
 from mpissd.common.theory import accept_probabilities, expected_tokens
-from mpissd.engine.spec.acceptance import named_hit_law
+from mpissd.engine.law.acceptance import named_hit_law
 
 # A predicted gain that decides nothing: measured ones are 2 to 16% lower (tables.py measured).
 UNDECIDED = 1.0, 1.16

@@ -95,7 +95,7 @@ class Request:
     target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
     lookahead: most tokens that are drafted for it in a round (None: K; 0: the draft skips it).
     Ranks other than the lead know neither `logprobs` nor `adjustment`, but only `reads_logits`.
-    grammar: which tokens may follow (workload.grammar; "": any), of at most MOST_GRAMMAR bytes.
+    grammar: which tokens may follow (text.grammar; "": any), of at most MOST_GRAMMAR bytes.
     answered: how many of the prompt's last tokens belong to the answer already.
     """
 

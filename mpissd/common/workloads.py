@@ -1,6 +1,6 @@
 """The names of the workloads and of the lookups, and where each one is defined.
 
-A workload is a class (engine/workload/base.Workload) that is imported when a job asks for it.
+A workload is a class (engine/oracle/workload.Workload) that is imported when a job asks for it.
 `register` adds one; its name is then a value of --workload.
 """
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from mpissd.common.errors import unknown
 
-_ENGINE = "mpissd.engine.workload"
+_ENGINE = "mpissd.engine.oracle"
 # By name: "module:class", and the flags of other workloads that it reads.
 _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
-    "gemm": (f"{_ENGINE}.gemm:GemmWorkload", frozenset()),
+    "gemm": (f"{_ENGINE}.imposed:GemmWorkload", frozenset()),
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
-    "text": (f"{_ENGINE}.text:TextWorkload", frozenset()),
+    "text": (f"{_ENGINE}.logits:TextWorkload", frozenset()),
     "replay": (f"{_ENGINE}.replay:ReplayWorkload", frozenset()),
 }
-# "module:class" of each value of --lookup, an engine.spec.lookup.Lookup.
+# "module:class" of each value of --lookup, an engine.law.lookup.Lookup.
 LOOKUPS = {
-    "prompt": "mpissd.engine.spec.lookup:PromptLookup",
-    "suffix": "mpissd.engine.spec.lookup:SuffixLookup",
+    "prompt": "mpissd.engine.law.lookup:PromptLookup",
+    "suffix": "mpissd.engine.law.lookup:SuffixLookup",
 }
 
 

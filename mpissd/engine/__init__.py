@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpissd.common.config import RunConfig
     from mpissd.common.workloads import register
-    from mpissd.engine.decode.in_process import Decoder, generate
-    from mpissd.engine.workload.base import Workload
-    from mpissd.engine.workload.oracle import DraftOracle, TargetOracle
+    from mpissd.engine.in_process import Decoder, generate
+    from mpissd.engine.oracle.workload import Workload
+    from mpissd.engine.round.oracle import DraftOracle, TargetOracle
 
 __all__ = [
     "Decoder",
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Decoder": "mpissd.engine.decode.in_process",
-    "DraftOracle": "mpissd.engine.workload.oracle",
+    "Decoder": "mpissd.engine.in_process",
+    "DraftOracle": "mpissd.engine.round.oracle",
     "RunConfig": "mpissd.common.config",
-    "TargetOracle": "mpissd.engine.workload.oracle",
-    "Workload": "mpissd.engine.workload.base",
-    "generate": "mpissd.engine.decode.in_process",
+    "TargetOracle": "mpissd.engine.round.oracle",
+    "Workload": "mpissd.engine.oracle.workload",
+    "generate": "mpissd.engine.in_process",
     "register": "mpissd.common.workloads",
 }
 

@@ -23,16 +23,16 @@ from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
+from mpissd.engine.law.acceptance import hit_law_of, resolve_acceptance
+from mpissd.engine.law.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
+from mpissd.engine.law.tree import CHAIN, shape
 from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.model.transformer.sources import check_vocabularies, config_of, fetch_missing
 from mpissd.engine.model.transformer.trees import MOST_LEVELS, MOST_NODES, WIDTH, Size
-from mpissd.engine.spec.acceptance import hit_law_of, resolve_acceptance
-from mpissd.engine.spec.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
-from mpissd.engine.spec.tree import CHAIN, shape
-from mpissd.engine.workload.base import Resolved, Serving, Workload
+from mpissd.engine.oracle.workload import Resolved, Serving, Workload
 
 __all__ = ["Job", "Serving", "buckets", "fine_buckets", "resolve", "resolve_unopened"]
 

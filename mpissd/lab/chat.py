@@ -21,7 +21,7 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import MODES
 from mpissd.common.ranks import end_with_parent
 from mpissd.engine.job import resolve_unopened
-from mpissd.engine.workload.tokenizer import load_tokenizer
+from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.lab.show import Meter, Painter, columns_of, legend, open_terminal
 from mpissd.lab.sse import DAMAGED, DONE, EventStream
 from mpissd.serve.config import KEY_VARIABLE, ChatConfig

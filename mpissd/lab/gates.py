@@ -281,7 +281,7 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
     is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
     is_greedy = not row.num_drafts and not row.temperature
     if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
-        # Rounds may be chained: launched in the round before (decode.chained).
+        # Rounds may be chained: launched in the round before (features.device_rounds).
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds
 

@@ -18,10 +18,10 @@ from unicodedata import category, combining, east_asian_width
 import numpy as np
 
 from mpissd.engine.comm.topology import launcher_size
-from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.workload.answer import AnswerText, sources_of
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.text import TextWorkload
+from mpissd.engine.oracle.logits import TextWorkload
+from mpissd.engine.oracle.workload import Workload
+from mpissd.engine.round.target import RoundResult
+from mpissd.engine.text.answer import AnswerText, sources_of
 
 Piece = tuple[str, str]  # a text, and the source of its token
 

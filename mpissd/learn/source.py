@@ -18,8 +18,8 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.prompts import encoded, read_entries
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.prompts import encoded, read_entries
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.learn.config import DistillConfig
 
 ASKING = """

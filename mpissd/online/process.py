@@ -28,7 +28,7 @@ from mpissd.common.stage import Stage
 from mpissd.engine.backend.registry import choose
 from mpissd.engine.comm.learner_messages import Bytes, pieces, read_lessons
 from mpissd.engine.job import resolve_unopened
-from mpissd.engine.workload.text import TextWorkload
+from mpissd.engine.oracle.logits import TextWorkload
 from mpissd.online.examples import Collector, Example
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import End

@@ -7,11 +7,11 @@ from time import monotonic
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Adjustment, Control, Request
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
-from mpissd.engine.decode.round import RoundResult, TargetLoop
-from mpissd.engine.decode.scheduler import Emitted, Scheduler, Task, Turn
-from mpissd.engine.spec.tree import CHAIN, Tree
-from mpissd.engine.workload.answer import SOURCES
+from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
+from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.round.scheduler import Emitted, Scheduler, Task, Turn
+from mpissd.engine.round.target import RoundResult, TargetLoop
+from mpissd.engine.text.answer import SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1

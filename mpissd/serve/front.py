@@ -28,7 +28,7 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import without
 from mpissd.common.ranks import end_with_parent, launcher, ranks_command
 from mpissd.engine.job import Job, resolve_unopened
-from mpissd.engine.workload.tokenizer import load_tokenizer
+from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.serve.app import REQUESTS, Endpoints
 from mpissd.serve.config import AUTO, FRONT_FLAGS, KEY_VARIABLE, ServeConfig
 from mpissd.serve.lead import Lead

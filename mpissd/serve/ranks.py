@@ -18,14 +18,14 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Control, Request
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way, warm_sizes, widths_of
-from mpissd.engine.decode.round import TargetLoop
-from mpissd.engine.decode.scheduler import Room, Scheduler
+from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way, warm_sizes, widths_of
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.oracle.logits import TextWorkload
+from mpissd.engine.round.scheduler import Room, Scheduler
+from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened_machine, session_of, tell_doubt
-from mpissd.engine.workload.text import TextWorkload
 from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import SOCKET_VARIABLE, Line, Ready

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, NoReturn
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
 from mpissd.common.rounds import Logprob
-from mpissd.engine.workload.answer import AnswerText
-from mpissd.engine.workload.grammar import make_grammar
-from mpissd.engine.workload.prompts import check_text
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.answer import AnswerText
+from mpissd.engine.text.grammar import make_grammar
+from mpissd.engine.text.prompts import check_text
+from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.protocol import End, Tokens
 
 Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import expected_tokens, power_law_miss
-from mpissd.engine.spec.acceptance import (
+from mpissd.engine.law.acceptance import (
     NEVER,
     AcceptanceLaw,
     HitLaw,
@@ -22,7 +22,7 @@ from mpissd.engine.spec.acceptance import (
     named_hit_law,
     resolve_acceptance,
 )
-from mpissd.engine.spec.fit import LEAST_COUNT, most_likely
+from mpissd.engine.law.fit import LEAST_COUNT, most_likely
 
 SEED = 20260302
 

@@ -9,10 +9,10 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.transformer.cupy_ops import ops as gpu_ops
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.trees import Size
-from mpissd.engine.spec.tree import Tree
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (

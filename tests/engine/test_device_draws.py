@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.law import sampling
 from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.spec import sampling
 
 pytestmark = pytest.mark.slow  # builds the kernel
 

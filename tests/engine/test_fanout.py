@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
-from mpissd.engine.spec.acceptance import named_hit_law
-from mpissd.engine.spec.fanout import key_chances, optimal_fan_out, resolve_fan_out, tree_fan_out
-from mpissd.engine.spec.tree import Tree
+from mpissd.engine.law.acceptance import named_hit_law
+from mpissd.engine.law.fanout import key_chances, optimal_fan_out, resolve_fan_out, tree_fan_out
+from mpissd.engine.law.tree import Tree
 
 
 def miss_probability(weights: Any, fan_out: Any, a: Any, r: Any) -> float:

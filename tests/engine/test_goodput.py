@@ -12,10 +12,10 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Outcome, Request, Source, Speculation
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
-from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.scheduler import Room, Scheduler, Task
+from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.job import fine_buckets
+from mpissd.engine.round.scheduler import Room, Scheduler, Task
+from mpissd.engine.round.target import RoundResult
 
 K = 5
 

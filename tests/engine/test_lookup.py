@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.engine.spec.lookup import PromptLookup, SuffixLookup
+from mpissd.engine.law.lookup import PromptLookup, SuffixLookup
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:

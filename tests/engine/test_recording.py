@@ -18,8 +18,8 @@ from mpissd.common.records import outcome_digest
 from mpissd.engine.job import resolve
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.sources import SafetensorsFiles
-from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay import Recording, load, save
+from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
+from mpissd.engine.oracle.replay import Recording, load, save
 from tests.loop.recorded import recording_of
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
-from mpissd.engine.spec import sampling
+from mpissd.engine.law import sampling
 from tests.loop.choices import Choices
 
 LAST = 1 - 2.0**-53  # the largest uniform

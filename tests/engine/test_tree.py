@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpissd.engine.spec.acceptance import named_hit_law
-from mpissd.engine.spec.tree import CHAIN, Tree, optimal, positional
+from mpissd.engine.law.acceptance import named_hit_law
+from mpissd.engine.law.tree import CHAIN, Tree, optimal, positional
 
 
 def shapes(nodes: int, width: int) -> list[Tree]:

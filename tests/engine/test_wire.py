@@ -17,11 +17,11 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import queue_link
 from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
+from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
-from mpissd.engine.workload.sequence import Batch, Placement
-from mpissd.engine.workload.workers import DraftWorker
+from mpissd.engine.oracle.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
+from mpissd.engine.round.rows import DraftWorker
+from mpissd.engine.round.sequence import Batch, Placement
 from tests.loop.harness import CountingForwards
 
 BATCH, K, V, ROUND, MOST_PROMPT = 3, 4, 50, 7, 9

@@ -10,12 +10,12 @@ import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
-from mpissd.engine.decode.round import Sequences, TargetLoop
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.trees import Size
+from mpissd.engine.round.target import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from mpissd.engine.spec.tree import Tree
 from tests.gpu.transformer_rig import FORKED, check_growing, check_stages, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 

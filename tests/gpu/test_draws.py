@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.law import sampling
 from mpissd.engine.model.forwards import Drafting, Judging
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.spec import sampling
 
 pytestmark = pytest.mark.gpu
 ROWS = 8

@@ -148,7 +148,7 @@ def smollm2() -> str:
 
 def test_the_real_models_greedy_tokens(backend: Any, way: str) -> None:
     """Each token is the reference's, or the reference's margin between both is below rounding."""
-    from mpissd.engine.workload.tokenizer import load_tokenizer
+    from mpissd.engine.text.tokenizer import load_tokenizer
 
     where, length = smollm2(), 96
     checkpoint: Any = Kept(open_checkpoint(where), np.float16)

@@ -15,6 +15,7 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
+from mpissd.engine.law.tree import Branched, Tree
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stacks import Best
@@ -26,8 +27,7 @@ from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.growing import GrowthSheet
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
-from mpissd.engine.spec.tree import Branched, Tree
-from mpissd.engine.workload.sequence import Batch, Placement
+from mpissd.engine.round.sequence import Batch, Placement
 from tests import transformer_reference
 from tests.transformer_rig import joined as joined
 

@@ -14,9 +14,9 @@ from mpissd.common.presets import resolve_model
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
-from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
+from mpissd.engine.round.draft import Drafter
 from mpissd.lab.measure import calibrate
 from mpissd.lab.measure.calibrate import WarmUp, host_costs
 from mpissd.lab.measure.row import floor_of, shares_gpu_of

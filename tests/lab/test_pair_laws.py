@@ -13,9 +13,9 @@ from mpissd.__main__ import main
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.spec.acceptance import load_laws, named_hit_law
-from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay import Recording, save
+from mpissd.engine.law.acceptance import load_laws, named_hit_law
+from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
+from mpissd.engine.oracle.replay import Recording, save
 from mpissd.lab.pair.laws import BEYOND, OUTSIDE, Source, measured, read
 from tests.loop.recorded import recording_of
 from tests.tiny_pair import TinyPair

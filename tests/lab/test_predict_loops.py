@@ -23,12 +23,12 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import TargetLoop, serve
-from mpissd.engine.decode.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.oracle.imposed import DraftStream, ImposedDraft, ImposedTarget, TokenStream
+from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
+from mpissd.engine.round.target import TargetLoop, serve
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect, expected, follow

@@ -19,10 +19,10 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Outcome, Source, Speculation
 from mpissd.common.row import Row, flat
 from mpissd.engine.comm.topology import Refused
-from mpissd.engine.decode.round import RoundResult
 from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
-from mpissd.engine.workload.answer import AnswerText
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.round.target import RoundResult
+from mpissd.engine.text.answer import AnswerText
+from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.lab.measure import run
 from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, width_of
 from mpissd.lab.tables.pair import check_alike

@@ -6,6 +6,7 @@ States after a round that have the same future are merged and their probabilitie
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,14 +16,16 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Control, Ints, Outcome, Source, Speculation
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.round import TargetLoop
-from mpissd.engine.decode.speculator import RemoteSpeculator
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload import markov, oracle
-from mpissd.engine.workload.oracle import Branches, Proposals, SampledDraft, SampledTarget
-from mpissd.engine.workload.sequence import Batch
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.oracle import markov, sampled
+from mpissd.engine.oracle.sampled import SampledDraft, SampledTarget
+from mpissd.engine.round import oracle as branches
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.oracle import Branches, Proposals
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.sequence import Batch
+from mpissd.engine.round.speculator import RemoteSpeculator
+from mpissd.engine.round.target import TargetLoop
 from tests.loop.choices import Choices, Name, Path
 from tests.loop.harness import CountingForwards
 from tests.loop.markov_rig import WAITER, Pair, joint_law
@@ -259,7 +262,9 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     stack = [prefix]
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
-        with mock.patch.object(oracle, "uniforms", choices.uniforms):
+        with ExitStack() as patches:
+            for module in (branches, sampled):
+                patches.enter_context(mock.patch.object(module, "uniforms", choices.uniforms))
             decoding = Decoding(case, choices, last)
             yield from decoding.run()
         served.add(decoding.served)

@@ -25,14 +25,14 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import TargetLoop, follow, serve
-from mpissd.engine.decode.speculator import InlineSpeculator, RemoteSpeculator, Speculator
-from mpissd.engine.spec.acceptance import AcceptanceLaw, named_hit_law
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload import gemm
-from mpissd.engine.workload.gemm import DraftStream, ImposedDraft, ImposedTarget, TokenStream
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.law.acceptance import AcceptanceLaw, named_hit_law
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.oracle import imposed as gemm
+from mpissd.engine.oracle.imposed import DraftStream, ImposedDraft, ImposedTarget, TokenStream
+from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
+from mpissd.engine.round.target import TargetLoop, follow, serve
 from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)

@@ -16,13 +16,13 @@ from mpissd.common.errors import MpissdError
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Outcome, Request, Source
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import TargetLoop
-from mpissd.engine.decode.speculator import RemoteSpeculator, Speculator
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.tree import CHAIN, Tree
-from mpissd.engine.workload.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.oracle.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
+from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
+from mpissd.engine.round.target import TargetLoop
 from tests.loop.harness import WAITER, CountingForwards, Hook, drive, joined
 
 

@@ -15,11 +15,11 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.decode.draft import draft_workers, link_shape, make_drafter
-from mpissd.engine.decode.round import Sequences, TargetLoop, serve
-from mpissd.engine.decode.speculator import RemoteSpeculator
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.round.draft import draft_workers, link_shape, make_drafter
+from mpissd.engine.round.speculator import RemoteSpeculator
+from mpissd.engine.round.target import Sequences, TargetLoop, serve
 from tests.loop.harness import Guarded
 
 WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled

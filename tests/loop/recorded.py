@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.engine.workload.markov import MarkovLaws, MarkovModel
-from mpissd.engine.workload.replay import Recorded, Recording
+from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
+from mpissd.engine.oracle.replay import Recorded, Recording
 
 
 def ranked(model: MarkovModel, tokens: Sequence[int]) -> list[int]:

@@ -14,9 +14,9 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Control, Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import queue_link
-from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.speculator import RemoteSpeculator, Speculator
-from mpissd.engine.workload import gemm
+from mpissd.engine.oracle import imposed as gemm
+from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
+from mpissd.engine.round.target import RoundResult
 from tests.loop.harness import Result, Rig, Scenario, SteppedSpeculator, check_against_the_law, run
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Event, Outcome, Speculation
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.round import serve
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.target import serve
 from tests.loop.harness import (
     Forward,
     Result,

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from mpissd.common.rounds import Event, Outcome, Request
-from mpissd.engine.comm.draft_client import DraftClient
 from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, write_prompts
+from mpissd.engine.features.draft_client import DraftClient
 from mpissd.huggingface import Candidates
 from mpissd.vllm import Proposer
 from tests.loop.text_rig import logits_behind
@@ -193,7 +193,7 @@ def test_faults_cost_drafts_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     where, toy = str(tmp_path / "s"), Path(__file__).with_name("toy_draft.py")
     drafts = subprocess.Popen([sys.executable, toy, where])
     for name, seconds in {"_RETRY_S": 0.001, "_LONGEST_RETRY_S": 0.01, "_SILENT_S": 0.3}.items():
-        monkeypatch.setattr(f"mpissd.engine.comm.draft_client.{name}", seconds)
+        monkeypatch.setattr(f"mpissd.engine.features.draft_client.{name}", seconds)
     engine = Engine(monkeypatch, where)
     client, counts, rng, waits = engine.client, engine.client.counts, random.Random(1), [0.0]
     client._patience_s, last, texts = 0.1, [list[int]()] * 4, [[n] for n in range(4)]

@@ -14,9 +14,9 @@ import pytest
 
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Control, Source, Speculation
-from mpissd.engine.spec import sampling
-from mpissd.engine.spec.tree import Tree
-from mpissd.engine.workload import oracle
+from mpissd.engine.law import sampling
+from mpissd.engine.law.tree import Tree
+from mpissd.engine.oracle import sampled as oracle
 from tests.loop.choices import Name
 from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched, enumerate_
 from tests.loop.markov_rig import Pair

@@ -9,7 +9,7 @@ import pytest
 
 from mpissd.common.rounds import Source
 from mpissd.engine import RunConfig
-from mpissd.engine.spec.tree import Tree
+from mpissd.engine.law.tree import Tree
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, text_workers

@@ -15,9 +15,9 @@ from mpissd.common.errors import ConfigError, FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
 from mpissd.common.rounds import Outcome, Speculation
 from mpissd.engine import Decoder, RunConfig, generate
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.in_process import Token
-from mpissd.engine.workload.tokenizer import load_tokenizer
+from mpissd.engine.in_process import Token
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.text.tokenizer import load_tokenizer
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 

@@ -18,10 +18,10 @@ from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
-from mpissd.engine.decode import draft as drafting
-from mpissd.engine.decode.draft import RankCounts
-from mpissd.engine.spec.sampling import probabilities
-from mpissd.engine.workload.markov import MarkovModel
+from mpissd.engine.law.sampling import probabilities
+from mpissd.engine.oracle.markov import MarkovModel
+from mpissd.engine.round import draft as drafting
+from mpissd.engine.round.draft import RankCounts
 from tests.loop.markov_rig import Pair, decode, greedy
 from tests.scripts import python
 
@@ -180,7 +180,7 @@ def overlap(a: MarkovModel, b: MarkovModel, contexts: int = 60) -> float:
 
 def test_a_row_is_the_same_in_another_process() -> None:
     code = (
-        "from mpissd.engine.workload.markov import MarkovModel as M;"
+        "from mpissd.engine.oracle.markov import MarkovModel as M;"
         "print(M(40, 2, 7, 0.3).logits((3, 5)).tobytes().hex())"
     )
     assert python("-c", code).stdout.strip() == MODEL.logits((3, 5)).tobytes().hex()

@@ -13,11 +13,11 @@ import pytest
 
 from mpissd.common.rounds import Ints, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.draft import Drafter, DraftPolicy
-from mpissd.engine.decode.round import serve
+from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.model.stepper import SharedForwards
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.workers import DraftWorker
+from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.rows import DraftWorker
+from mpissd.engine.round.target import serve
 from tests.loop.harness import WAITER, Rig, Scenario
 from tests.loop.pool_rig import Pool, config_of, decided
 from tests.loop.test_draft import ScriptedEnd

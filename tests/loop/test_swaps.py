@@ -14,12 +14,12 @@ from mpissd.common.config import RunConfig
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Bytes, Lesson, pieces
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.in_process import Decoder
-from mpissd.engine.decode.learning import Teaching, Updates
+from mpissd.engine.features.learning import Teaching, Updates
+from mpissd.engine.in_process import Decoder
+from mpissd.engine.law import sampling
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed, tensors
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.spec import sampling
+from mpissd.engine.round.draft import Drafter
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, logits_behind
 from tests.text_config import finished, text_config

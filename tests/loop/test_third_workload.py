@@ -16,11 +16,11 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
+from mpissd.engine.law.acceptance import count_accepted
+from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec.acceptance import count_accepted
-from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.oracle import (
+from mpissd.engine.oracle.workload import Workload
+from mpissd.engine.round.oracle import (
     Branches,
     DraftOracle,
     Lanes,
@@ -28,7 +28,7 @@ from mpissd.engine.workload.oracle import (
     Rollout,
     TargetOracle,
 )
-from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.round.sequence import Batch
 from mpissd.lab.predict.row import is_predictable
 
 V = 101

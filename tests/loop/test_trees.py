@@ -12,8 +12,8 @@ from mpissd.common.rounds import Source
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.spec.fanout import key_chances
-from mpissd.engine.spec.tree import Tree
+from mpissd.engine.law.fanout import key_chances
+from mpissd.engine.law.tree import Tree
 from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import expected

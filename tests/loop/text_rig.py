@@ -13,17 +13,17 @@ from mpissd.common.rounds import Adjustment, Request
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
+from mpissd.engine.law import sampling
+from mpissd.engine.law.tree import Branched
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
-from mpissd.engine.spec import sampling
-from mpissd.engine.spec.tree import Branched
-from mpissd.engine.workload.grammar import Grammars
-from mpissd.engine.workload.sequence import Placement, Sequence
-from mpissd.engine.workload.text import LogitsDraft, LogitsTarget
-from mpissd.engine.workload.tokenizer import Tokenizer
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.oracle.logits import LogitsDraft, LogitsTarget
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.sequence import Placement, Sequence
+from mpissd.engine.text.grammar import Grammars
+from mpissd.engine.text.tokenizer import Tokenizer
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 

@@ -17,7 +17,7 @@ import pytest
 from mpissd.common.real_pairs import DEFAULT
 from mpissd.common.records import outcome_digest, token_digest
 from mpissd.common.row import KEYS, Row
-from mpissd.engine.workload.replay import load, save
+from mpissd.engine.oracle.replay import load, save
 from mpissd.lab.gates import violations
 from tests.loop.harness import Scenario, check_rows
 from tests.loop.markov_rig import Pair, greedy

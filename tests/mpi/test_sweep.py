@@ -17,7 +17,7 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.row import flat
 from mpissd.engine.backend.profile import EmulatedBackend
-from mpissd.engine.spec.acceptance import named_hit_law
+from mpissd.engine.law.acceptance import named_hit_law
 from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
 
 pytestmark = needs_mpi

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     from mpi4py import MPI
 
     from mpissd.__main__ import main
-    from mpissd.engine.workload import sequence
+    from mpissd.engine.round import sequence
 
     if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         sequence.crc32 = lambda data, before: 7  # type: ignore[assignment]

@@ -317,8 +317,8 @@ def make(out: Path, seed: int = 0, folders: int = 400, files: int = 200) -> None
 def differences(path: Path, theirs: dict[str, Any], counts: Counter[str]) -> list[str]:
     """Returns what mpissd makes otherwise of a folder or file; raises ConfigError."""
     from mpissd.common.errors import ConfigError
-    from mpissd.engine.workload.answer import AnswerText
-    from mpissd.engine.workload.tokenizer import load_tokenizer
+    from mpissd.engine.text.answer import AnswerText
+    from mpissd.engine.text.tokenizer import load_tokenizer
 
     ours = load_tokenizer(str(path))
     pairs = [(f"encode {text!r}", ours.encode(text), tokens) for text, tokens in theirs["texts"]]

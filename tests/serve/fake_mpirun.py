@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from mpissd.engine.workload.tokenizer import load_tokenizer
+from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from tests.serve.fake_lead import FakeLead, Script
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.app import Endpoints
 from mpissd.serve.config import ServeConfig
 from mpissd.serve.front import Server, bound

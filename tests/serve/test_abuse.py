@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve import protocol
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack, unpack
 from tests.needs import module, needs_linux

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpissd.cli.arguments import parse
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 from tests.needs import module
 from tests.scripts import ROOT, python, until
 from tests.serve.fake_lead import Script

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
-from mpissd.engine.decode.goodput import ForwardTimes, Goodput, Way
-from mpissd.engine.decode.in_process import Loops, in_one_process
-from mpissd.engine.decode.scheduler import Room, Scheduler, Task
+from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
+from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
+from mpissd.engine.round.scheduler import Room, Scheduler, Task
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
 from mpissd.serve.ranks import warm

@@ -14,10 +14,10 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.config import parse_flags
 from mpissd.engine import Decoder
-from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
-from mpissd.engine.workload.grammar import make_grammar
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.grammar import make_grammar
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.protocol import Submit
 from tests.needs import module
 from tests.serve.test_driver import Script, served

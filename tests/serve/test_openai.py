@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.engine.workload.grammar import make_grammar
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.grammar import make_grammar
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.app import event
 from tests.needs import module
 from tests.scripts import until

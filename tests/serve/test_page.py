@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 from tests.needs import missing, module, needs
 from tests.scripts import until
 from tests.serve.fake_lead import Script

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.protocol import End, Tokens
 from mpissd.serve.request import CALL, Problem, Request, called, parse
 from tests.text import tiny

@@ -12,7 +12,7 @@ from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.decode.chained import ChainedTarget
+from mpissd.engine.features.device_rounds import ChainedTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.growing import ChainedGrowth

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.engine.law import sampling
 from mpissd.engine.model.transformer.cupy_ops import draws as cupy_draws
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.numba_ops.ops import Logits, NumbaOps
-from mpissd.engine.spec import sampling
 from tests.text_config import decode
 from tests.tiny_pair import TinyPair
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from mpissd.common.errors import FaultError
 from mpissd.engine import RunConfig
 from mpissd.engine.model.transformer.sources import open_checkpoint
-from mpissd.engine.workload.text import LogitsTarget
+from mpissd.engine.oracle.logits import LogitsTarget
 from tests.needs import has_smollm2, needs
 from tests.parity.greedy import MARGIN
 from tests.scripts import ROOT

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.engine.workload.grammar import Grammar, Grammars, make_grammar
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.text.grammar import Grammar, Grammars, make_grammar
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.text import tiny
 

@@ -13,7 +13,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine import RunConfig
-from mpissd.engine.decode.in_process import Loops, in_one_process
+from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving, resolve
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, tensors
 from mpissd.engine.model.transformer.sources import config_of

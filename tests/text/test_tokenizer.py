@@ -18,11 +18,11 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.profile import load_profile
 from mpissd.engine.model.transformer.checkpoint import HEAD
-from mpissd.engine.workload.answer import AnswerText
-from mpissd.engine.workload.grammar import Grammars, make_grammar, read_grammar
-from mpissd.engine.workload.prompts import read_entries, read_prompts
-from mpissd.engine.workload.text import TextEndings
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.oracle.logits import TextEndings
+from mpissd.engine.text.answer import AnswerText
+from mpissd.engine.text.grammar import Grammars, make_grammar, read_grammar
+from mpissd.engine.text.prompts import read_entries, read_prompts
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.lab.tables.load import load_rows
 from mpissd.serve.protocol import Tokens
 from mpissd.serve.request import Request

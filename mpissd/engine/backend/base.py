@@ -173,7 +173,7 @@ class Backend(ABC):
     info: DeviceInfo
     itemsize: int  # Bytes of one weight or activation element.
     dtype_name: str
-    chains: bool = False  # Whether rounds are chained where they can be (engine.decode.chained).
+    chains: bool = False  # Whether rounds are chained where they can be (features.device_rounds).
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
     capture: bool = False  # Whether programs are replayed as captured graphs.
 

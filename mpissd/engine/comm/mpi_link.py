@@ -117,7 +117,7 @@ class PlanSender:
         self._plans.ready()
 
     def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
-        """Lets the followers launch a chained round (decode.chained.Start)."""
+        """Lets the followers launch a chained round (features.device_rounds.Start)."""
         tokens = forced()
         if self.num_followers:
             message, rows = self._starts.message, () if tokens is None else (tokens,)

@@ -19,20 +19,20 @@ from mpissd.common import guard
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
-from mpissd.engine.decode.chained import ChainedTarget, chained_forwards, chained_growth
-from mpissd.engine.decode.draft import Drafter, draft_workers, link_shape, make_drafter
-from mpissd.engine.decode.learning import Updates
-from mpissd.engine.decode.round import TargetLoop, follow, serve
-from mpissd.engine.decode.speculator import (
+from mpissd.engine.features.device_rounds import ChainedTarget, chained_forwards, chained_growth
+from mpissd.engine.features.learning import Updates
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.round.draft import Drafter, draft_workers, link_shape, make_drafter
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.speculator import (
     ARFallback,
     InlineSpeculator,
     LossWaiter,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.round.target import TargetLoop, follow, serve
 from mpissd.engine.session.session import REST_S, Session
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
 
 Result = TypeVar("Result")
 
@@ -117,7 +117,7 @@ class Rank:
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def drafter(self, worker: DraftWorker) -> Drafter:
-        """Returns this rank's drafter over `worker` (decode.draft)."""
+        """Returns this rank's drafter over `worker` (round.draft)."""
         return make_drafter(self.session.job, worker, self.session.waiter)
 
     def run_pass(

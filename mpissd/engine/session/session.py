@@ -52,9 +52,9 @@ from mpissd.engine.job import DRAFT, TARGET, Job, Need, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper, Weights
 from mpissd.engine.model.transformer.sources import doubt
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.oracle import LogitsGather
-from mpissd.engine.workload.workers import TargetWorker
+from mpissd.engine.oracle.workload import Workload
+from mpissd.engine.round.oracle import LogitsGather
+from mpissd.engine.round.rows import TargetWorker
 
 Logits = NDArray[np.float32]
 # Measurements of the lab and when they were made, by owner and key: configurations that run on one

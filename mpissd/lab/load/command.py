@@ -28,7 +28,7 @@ from mpissd.common.files import read_file
 from mpissd.common.flags import MODES, without
 from mpissd.common.output import append_row, check_output, print_json, whole_file
 from mpissd.common.row import key
-from mpissd.engine.workload.prompts import Entry, read_entries
+from mpissd.engine.text.prompts import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.sse import DAMAGED, DONE, Event, EventStream
 from mpissd.serve.config import AUTO, KEY_VARIABLE

@@ -32,14 +32,14 @@ from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.comm.topology import agreed
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.round import TargetLoop
 from mpissd.engine.job import Job
+from mpissd.engine.law.acceptance import AcceptanceLaw
 from mpissd.engine.model.stepper import GroupView, Stepper
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.sequence import timed_places
+from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session
-from mpissd.engine.spec.acceptance import AcceptanceLaw
-from mpissd.engine.workload.sequence import timed_places
 from mpissd.lab.predict.advice import profile_of, with_best_tree
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.grid import Grid

@@ -29,16 +29,16 @@ from mpissd.common.records import (
 from mpissd.common.row import SCHEMA, Row
 from mpissd.common.trace import LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.learning import Updates
+from mpissd.engine.features.learning import Updates
 from mpissd.engine.job import Job
 from mpissd.engine.model.stepper import GroupView, SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
+from mpissd.engine.oracle.logits import TextWorkload
+from mpissd.engine.oracle.workload import ROW_FIELDS
+from mpissd.engine.round.draft import Drafter
 from mpissd.engine.session.session import Session
-from mpissd.engine.workload.answer import SOURCES, AnswerText
-from mpissd.engine.workload.base import ROW_FIELDS
-from mpissd.engine.workload.text import TextWorkload
-from mpissd.engine.workload.tokenizer import tokenizer_digest
+from mpissd.engine.text.answer import SOURCES, AnswerText
+from mpissd.engine.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.predict.row import is_followable, is_predictable

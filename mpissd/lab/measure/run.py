@@ -27,8 +27,8 @@ from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
-from mpissd.engine.decode.learning import Teaching
-from mpissd.engine.decode.round import Sequences, TargetLoop
+from mpissd.engine.features.learning import Teaching
+from mpissd.engine.round.target import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened_machine, rest, session_of, tell_doubt
 from mpissd.lab.gates import violations

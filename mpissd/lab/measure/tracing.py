@@ -28,7 +28,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.output import whole_file
 from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.round.draft import Drafter
 from mpissd.engine.session.rank import Rank
 
 MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks

@@ -10,7 +10,7 @@ sampling error to its verdict.
 
 miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
 measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
-the others, whose ranks are known up to the candidates kept (mpissd/engine/spec/fit.py).
+the others, whose ranks are known up to the candidates kept (mpissd/engine/law/fit.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mpissd.common.rounds import Source as DraftSource
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
 from mpissd.common.workloads import LOOKUPS
-from mpissd.engine.spec.acceptance import SCHEMA, hazards_of_counts
-from mpissd.engine.spec.fit import most_likely
-from mpissd.engine.workload.replay import Ids, Recorded, Recording, copied, load
+from mpissd.engine.law.acceptance import SCHEMA, hazards_of_counts
+from mpissd.engine.law.fit import most_likely
+from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, load
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.load import load_rows
 

@@ -26,9 +26,9 @@ from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.workload.prompts import read_prompts
-from mpissd.engine.workload.replay import Recorded, Recording, save
-from mpissd.engine.workload.tokenizer import load_tokenizer
+from mpissd.engine.oracle.replay import Recorded, Recording, save
+from mpissd.engine.text.prompts import read_prompts
+from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.pair.laws import new_file, print_laws
 

@@ -27,7 +27,7 @@ from mpissd.common.rivals import TREE, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
-from mpissd.engine.spec.acceptance import hit_law_of, load_laws
+from mpissd.engine.law.acceptance import hit_law_of, load_laws
 from mpissd.lab.predict.advisor import Advice, firsts, most_in_all
 from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, shipped_profiles, with_hosts
 from mpissd.lab.predict.search import (

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Source
 from mpissd.engine.job import Job
-from mpissd.engine.spec.acceptance import HitLaw
-from mpissd.engine.spec.fanout import key_chances
-from mpissd.engine.spec.tree import positional
+from mpissd.engine.law.acceptance import HitLaw
+from mpissd.engine.law.fanout import key_chances
+from mpissd.engine.law.tree import positional
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 
 Ints = NDArray[np.int64]

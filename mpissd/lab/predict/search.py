@@ -19,10 +19,10 @@ from mpissd.common.rivals import TREE, Family, between, tps_of
 from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
+from mpissd.engine.law.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
+from mpissd.engine.law.fanout import resolve_fan_out
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
-from mpissd.engine.spec.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
-from mpissd.engine.spec.fanout import resolve_fan_out
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, RowTable, forwards
 from mpissd.lab.predict.derive import (
     DERIVED,

@@ -22,7 +22,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import TREE, Family
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.spec.acceptance import load_laws
+from mpissd.engine.law.acceptance import load_laws
 from mpissd.lab.predict.costs import Floats
 from mpissd.lab.predict.derive import BY_LAYERS
 from mpissd.lab.predict.search import LOOKUP, Choice, Survey, weigh

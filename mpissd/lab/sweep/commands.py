@@ -9,7 +9,7 @@ from mpissd.common.output import check_output
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
 from mpissd.engine.job import check_draft_device, resolve_unopened
-from mpissd.engine.workload.text import check_prompts
+from mpissd.engine.oracle.logits import check_prompts
 from mpissd.lab.sweep.plan import Plan, Point, SweepConfig, planned, read_grid
 
 

@@ -20,8 +20,8 @@ from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
+from mpissd.engine.oracle.logits import check_prompts
 from mpissd.engine.session.session import Machine, opened_machine, rest
-from mpissd.engine.workload.text import check_prompts
 from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray, Program
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import RowPlaces
@@ -58,7 +59,6 @@ from mpissd.engine.model.transformer.trees import (
     plant,
     table_of,
 )
-from mpissd.engine.spec.tree import Tree
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state

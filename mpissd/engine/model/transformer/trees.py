@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
+from mpissd.engine.law.tree import Index, Tree, lay_out
 from mpissd.engine.model.forwards import SPAN
-from mpissd.engine.spec.tree import Index, Tree, lay_out
 
 PLANT = -1  # the number of the stage that places a dynamic tree
 WIDTH, CHOICES = 4, 8

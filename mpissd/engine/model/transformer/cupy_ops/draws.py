@@ -11,8 +11,8 @@ import numpy as np
 from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend import kernels
+from mpissd.engine.law.sampling import Row
 from mpissd.engine.model.forwards import Drafting, Judging, Proposed, Verdict
-from mpissd.engine.spec.sampling import Row
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher

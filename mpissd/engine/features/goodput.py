@@ -38,9 +38,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Source
-from mpissd.engine.decode.round import RoundResult
-from mpissd.engine.decode.scheduler import Task
 from mpissd.engine.job import Job
+from mpissd.engine.round.scheduler import Task
+from mpissd.engine.round.target import RoundResult
 
 EXPLORE = 0.003  # largest share of time for trying ways that seem worse
 _STALE_ROUNDS = 100

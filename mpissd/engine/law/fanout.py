@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.rounds import Source
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
-from mpissd.engine.spec.acceptance import HitLaw
-from mpissd.engine.spec.tree import Tree, positional
+from mpissd.engine.law.acceptance import HitLaw
+from mpissd.engine.law.tree import Tree, positional
 
 Ints = NDArray[np.int32]
 

@@ -22,12 +22,12 @@ from mpissd.common.trace import DraftLedger, DraftPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.job import Job
+from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.model.stepper import SharedForwards, Stepper
 from mpissd.engine.model.transformer.chained import ChainedForwards
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.oracle import Branches, Rollout
-from mpissd.engine.workload.sequence import Batch
-from mpissd.engine.workload.workers import DraftWorker, R, Steps, finish
+from mpissd.engine.round.oracle import Branches, Rollout
+from mpissd.engine.round.rows import DraftWorker, R, Steps, finish
+from mpissd.engine.round.sequence import Batch
 
 Key = tuple[int, int, int, int, int]
 _UNKNOWN = float("nan")

@@ -32,13 +32,13 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
 from mpissd.common.output import whole_file
 from mpissd.common.rounds import Ints, Request, Source, Speculation
+from mpissd.engine.law.fanout import lanes_of
+from mpissd.engine.law.lookup import make_lookup
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec.fanout import lanes_of
-from mpissd.engine.spec.lookup import make_lookup
-from mpissd.engine.workload.base import Endings, Workload, laws_label
-from mpissd.engine.workload.gemm import ImposedDraft, ImposedTarget, Stream
-from mpissd.engine.workload.sequence import Batch, Index
-from mpissd.engine.workload.sequence import Sequence as Live
+from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
+from mpissd.engine.oracle.workload import Endings, Workload, laws_label
+from mpissd.engine.round.sequence import Batch, Index
+from mpissd.engine.round.sequence import Sequence as Live
 
 SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most

@@ -24,21 +24,21 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, queue_link
-from mpissd.engine.decode.chained import ChainedTarget, chained_forwards, chained_growth
-from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
-from mpissd.engine.decode.learning import Updates
-from mpissd.engine.decode.round import RoundResult, Sequences, TargetLoop, serve
-from mpissd.engine.decode.speculator import (
+from mpissd.engine.features.device_rounds import ChainedTarget, chained_forwards, chained_growth
+from mpissd.engine.features.learning import Updates
+from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.round.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.speculator import (
     InlineSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
-from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.workload.answer import AnswerText, sources_of
-from mpissd.engine.workload.prompts import read_prompts
-from mpissd.engine.workload.tokenizer import Message, load_tokenizer
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.round.target import RoundResult, Sequences, TargetLoop, serve
+from mpissd.engine.text.answer import AnswerText, sources_of
+from mpissd.engine.text.prompts import read_prompts
+from mpissd.engine.text.tokenizer import Message, load_tokenizer
 
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")

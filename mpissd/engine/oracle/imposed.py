@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
+from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, count_accepted
+from mpissd.engine.law.fanout import FanOuts, lanes_of
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, count_accepted
-from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.spec.tree import Tree
-from mpissd.engine.workload.base import Workload, laws_label
-from mpissd.engine.workload.oracle import (
+from mpissd.engine.oracle.workload import Workload, laws_label
+from mpissd.engine.round.oracle import (
     Branches,
     DraftOracle,
     Lanes,
@@ -32,8 +32,8 @@ from mpissd.engine.workload.oracle import (
     Rollout,
     TargetOracle,
 )
-from mpissd.engine.workload.sequence import Batch, Index
-from mpissd.engine.workload.sequence import Sequence as Live
+from mpissd.engine.round.sequence import Batch, Index
+from mpissd.engine.round.sequence import Sequence as Live
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions

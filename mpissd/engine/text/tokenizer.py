@@ -1,7 +1,7 @@
 """Text to token ids and back, and conversations in a model's chat template.
 
 A tokenizer comes from a Hugging Face folder or from the metadata of a GGUF file
-(engine.workload.vocabulary). The libraries `tokenizers` and `jinja2` are imported when one is
+(engine.text.vocabulary). The libraries `tokenizers` and `jinja2` are imported when one is
 loaded.
 """
 
@@ -24,7 +24,7 @@ from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import digest
 from mpissd.engine.model.transformer.sources import library as load_library
-from mpissd.engine.workload.vocabulary import (
+from mpissd.engine.text.vocabulary import (
     MORE_TEMPLATES,
     TOKENIZER_FILES,
     Vocabulary,
@@ -123,7 +123,7 @@ class Tokenizer(Vocabulary):
         """Returns the text of these tokens; special tokens are left out unless `specials`.
 
         Bytes that are no whole UTF-8 character become U+FFFD. A decoder may change the first token:
-        `piece` and engine.workload.answer give the text of tokens that follow others.
+        `piece` and engine.text.answer give the text of tokens that follow others.
         """
         return self.backend.decode(list(ids), skip_special_tokens=not specials)
 

@@ -14,11 +14,11 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
 from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Assembly
-from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.checkpoint import unpacked
-from mpissd.engine.workload.oracle import TargetOracle
-from mpissd.engine.workload.sequence import Batch
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.oracle import TargetOracle
+from mpissd.engine.round.sequence import Batch
 
 if TYPE_CHECKING:
     from mpissd.engine.comm.mpi_learner import LessonOutlet, PieceInbox  # importing it starts MPI

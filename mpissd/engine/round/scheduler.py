@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Logprob, Request, Source
-from mpissd.engine.decode.round import RoundResult
+from mpissd.engine.round.target import RoundResult
 
 _ORDER = attrgetter("arrived_s", "request_id")
 

@@ -18,7 +18,7 @@ from typing import Any
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 
 _ID = re.compile(r"[0-9]{1,18}")
 

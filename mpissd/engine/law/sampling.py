@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.spec.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Tree
 
 Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1

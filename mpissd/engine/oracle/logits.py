@@ -16,24 +16,22 @@ from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Logprob, Request, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
+from mpissd.engine.law import sampling
+from mpissd.engine.law.fanout import FanOuts, lanes_of
+from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.spec import sampling
-from mpissd.engine.spec.fanout import FanOuts, lanes_of
-from mpissd.engine.spec.lookup import LONGEST
-from mpissd.engine.workload.answer import AnswerText
-from mpissd.engine.workload.base import (
+from mpissd.engine.oracle.sampled import Case, SampledDraft, SampledTarget, check_finite
+from mpissd.engine.oracle.workload import (
     WARM_TOKENS,
     Endings,
     Resolved,
     Workload,
     laws_label,
 )
-from mpissd.engine.workload.grammar import Grammars, read_grammar
-from mpissd.engine.workload.oracle import (
+from mpissd.engine.round.oracle import (
     Branches,
-    Case,
     Draws,
     Lane,
     Lanes,
@@ -41,14 +39,13 @@ from mpissd.engine.workload.oracle import (
     Proposal,
     Proposals,
     Rollout,
-    SampledDraft,
-    SampledTarget,
-    check_finite,
 )
-from mpissd.engine.workload.prompts import Prompt, digest_of, read_prompts
-from mpissd.engine.workload.sequence import Batch
-from mpissd.engine.workload.sequence import Sequence as Live
-from mpissd.engine.workload.tokenizer import Tokenizer, load_tokenizer
+from mpissd.engine.round.sequence import Batch
+from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.text.answer import AnswerText
+from mpissd.engine.text.grammar import Grammars, read_grammar
+from mpissd.engine.text.prompts import Prompt, digest_of, read_prompts
+from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws

@@ -26,12 +26,12 @@ from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.decode.draft import Drafter
-from mpissd.engine.decode.learning import Updates
-from mpissd.engine.decode.speculator import Speculator
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.sequence import Batch
-from mpissd.engine.workload.workers import TargetWorker
+from mpissd.engine.features.learning import Updates
+from mpissd.engine.oracle.workload import Workload
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.rows import TargetWorker
+from mpissd.engine.round.sequence import Batch
+from mpissd.engine.round.speculator import Speculator
 
 _VERIFY, _PLAN_WAIT = int(Doing.VERIFY), int(Doing.PLAN_WAIT)
 # (outcome r-1, speculation r, whether this is the last one): what the lead sends its followers.

@@ -1,7 +1,7 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
 Every rank keeps a Batch of its own, equal to the others' because all apply the same outcomes. All
-state of a sequence is here; an oracle (workload.oracle), which decides its tokens, only reads it.
+state of a sequence is here; an oracle (round.oracle), which decides its tokens, only reads it.
 
 Places. A sequence's committed tokens have positions 0, 1, …; of the last one only the token is
 known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
+from mpissd.engine.law.lookup import LONGEST, Lookup, make_lookup
+from mpissd.engine.law.tree import CHAIN, Branched, Tree
 from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.spec.lookup import LONGEST, Lookup, make_lookup
-from mpissd.engine.spec.tree import CHAIN, Branched, Tree
-from mpissd.engine.workload.grammar import Grammar
+from mpissd.engine.text.grammar import Grammar
 
 Index = NDArray[np.int64]
 Prompt = abc.Callable[[Request], abc.Sequence[int]]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Outcome, Speculation
-from mpissd.engine.spec.acceptance import HitLaw
+from mpissd.engine.law.acceptance import HitLaw
 
 Index = NDArray[np.int64]
 Nodes = Sequence[int]

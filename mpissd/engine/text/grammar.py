@@ -22,7 +22,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
 from mpissd.common.rounds import MOST_FORCED, MOST_GRAMMAR, Ints
 from mpissd.engine.model.transformer.sources import library as load_library
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 
 Logits = NDArray[np.float32]
 Bits = NDArray[np.uint8]

@@ -21,17 +21,17 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.decode.draft import Drafter
 from mpissd.engine.job import Job
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOT_FINITE, ChainedForwards, Index
 from mpissd.engine.model.transformer.growing import ChainedGrowth
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
-from mpissd.engine.spec.tree import Tree
-from mpissd.engine.workload.oracle import Proposals, Rollout
-from mpissd.engine.workload.sequence import Batch, Change
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.round.draft import Drafter
+from mpissd.engine.round.oracle import Proposals, Rollout
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.sequence import Batch, Change
 
 # (round, returns its imposed tokens on the lead, or None if it cannot begin yet): the tokens.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]

@@ -28,12 +28,12 @@ from mpissd.engine.comm.link import (
     send_hello,
     socket_boxes,
 )
-from mpissd.engine.decode.draft import Drafter, link_shape, make_drafter
-from mpissd.engine.decode.in_process import open_stepper
-from mpissd.engine.decode.round import draft_rounds
+from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.transformer.sources import fetch_missing
-from mpissd.engine.workload.workers import DraftWorker
+from mpissd.engine.round.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.round.rows import DraftWorker
+from mpissd.engine.round.target import draft_rounds
 
 _KNOWN = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
 

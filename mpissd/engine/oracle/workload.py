@@ -15,18 +15,18 @@ from mpissd.common.config import RunConfig, WorkloadFlags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Request, Source
+from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, load_laws
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.law.tree import CHAIN, Branched, Tree, positional
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.stepper import ModelSource
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, Size
-from mpissd.engine.spec.acceptance import AcceptanceLaw, HitLaw, load_laws
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.tree import CHAIN, Branched, Tree, positional
-from mpissd.engine.workload.oracle import DraftOracle, OpenGather, TargetOracle
-from mpissd.engine.workload.sequence import Placement
-from mpissd.engine.workload.workers import DraftWorker, TargetWorker
+from mpissd.engine.round.oracle import DraftOracle, OpenGather, TargetOracle
+from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.sequence import Placement
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
 WARM_TOKENS = 8  # prompt tokens of the sequences that only warm a text job up

@@ -22,20 +22,15 @@ from mpissd.common.config import DEFAULT_VOCAB
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, stream, uniforms
 from mpissd.common.rounds import Ints, Request, Speculation
+from mpissd.engine.law import sampling
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.spec import sampling
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.spec.tree import Tree
-from mpissd.engine.workload.base import Workload
-from mpissd.engine.workload.oracle import (
-    Lane,
-    Proposal,
-    Proposals,
-    SampledDraft,
-    SampledTarget,
-)
-from mpissd.engine.workload.sequence import Batch
-from mpissd.engine.workload.sequence import Sequence as Live
+from mpissd.engine.oracle.sampled import SampledDraft, SampledTarget
+from mpissd.engine.oracle.workload import Workload
+from mpissd.engine.round.oracle import Lane, Proposal, Proposals
+from mpissd.engine.round.sequence import Batch
+from mpissd.engine.round.sequence import Sequence as Live
 
 Logits = NDArray[np.float32]
 

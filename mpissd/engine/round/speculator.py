@@ -16,7 +16,7 @@ from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm.link import LeadEnd
-from mpissd.engine.decode.draft import Drafter
+from mpissd.engine.round.draft import Drafter
 
 _DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Collection, Sequence
 
 from mpissd.common.rounds import Source
-from mpissd.engine.workload.tokenizer import Tokenizer
+from mpissd.engine.text.tokenizer import Tokenizer
 
 BONUS = "bonus"
 # The origin of a token, as answers name it; NONE: the target's own.

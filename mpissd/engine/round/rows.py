@@ -14,12 +14,12 @@ import numpy as np
 
 from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
 from mpissd.common.wait import Waiter
+from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.growing import ChainedGrowth
-from mpissd.engine.spec.fanout import FanOuts
-from mpissd.engine.workload.oracle import (
+from mpissd.engine.round.oracle import (
     Branches,
     DraftOracle,
     Oracle,
@@ -27,7 +27,7 @@ from mpissd.engine.workload.oracle import (
     Rollout,
     TargetOracle,
 )
-from mpissd.engine.workload.sequence import (
+from mpissd.engine.round.sequence import (
     Batch,
     Change,
     Gap,

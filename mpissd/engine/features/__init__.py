@@ -1,0 +1,1 @@
+"""Features that attach to the rounds from outside."""

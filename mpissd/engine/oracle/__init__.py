@@ -1,0 +1,1 @@
+"""Workloads, and the oracles that decide their tokens."""

@@ -1,0 +1,1 @@
+"""The core: the target's round and the draft's round, and what they work on."""

@@ -1,0 +1,1 @@
+"""Tokenizers, prompts, answers and grammars."""

@@ -1,1 +1,0 @@
-"""Workloads: pairs of workers (target, draft) that the decoding loops drive."""
