@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,7 @@ class Request:
         return self.logprobs is not None or self.adjustment is not None
 
 
+_NO_DISTRIBUTIONS: Mapping[int, Sequence[Any]] = {}
 Requests = Mapping[tuple[int, int], Request]  # by (id, epoch)
 _NONE: Requests = {}
 _FREE = Control()
@@ -174,14 +175,26 @@ class Speculation:
     """
 
     HEAD = 3
-    version = 0  # version of the draft's weights; 0: as loaded
-    # Whether the distributions of its uncertain tokens are lost, so that these are not judged.
-    is_lost = False
 
-    def __init__(self, round_: int, rows: Ints, *, sampled: bool = False) -> None:
+    def __init__(
+        self,
+        round_: int,
+        rows: Ints,
+        *,
+        sampled: bool = False,
+        version: int = 0,
+        is_lost: bool = False,
+        drawn_from: Mapping[int, Sequence[Any]] = _NO_DISTRIBUTIONS,
+    ) -> None:
+        """version: of the draft's weights; 0: as loaded. is_lost: whether the distributions of its
+        uncertain tokens are lost, so that these are not judged. drawn_from: on the rank that
+        drafted, these distributions [V] by batch row."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled
+        self.version = version
+        self.is_lost = is_lost
+        self.drawn_from = drawn_from
         self.source: Ints = rows[:, 0]
         self.hit: Ints = rows[:, 1]
         self.num_draft: Ints = rows[:, 2]
@@ -193,11 +206,18 @@ class Speculation:
 
     @classmethod
     def empty(
-        cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False
+        cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False, version: int = 0
     ) -> Speculation:
         """Returns a speculation without draft tokens, as AR verifies in every round."""
         rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
-        return cls(round_, rows, sampled=sampled)
+        return cls(round_, rows, sampled=sampled, version=version)
+
+    def lost(self) -> Speculation:
+        """Returns this speculation without the distributions of its uncertain tokens."""
+        sampled = self.sampled
+        return Speculation(
+            self.round, self.rows, sampled=sampled, version=self.version, is_lost=True
+        )
 
     @classmethod
     def width(cls, lookahead: int, sampled: bool) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from enum import IntEnum
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from mpissd.common.stage import DOING, OWN, Doing
 
 Int64s = NDArray[np.int64]
+_UNKNOWN = float("nan")
 
 
 class LeadPhase(IntEnum):
@@ -160,3 +162,68 @@ class NullLedger(Ledger):
 
     def close_round(self, round_: int, phase: int) -> None:
         return None
+
+
+class DraftLog:
+    """A draft's ledger, and its times and counts by round.
+
+    ranks: counts the ranks of bonus tokens (features.ranks; None: they are not counted). stored_s:
+    seconds in which the last answer stored tokens that the draft lacked.
+    """
+
+    # By round. t_draft_s: seconds in which a whole speculation was drafted, NaN if hits gave a part
+    # of it. t_growth_s: seconds of a growth that ended, or NaN. num_jit: misses that the model
+    # drafted. steps_ready: steps grown of the branches that hit.
+    COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
+
+    def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
+        """kept: whether rounds are recorded; not by a server, which decodes for days."""
+        self.ledger: Ledger = DraftLedger() if kept else NullLedger(DraftPhase)
+        self.mark = self.ledger.mark
+        self.ranks = ranks
+        self.stored_s = 0.0
+        self._rounds: array[float] | None = array("d") if kept else None  # rows of COLUMNS
+        self._growth_start = 0.0
+        self._draft_s = _UNKNOWN
+        self._growth_s = _UNKNOWN
+        self._num_jit = 0
+        self._steps_ready = 0
+
+    def hit(self, steps: int) -> None:
+        """Notes that branches of this many grown steps answer the round's outcome."""
+        self._steps_ready = steps
+
+    def missed(self, num_jit: int, stored_s: float) -> None:
+        """Notes the misses that the model drafts, and the seconds of storing what it lacked."""
+        self._num_jit = num_jit
+        self.stored_s = stored_s
+
+    def drafted(self, seconds: float | None) -> None:
+        """Notes the seconds in which a whole speculation was drafted; None: only a part of it."""
+        self._draft_s = _UNKNOWN if seconds is None else seconds
+
+    def growth_begins(self) -> None:
+        """Notes that the growth of branches begins now."""
+        self._growth_start = perf_counter()
+
+    def growth_ends(self) -> None:
+        """Notes that all branches are grown."""
+        self._growth_s = perf_counter() - self._growth_start
+
+    def close_round(self, round_: int) -> None:
+        """Records a round."""
+        if self._rounds is not None:
+            add = self._rounds.append  # five calls take less time than one extend()
+            add(round_)
+            add(self._draft_s)
+            add(self._growth_s)
+            add(self._num_jit)
+            add(self._steps_ready)
+        self._growth_s = _UNKNOWN
+        self._steps_ready = 0
+        self.ledger.close_round(round_, DraftPhase.RECORD)
+
+    def table(self, first_round: int, last_round: int) -> NDArray[Any]:
+        """Returns the rows of COLUMNS for rounds first … last-1, [rounds, columns]."""
+        table: NDArray[Any] = np.array(self._rounds or ()).reshape(-1, len(self.COLUMNS))
+        return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]

@@ -24,18 +24,20 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, queue_link
-from mpissd.engine.features.device_rounds import ChainedTarget, chained_forwards, chained_growth
+from mpissd.engine.features.device_rounds import DeviceSpeculator, DeviceTarget, chained_forwards
+from mpissd.engine.features.joined_growth import joining
 from mpissd.engine.features.learning import Updates
 from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.round.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.parts import link_shape, make_drafter
+from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.speculator import (
     InlineSpeculator,
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.round.target import RoundResult, Sequences, TargetLoop, serve
+from mpissd.engine.round.target import RoundResult, Sequences, TargetLoop
 from mpissd.engine.text.answer import AnswerText, sources_of
 from mpissd.engine.text.prompts import read_prompts
 from mpissd.engine.text.tokenizer import Message, load_tokenizer
@@ -99,23 +101,24 @@ class Loops:
         self.loop = TargetLoop(self.worker, speculator, None, batch, self._waiter)
 
     def _sides(self, target: TargetWorker) -> tuple[TargetWorker, Speculator]:
-        job, waiter = self.job, self._waiter
+        job = self.job
+        waiter = self._waiter
         if job.config.drafts:
             patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
             lead, end = queue_link(link_shape(job), waiter, patient)
-            worker = self._draft_worker()
-            worker.growth = chained_growth(job, worker)
-            remote = make_drafter(job, worker, patient)
+            remote = make_drafter(job, joining(job, self._draft_worker()), patient)
             self._threads.append(Thread(target=self._serve, args=(end, remote), daemon=True))
             self._threads[-1].start()
             return target, RemoteSpeculator(lead)
-        draft = self._draft_worker() if job.inline else None
-        drafter = None if draft is None else make_drafter(job, draft, waiter)
-        if (chained := chained_forwards(job, target, draft)) is not None:
-            self._resources.callback(chained.close)
-            limit = self.workload.longest_answer
-            target = ChainedTarget(target, drafter, chained, limit, waiter)
-        return target, Speculator() if drafter is None else InlineSpeculator(drafter)
+        worker = self._draft_worker() if job.inline else None
+        drafter = None if worker is None else make_drafter(job, worker, waiter)
+        forwards = chained_forwards(job, target, worker)
+        if forwards is None:
+            return target, Speculator() if drafter is None else InlineSpeculator(drafter)
+        self._resources.callback(forwards.close)
+        draft = None if drafter is None else DeviceSpeculator(drafter, forwards)
+        limit = self.workload.longest_answer
+        return DeviceTarget(target, draft, forwards, limit, waiter), draft or Speculator()
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job
@@ -128,7 +131,8 @@ class Loops:
 
     def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
         try:
-            serve((link, drafter), updates=self._updates(drafter))
+            updates = self._updates(drafter)
+            serve(link, drafter, None if updates is None else updates.work)
         except Exception as fault:  # noqa: BLE001  (the lead raises it)
             self._faults.append(fault)
 

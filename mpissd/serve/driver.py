@@ -10,7 +10,7 @@ from mpissd.common.rounds import Adjustment, Control, Request
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.round.scheduler import Emitted, Scheduler, Task, Turn
-from mpissd.engine.round.target import RoundResult, TargetLoop
+from mpissd.engine.round.target import RoundObserver, RoundResult, TargetLoop
 from mpissd.engine.text.answer import SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
@@ -18,7 +18,7 @@ _STATS_S = 0.1
 _KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
 
 
-class Driver:
+class Driver(RoundObserver):
     """Receives requests from the front, has the loop decode them, and sends their tokens.
 
     It reads messages between two rounds and sends while the target verifies. times: of forwards.
@@ -68,7 +68,7 @@ class Driver:
 
     def drive(self, loop: TargetLoop) -> None:
         """Decodes until nothing is left, or the front has left."""
-        loop.meanwhile = self._meanwhile
+        loop.observers.append(self)
         while True:
             if self._turn.leave:
                 loop.finish(self._turn.leave)
@@ -80,9 +80,9 @@ class Driver:
             self._unsent += emitted
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
-        loop.meanwhile = None
+        loop.observers.remove(self)
         self._started_s = self._clock()
-        self._meanwhile()
+        self.verifying()
 
     @property
     def _has_round(self) -> bool:
@@ -183,7 +183,7 @@ class Driver:
         self._chosen, self._kept = len(tasks), 0
         goodput.choose(tasks)
 
-    def _meanwhile(self) -> None:
+    def verifying(self) -> None:
         """Does the work that can overlap with the target's verification."""
         self._send()
         if self.goodput is None:

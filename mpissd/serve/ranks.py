@@ -66,8 +66,7 @@ def execute_serve(config: ServeConfig) -> int:
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
     """Takes part in a pass."""
-    drafter = None if rank.draft is None else rank.drafter(rank.draft)
-    rank.run_pass(rank.target, drafter, drive)
+    rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 
 def _lead(rank: Rank, config: ServeConfig) -> None:

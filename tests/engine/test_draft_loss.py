@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Control, Outcome, Request, Speculation
 from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.features.draft_client import DraftSwitch
-from mpissd.engine.round.speculator import ARFallback, LossWaiter, PeerLost
+from mpissd.engine.features.draft_loss import ARFallback, LossWaiter, PeerLost
 
 ASKED = Outcome.admission(-1, [Request(0)])
 

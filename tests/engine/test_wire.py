@@ -295,12 +295,12 @@ def test_a_sequence_that_begins_again_draws_anew() -> None:
         batch = draft.open_batch(1)
         request = Request(2, first_token=laws.prompt(2)[-1], epoch=epoch)
         draft.enter(batch, batch.apply(Outcome.admission(-1, [request])))
-        rollout = draft.restart(batch, [0], Source.JIT)
+        branches = draft.oracle.restart(batch, [0], Source.JIT)
         for _ in range(40):
-            draft.launch_step(batch, [rollout])
-            draft.collect_step([rollout])
+            draft.launch_step(batch, [branches])
+            draft.collect_step([branches])
         coins = MarkovTarget(laws)._draws(Purpose.ACCEPT, batch.sequences[0], 5)
-        return rollout.tokens[0].tolist(), coins
+        return branches.tokens[0].tolist(), coins
 
     assert first_draft(0) == first_draft(0)
     (tokens, coins), (others, other_coins) = first_draft(0), first_draft(1)
@@ -334,7 +334,9 @@ def test_branches_after_a_short_trunk_stay_within_its_pages() -> None:
     pages.place(batch.fill(batch.gaps(range(1))))
     pages.place(batch.trunk(np.array([1], np.int32)))
     assert pages.held == [1] and batch.filled[0] == 16
-    lanes = batch.lanes(np.zeros(3, np.int64), np.arange(3, dtype=np.int32), np.zeros(3, np.int32))
-    assert lanes.first.tolist() == [15, 16, 16]  # the third can never hit
-    pages.place(batch.step(lanes, 0))
+    nodes = np.arange(3, dtype=np.int32)
+    zeros = np.zeros(3, np.int32)
+    branches = batch.grown_ahead(np.zeros(3, np.int64), nodes, zeros, zeros, zeros[:, None])
+    assert branches.places.starts.tolist() == [15, 16, 16]  # the third can never hit
+    pages.place(batch.step(branches.places, 0))
     assert pages.held == [1]

@@ -10,9 +10,11 @@ import pytest
 
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
+from mpissd.engine.features.joined_growth import JoiningWorker
 from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.trees import Size
+from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
@@ -61,11 +63,14 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     config = parse_flags({name: str(value) for name, value in told.items()})
     with opened(config) as session:
         rank = Rank(session)
-        rank.chained = rank.chained if chains else None
-        if rank.draft is not None:
-            rank.draft.growth = rank.draft.growth if chains else None
+        is_joined = isinstance(rank.draft, JoiningWorker)
+        if not chains:
+            rank.device_rounds = None
+            if rank.draft is not None:
+                worker = rank.draft
+                rank.drafts = [DraftWorker(worker.stepper, worker.oracle, worker.placement)]
         is_led = session.topology.num_drafts and rank.target  # the draft's rank grows
-        assert not chains or is_led or rank.chained or (rank.draft and rank.draft.growth)
+        assert not chains or is_led or rank.device_rounds or is_joined
         records = RoundRecords(session.job.lookahead)
 
         def drive(loop: TargetLoop) -> None:
@@ -77,8 +82,7 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
                 sequences.take(result, loop)
                 records.add(result.t_target_s, result.speculation, result.outcome)
 
-        drafter = None if rank.draft is None else rank.drafter(rank.draft)
-        rank.run_pass(rank.target, drafter, drive)
+        rank.run_pass(rank.target, rank.make_drafters(), drive)
         rank.close()
     return records
 

@@ -15,7 +15,7 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.law.tree import Branched, Tree
+from mpissd.engine.law.tree import BranchLayout, Tree
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stacks import Best
@@ -183,17 +183,17 @@ def check_tree(rig: Rig, trunk: int) -> None:
     tails = [[tokens[column] for column in path] for path in FORKED.paths]
     expected = [rig.fill([*common, *tail, 7], 8, slot=1)[-2:] for tail in tails]
     rig.fill(common[:-1], 8)
-    batch = Batch(1, Placement())
-    batch.tree = FORKED
+    batch = Batch(1, Placement(), tree=FORKED)
     batch.apply(Outcome.admission(-1, [Request(0, common[-1], prompt=tuple(common))]))
-    for batch.layout in (None, Branched(FORKED, [1] * 8)):
+    for batch.layout in (None, BranchLayout(FORKED, [1] * 8)):
         batch.filled[0] = trunk
         found = rig.forward([common[-1], *tokens], batch.trunk(np.array([7], np.int32)))
         for node, (own, _) in enumerate(expected):
             assert np.array_equal(found[node], own), f"node {node}"
-    zeros = np.zeros(8, np.int64)
-    branches = batch.lanes(zeros, np.arange(8, dtype=np.int32), zeros.astype(np.int32))
-    found = rig.forward([7] * 8, batch.step(branches, 0))
+    zeros = np.zeros(8, np.int32)
+    nodes = np.arange(8, dtype=np.int32)
+    branches = batch.grown_ahead(zeros.astype(np.int64), nodes, zeros, zeros, zeros[:, None])
+    found = rig.forward([7] * 8, batch.step(branches.places, 0))
     for node, (_, after) in enumerate(expected):
         assert np.array_equal(found[node], after), f"a branch after node {node}"
     ((lane, gap),) = batch.apply(Outcome(0, np.array([[0, 0, 0, 7, 7]], np.int32))).moves

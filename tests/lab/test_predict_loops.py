@@ -25,10 +25,10 @@ from mpissd.engine.comm.link import DraftEnd, Inbox, LeadEnd, Outbox
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.oracle.imposed import DraftStream, ImposedDraft, ImposedTarget, TokenStream
-from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.draft import Drafter, DraftPolicy, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
-from mpissd.engine.round.target import TargetLoop, serve
+from mpissd.engine.round.target import TargetLoop
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.grid import Grid
 from mpissd.lab.predict.simulation import expect, expected, follow
@@ -178,12 +178,12 @@ def drafter_of(job: Job, forwards: Any, clock: Clock) -> Drafter:
     stream = DraftStream(config.seed, vocab, config.batch_size, *laws, widest)
     worker = slowed(
         DraftWorker(forwards, ImposedDraft(stream)), clock, collect_step=HOST.step,
-        enter=HOST.draft_commit + HOST.draft_lookup, place_branches=HOST.glue + HOST.keys,
+        enter=HOST.draft_commit + HOST.draft_lookup, scored=HOST.glue + HOST.keys,
     )  # fmt: skip
     source = Source.FAST if config.backup == "fast" else Source.JIT
     policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)
     drafter = Drafter(worker, policy, config.batch_size, clock)
-    slowed(drafter.ledger, clock, close_round=HOST.draft_record)
+    slowed(drafter.log, clock, close_round=HOST.draft_record)
     return drafter
 
 
@@ -237,7 +237,7 @@ class VirtualRun:
         shape = LinkShape(0, job.config.batch_size, job.lookahead)
         costs = HOST.lead_send, HOST.draft_send, HOST.draft_read
         lead_end, draft_end = virtual_link(shape, self.lead, self.draft, costs)
-        return RemoteSpeculator(lead_end), Guarded(lambda: serve((draft_end, drafter)))
+        return RemoteSpeculator(lead_end), Guarded(lambda: serve(draft_end, drafter))
 
 
 def steep(device: DeviceCosts) -> DeviceCosts:

@@ -6,7 +6,6 @@ States after a round that have the same future are merged and their probabilitie
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,9 +18,9 @@ from mpissd.engine.comm.link import queue_link
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.oracle import markov, sampled
 from mpissd.engine.oracle.sampled import SampledDraft, SampledTarget
-from mpissd.engine.round import oracle as branches
+from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.draft import Drafter
-from mpissd.engine.round.oracle import Branches, Proposals
+from mpissd.engine.round.oracle import Proposals
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import RemoteSpeculator
@@ -47,15 +46,16 @@ class Watching(SampledDraft):
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         found = super().branches(batch, speculation, fan_outs)
         self.grown = found
-        self.lanes = list(found.rollout.lanes)  # type: ignore[attr-defined]
+        self.ranks = found.ranks
+        self.lanes = list(found.states)
         return found
 
     def winner(self, row: int, k: int, bonus: int) -> int | None:
         """The lane of an outcome."""
         if self.grown is None:
             return None
-        is_key = self.grown.rollout.first == bonus
-        lanes = np.flatnonzero((self.grown.lanes.rows == row) & (self.grown.lanes.k == k) & is_key)
+        is_key = self.grown.first == bonus
+        lanes = np.flatnonzero((self.grown.rows == row) & (self.grown.nodes == k) & is_key)
         return int(lanes[0]) if len(lanes) else None
 
 
@@ -176,7 +176,7 @@ class Decoding(RemoteSpeculator):
             lane = self.worker.winner(row, k, token)
             if lane is not None:
                 won: Any = self.worker.lanes[lane]
-                place = int(self.worker.grown.lanes.place[lane])  # type: ignore[union-attr]
+                place = int(self.worker.ranks[lane])
                 lanes.append((won.context, won.fan_out, place))
             else:
                 lanes.append(None)
@@ -193,16 +193,17 @@ class Decoding(RemoteSpeculator):
                 self._forget_losers(outcome)
                 self._grow()
             self.drafter.close_round(self._previous)
-        answer, rows = self.drafter.answer(outcome), self.drafter.rows
+        answer = self.drafter.answer(outcome)
+        rows: Any = answer.drawn_from
         if self.case.tamper is not None:
             self.case.tamper(self, answer, rows)
         self._end.send_speculation(answer)
         if flat := [row for _, found in sorted(rows.items()) for row in found]:
             self._end.send_proposals(round_, flat)
-        self.drafter.verification_started(answer)
+        self.drafter.start_round(answer)
         self._previous = answer
         self.worker.grown = None
-        if self.drafter.finish(self.drafter.begin_growth(answer)) and not self.case.merged:
+        if self.drafter.begin_growth(answer) and not self.case.merged:
             self._grow()
         return super().answer(round_, count)
 
@@ -220,13 +221,13 @@ class Decoding(RemoteSpeculator):
     def _grow(self) -> None:
         for _ in range(self.case.steps(self)):
             if self.drafter.growing:
-                self.drafter.finish(self.drafter.grow_step())
+                self.drafter.grow_step()
 
 
 def _markov(case: Case) -> tuple[DraftWorker, TargetWorker]:
     pair = case.pair
-    draft, target = case.worker(pair.laws, pair.K, pair.fans), case.judge(pair.laws)
-    draft.tree = target.tree = pair.tree
+    draft = case.worker(pair.laws, pair.K, pair.fans, pair.tree)
+    target = case.judge(pair.laws, pair.tree)
     return DraftWorker(CountingForwards(), draft), TargetWorker(CountingForwards(), target)
 
 
@@ -262,9 +263,7 @@ def _ways(case: Case, prefix: Path, last: int, served: set[Served]) -> Iterator[
     stack = [prefix]
     while stack:
         choices = Choices(stack.pop(), len(prefix), case)
-        with ExitStack() as patches:
-            for module in (branches, sampled):
-                patches.enter_context(mock.patch.object(module, "uniforms", choices.uniforms))
+        with mock.patch.object(sampled, "uniforms", choices.uniforms):
             decoding = Decoding(case, choices, last)
             yield from decoding.run()
         served.add(decoding.served)

@@ -29,10 +29,10 @@ from mpissd.engine.law.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.oracle import imposed as gemm
 from mpissd.engine.oracle.imposed import DraftStream, ImposedDraft, ImposedTarget, TokenStream
-from mpissd.engine.round.draft import Drafter, DraftPolicy
+from mpissd.engine.round.draft import Drafter, DraftPolicy, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
-from mpissd.engine.round.target import TargetLoop, follow, serve
+from mpissd.engine.round.target import TargetLoop, follow
 from tests.oracle import Law
 
 WAITER = Waiter(30.0, spin=False)
@@ -232,7 +232,7 @@ def joined(
     lead, draft = queue_link(shape, WAITER)
     if hook is not None:
         hook(lead, draft)
-    return RemoteSpeculator(lead), Guarded(lambda: serve((draft, drafter)))
+    return RemoteSpeculator(lead), Guarded(lambda: serve(draft, drafter))
 
 
 class Guarded(threading.Thread):
@@ -294,11 +294,11 @@ class SteppedSpeculator(Speculator):
         speculation = drafter.answer(self._asked)
         self.answered.append(log[before:])
         before = len(log)
-        drafter.verification_started(speculation)
-        if drafter.finish(drafter.begin_growth(speculation)):
+        drafter.start_round(speculation)
+        if drafter.begin_growth(speculation):
             for _ in range(self._steps(round_)):
                 if drafter.growing:
-                    drafter.finish(drafter.grow_step())
+                    drafter.grow_step()
         self.grown.append(log[before:])
         drafter.close_round(speculation)
         return speculation

@@ -15,11 +15,12 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.registry import open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import queue_link
+from mpissd.engine.features.pool import GroupForwards, serve_groups
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.round.draft import draft_workers, link_shape, make_drafter
+from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
 from mpissd.engine.round.speculator import RemoteSpeculator
-from mpissd.engine.round.target import Sequences, TargetLoop, serve
+from mpissd.engine.round.target import Sequences, TargetLoop
 from tests.loop.harness import Guarded
 
 WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled
@@ -55,11 +56,15 @@ class Pool:
 
     def __init__(self, config: RunConfig) -> None:
         self.job = job = resolve(config, 1, backend=config.backend, memory_bytes=None)
-        links = [queue_link(link_shape(job, n), WAITER) for n in range(config.groups)]
+        waiters = group_waiters(job, WAITER)
+        links = [queue_link(link_shape(job, n), WAITER, waiter) for n, waiter in enumerate(waiters)]
         workers = draft_workers(job, stepper_of(job, drafts=True))
-        drafters = [make_drafter(job, worker, WAITER) for worker in workers]
-        served = [(end, each) for (_, end), each in zip(links, drafters, strict=True)]
-        self.thread = Guarded(lambda: serve(*served))
+        pairs = zip(workers, waiters, strict=True)
+        drafters = [make_drafter(job, worker, waiter) for worker, waiter in pairs]
+        ends = [(end, drafter) for (_, end), drafter in zip(links, drafters, strict=True)]
+        forwards = workers[0].stepper
+        assert isinstance(forwards, GroupForwards)
+        self.thread = Guarded(lambda: serve_groups(ends, forwards.shared, WAITER))
         self.groups = [Group(job, n, RemoteSpeculator(lead)) for n, (lead, _) in enumerate(links)]
 
     def decode(self, order: Sequence[int], rounds: int) -> None:

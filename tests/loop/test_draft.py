@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Event, Outcome, Speculation
+from mpissd.common.trace import DraftLog
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.round.draft import Drafter
-from mpissd.engine.round.target import serve
+from mpissd.engine.round.draft import serve
 from tests.loop.harness import (
     Forward,
     Result,
@@ -32,10 +32,6 @@ MIXED = Scenario("ssd", batch=6, lookahead=K, p_hit=0.5, rounds=12, seed=5, fan_
 def by_round(result: Result) -> list[list[list[int]]]:
     rows = result.rows
     return [rows[rows[:, 0] == r].tolist() for r in range(len(result.records))]
-
-
-def begin_growth(rig: Rig, served: Speculation) -> bool:
-    return rig.drafter.finish(rig.drafter.begin_growth(served))
 
 
 def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
@@ -78,7 +74,7 @@ def test_an_outcome_of_another_round_finds_nothing() -> None:
     """The keys are right in all but the round: a cache that ignores it would hit."""
     rig = Rig(replace(MIXED, p_hit=1.0, batch=1))
     first = rig.drafter.answer(Outcome.admission(-1, requests(1)))
-    begin_growth(rig, first)
+    rig.drafter.begin_growth(first)
     law, drafts = rig.scenario.law(), first.tokens[0].tolist()
     k, bonus = law.judge(0, 1, drafts)
     row = np.array([[0, 0, Event.COMMIT, k, bonus]], np.int32)
@@ -127,7 +123,7 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
     rig = Rig(replace(MIXED, p_hit=p_hit))
     link, log = ScriptedEnd(rig.scenario, 5, polls), rig.draft_forwards.log
     link.log = log
-    serve((link, rig.drafter))
+    serve(link, rig.drafter)
     assert len(link.sent) == 5  # the outcome with the stop flag is not answered
     branches, glue = 6 * sum(MIXED.fans), 6 * (K + 1)
     steps = min(polls, K)
@@ -140,10 +136,10 @@ def test_growth_ends_when_the_outcome_is_there(p_hit: float, polls: int) -> None
 
 def test_the_draft_s_own_times() -> None:
     """t_draft: rounds in which all missed and K tokens were drafted; t_growth: to its end."""
-    columns = {name: n for n, name in enumerate(Drafter.COLUMNS)}
+    columns = {name: n for n, name in enumerate(DraftLog.COLUMNS)}
 
     def table(scenario: Scenario, steps: int) -> NDArray[Any]:
-        return run_stepped(scenario, steps)[0].rig.drafter.table(0, 99)
+        return run_stepped(scenario, steps)[0].rig.drafter.log.table(0, 99)
 
     mixed = table(MIXED, K)
     num_jit = mixed[:, columns["num_jit"]]

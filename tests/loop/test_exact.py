@@ -206,21 +206,21 @@ def draft_s_own_q(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
 class PlainQ(Watched):
     """Damped tokens, sent with the probabilities of plain sampling."""
 
-    def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Any, place: int, u: float) -> oracle.Proposal:
         token, _, _ = super()._propose(lane, place, u)
         logits = self._laws.draft.logits(lane.context)
         row = sampling.record(sampling.probabilities(logits, self._laws.temperature))
-        return token, float(sampling.recorded(row)[token]), row
+        return oracle.Proposal(token, float(sampling.recorded(row)[token]), row)
 
 
 class RoundedAfter(Watched):
     """Rows that are rounded after their token is drawn."""
 
-    def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Any, place: int, u: float) -> oracle.Proposal:
         logits = self._laws.draft.logits(lane.context)
         probs = sampling.probabilities(logits, self._laws.temperature)
         token, row = sampling.draw(probs, u), self.rounded(probs)
-        return token, float(sampling.recorded(row)[token]), row
+        return oracle.Proposal(token, float(sampling.recorded(row)[token]), row)
 
     def rounded(self, probs: sampling.Floats) -> sampling.Row:
         """Rounds to the eight bits of bfloat16."""
@@ -249,7 +249,7 @@ class ByPosition(Watched):
     """Draws its tokens by their absolute position: an unverified token shares its draw with a
     token of the next round."""
 
-    def _propose(self, lane: Any, place: int, u: float) -> tuple[int, float, sampling.Row]:
+    def _propose(self, lane: Any, place: int, u: float) -> oracle.Proposal:
         choices, position = self.decoding.choices, len(self.decoding.emitted[0]) + place
         by_position = choices.uniforms(0, Purpose.TOKEN, 0, position, 1)[0]
         return super()._propose(lane, place, by_position)
@@ -278,7 +278,8 @@ class FirstQ(Watched):
 
     def _other(self, proposal: oracle.Proposal, u: float) -> oracle.Proposal:
         token, _, _ = super()._other(proposal, u)
-        return token, float(sampling.recorded(proposal[2])[token]), proposal[2]
+        q = float(sampling.recorded(proposal.row)[token])
+        return oracle.Proposal(token, q, proposal.row)
 
 
 def siblings_alike(purpose: Purpose) -> Callable[[Name], Name]:

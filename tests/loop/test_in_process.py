@@ -69,7 +69,7 @@ def test_a_draft_that_fails_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> N
         raise ProtocolError("round 0: two epochs")
 
     with Decoder(RunConfig(**NULL)) as decoder:
-        monkeypatch.setattr(Drafter, "answering", fail)
+        monkeypatch.setattr(Drafter, "answer", fail)
         with pytest.raises(FaultError, match="the draft's thread ended: round 0: two epochs"):
             decoder.step()
 

@@ -16,12 +16,11 @@ from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
 from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
-from mpissd.engine import Decoder, RunConfig
+from mpissd.engine import Decoder, RunConfig, parts
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
+from mpissd.engine.features.ranks import RankCounts
 from mpissd.engine.law.sampling import probabilities
 from mpissd.engine.oracle.markov import MarkovModel
-from mpissd.engine.round import draft as drafting
-from mpissd.engine.round.draft import RankCounts
 from tests.loop.markov_rig import Pair, decode, greedy
 from tests.scripts import python
 
@@ -142,7 +141,7 @@ def test_ranks_are_counted_by_what_was_kept_and_where_the_tokens_end(
         backup=backup, rounds=60, **flags, **COUNTED,
     )  # fmt: skip
     counts = RankCounts()
-    monkeypatch.setattr(drafting, "RankCounts", lambda: counts)
+    monkeypatch.setattr(parts, "RankCounts", lambda: counts)
     with Decoder(config) as decoder:
         for _ in range(60):
             decoder.step()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.rounds import Ints, Speculation
+from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.wait import Waiter
+from mpissd.engine.backend.numpy_backend import NumpyBackend
+from mpissd.engine.features.pool import GroupWaiter, SharedForwards, serve_groups
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.model.stepper import SharedForwards
 from mpissd.engine.round.draft import Drafter, DraftPolicy
 from mpissd.engine.round.rows import DraftWorker
-from mpissd.engine.round.target import serve
 from tests.loop.harness import WAITER, Rig, Scenario
 from tests.loop.pool_rig import Pool, config_of, decided
 from tests.loop.test_draft import ScriptedEnd
@@ -131,6 +131,7 @@ class Clock:
         self.carried: list[set[int]] = []
         stepper: Any = self
         self.shared = SharedForwards(stepper, groups, slots=slots, lanes=99)
+        self.backend = NumpyBackend()
 
     def advance(self, time: float, *, running: bool = False) -> None:
         self.now += time
@@ -142,14 +143,14 @@ class Clock:
         assert len(tokens) <= rows
 
     def launch(self) -> None:
-        windows = [seat.window for seat in self.shared.seats]
-        self.carried.append({n for n, one in enumerate(windows) if one.stop > one.start})
+        windows = [group._window for group in self.shared.groups]
+        self.carried.append({n for n, rows in enumerate(windows) if rows.stop > rows.start})
         self.begun += 1
         self.advance(1, running=True)
 
     def wait(self, waiter: Waiter) -> None:
-        for seat in self.shared.seats:
-            seat.window = slice(0, 0)
+        for group in self.shared.groups:
+            group._window = slice(0, 0)
 
     def elapsed_s(self) -> float:
         return 1e-3
@@ -163,11 +164,18 @@ class DueEnd(ScriptedEnd):
 
     ready_at: int | None = None
 
-    def __init__(self, scenario: Scenario, clock: Clock, dice: random.Random) -> None:
+    def __init__(
+        self, scenario: Scenario, clock: Clock, dice: random.Random, waiter: Waiter
+    ) -> None:
         super().__init__(scenario, WAITS, 0)
+        self.waiter = waiter
         self.clock, self.dice, self.due = clock, dice, dice.uniform(0, 5)
         self.waits: list[tuple[int, int]] = []
         clock.ends.append(self)
+
+    def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
+        self.waiter.until(self.outcome_arrived, "outcome")
+        return super().outcome(round_)
 
     def outcome_arrived(self) -> bool:
         self.clock.advance(0.01)
@@ -184,14 +192,15 @@ class DueEnd(ScriptedEnd):
 @pytest.mark.parametrize("p_hit", [0.0, 0.6, 1.0])
 def test_no_group_waits_longer_than_one_forward(groups: int, p_hit: float, seed: int) -> None:
     clock, dice, served = Clock(groups, MIXED.batch), random.Random(seed), []
-    for number, seat in enumerate(clock.shared.seats):
+    for number, part in enumerate(clock.shared.groups):
         rig = Rig(replace(MIXED, p_hit=p_hit, seed=MIXED.seed + number))
         fans = FanOuts(rig.scenario.fans, rig.scenario.fans)
-        worker = DraftWorker(seat, rig.draft_worker.oracle)
+        worker = DraftWorker(part, rig.draft_worker.oracle)
         policy = DraftPolicy(K, fans, rig.scenario.source, K)
-        end = DueEnd(rig.scenario, clock, dice)
-        served.append((end, Drafter(worker, policy, MIXED.batch, WAITER)))
-    serve(*served)
+        waiter = GroupWaiter(30.0)
+        end = DueEnd(rig.scenario, clock, dice, waiter)
+        served.append((end, Drafter(worker, policy, MIXED.batch, waiter)))
+    serve_groups(served, clock.shared, WAITER)
     for group, end in enumerate(clock.ends):
         assert len(end.sent) == len(end.waits) == WAITS
         for ready, answered in end.waits:

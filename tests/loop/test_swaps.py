@@ -186,10 +186,10 @@ def written(made: TinyPair, number: int, version: Arrays) -> str:
 
 def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str]) -> None:
     """Has drafters send, with tokens that version n drew, the distributions of version n + 1."""
-    assemble = Drafter._assembled
+    assembled = Drafter.assembled
 
-    def wrong(drafter: Any, round_: int, count: int, rollouts: Any) -> Any:
-        found = assemble(drafter, round_, count, rollouts)
+    def wrong(drafter: Any, round_: int, parts: Any) -> Any:
+        found = assembled(drafter, round_, parts)
         where = folders[(drafter.version + 1) % len(folders)]
         for row, history in enumerate(drafter.batch.sequences):
             told = []
@@ -198,10 +198,10 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
                 q = sampling.probabilities(logits_behind(where, context), 1.0).astype(np.float32)
                 found.q[row, place] = float(q[token]) / float(q.sum(dtype=np.float64))
                 told.append(q)
-            drafter.rows[row] = told
+            found.drawn_from[row] = told
         return found
 
-    monkeypatch.setattr(Drafter, "_assembled", wrong)
+    monkeypatch.setattr(Drafter, "assembled", wrong)
 
 
 def test_weights_that_overflow_are_left_and_lose_nothing(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_lessons_carry_the_deciding_logits(pair: TinyPair, mode: str, every: int
     with Decoder(config) as decoder:
         read = Read(decoder.worker.oracle)
         teaching = Teaching(read, outlet)  # type: ignore[arg-type]
-        decoder.loop.teach = teaching
+        decoder.loop.observers.append(teaching)
         while not decoder.is_over:
             decoder.step()
         decoder.loop.tell()

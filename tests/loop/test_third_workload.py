@@ -20,14 +20,8 @@ from mpissd.engine.law.acceptance import count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.workload import Workload
-from mpissd.engine.round.oracle import (
-    Branches,
-    DraftOracle,
-    Lanes,
-    Proposals,
-    Rollout,
-    TargetOracle,
-)
+from mpissd.engine.round.branches import Branches
+from mpissd.engine.round.oracle import DraftOracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch
 from mpissd.lab.predict.row import is_predictable
 
@@ -49,9 +43,6 @@ class CountingTarget(TargetOracle):
 class CountingDraft(DraftOracle):
     """Drafts t + 1 after t, or t + 2 if t + 1 is a multiple of five."""
 
-    def __init__(self, lookahead: int) -> None:
-        self.lookahead = lookahead
-
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         rows, ks, places, first = [], [], [], []
         for row, source in enumerate(speculation.source.tolist()):
@@ -63,21 +54,17 @@ class CountingDraft(DraftOracle):
                 shift = int(k < len(served) and served[k] == (trunk[k] + 1) % V)
                 token = (trunk[k] + 1 + shift + place) % V
                 rows.append(row), ks.append(k), places.append(place), first.append(token)
-        lanes = Lanes(np.array(rows, np.int64), np.array(ks), np.array(places))
-        return Branches(lanes, self._rollout([], np.array(first, np.int32)))
+        nodes, ranks, tokens = np.array([ks, places, first], np.int32)
+        grown = np.zeros((len(tokens), self.lookahead), np.int32)
+        return batch.grown_ahead(np.array(rows, np.int64), nodes, ranks, tokens, grown)
 
-    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        return self._rollout(rows, batch.last_tokens[np.asarray(rows, np.int64)])
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
+        return batch.restarted(rows, np.zeros((len(rows), self.lookahead), np.int32))
 
-    def _rollout(self, rows: Sequence[int], first: Ints) -> Rollout:
-        tokens = np.zeros((len(first), self.lookahead), np.int32)
-        return Rollout(np.asarray(rows, np.int64), first, tokens)
-
-    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
-        for rollout in rollouts:
-            following = (rollout.inputs + 1) % V
-            rollout.tokens[:, rollout.steps] = (following + (following % 5 == 0)) % V
-            rollout.steps += 1
+    def collect(self, grown: Sequence[Branches], first_row: int) -> None:
+        for branches in grown:
+            following = (branches.inputs + 1) % V
+            branches.append((following + (following % 5 == 0)) % V)
 
 
 class Counting(Workload):

@@ -14,14 +14,15 @@ from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.law import sampling
-from mpissd.engine.law.tree import Branched
+from mpissd.engine.law.tree import BranchLayout
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.oracle.logits import LogitsDraft, LogitsTarget
+from mpissd.engine.oracle.sampled import GrammarStates
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
-from mpissd.engine.round.sequence import Placement, Sequence
+from mpissd.engine.round.sequence import LiveSequence, Placement
 from mpissd.engine.text.grammar import Grammars
 from mpissd.engine.text.tokenizer import Tokenizer
 from tests.loop.enumeration import Case, Judging, Watching
@@ -172,20 +173,20 @@ class JudgedText(Judging, LogitsTarget):
     wrong_top_p: float | None = None
     forgets_drafts = forgets_path = False
 
-    def _masked(self, sequence: Sequence, start: int, node: int) -> Any:
+    def _masked(self, sequence: LiveSequence, start: int, node: int) -> Any:
         if not self.forgets_path:
             return super()._masked(sequence, start, node)
-        grammar = self.grammar(sequence)
+        grammar = self._grammars.of(sequence)
         return grammar.masked(self.logits_of(start + node), sequence.answer)
 
     def _target_row(
-        self, sequence: Sequence, start: int, i: int
+        self, sequence: LiveSequence, start: int, i: int
     ) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
             sequence.request = replace(sequence.request, top_p=self.wrong_top_p)
         return super()._target_row(sequence, start, i)
 
-    def _answer(self, sequence: Sequence, start: int, node: int) -> list[int]:
+    def _answer(self, sequence: LiveSequence, start: int, node: int) -> list[int]:
         return super()._answer(sequence, start, 0 if self.forgets_drafts else node)
 
 
@@ -200,13 +201,17 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     drafter = WatchedText(
         draft, pair.seed, pair.K, pair.fans,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
+        tree=pair.tree, grammars=GrammarStates(grammars, forces=pair.forces),
     )  # fmt: skip
-    judge = JudgedText(target, pair.seed, samples=True, draft_ids=pair.ids)
-    judge.forgets_path, drafter.grammars, judge.grammars = pair.forgets_path, grammars, grammars
+    judge = JudgedText(
+        target, pair.seed, samples=True, draft_ids=pair.ids, tree=pair.tree,
+        grammars=GrammarStates(grammars, forces=pair.forces),
+    )  # fmt: skip
+    judge.forgets_path = pair.forgets_path
     judge.forgets_drafts = pair.forgets_drafts
-    judge.forces = drafter.forces = pair.forces
-    judge.wrong_top_p, drafter.tree, judge.tree = pair.wrong_top_p, pair.tree, pair.tree
+    judge.wrong_top_p = pair.wrong_top_p
+    layout = None
     if pair.mode == "ssd" and pair.tree.num_lanes:
-        drafter.layout = Branched(pair.tree, pair.fans.after_hit)
+        layout = BranchLayout(pair.tree, pair.fans.after_hit)
     places = Placement()
-    return DraftWorker(draft, drafter, places), TargetWorker(target, judge, places)
+    return DraftWorker(draft, drafter, places, layout), TargetWorker(target, judge, places)

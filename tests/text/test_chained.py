@@ -12,7 +12,7 @@ from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.link import DraftEnd
-from mpissd.engine.features.device_rounds import ChainedTarget
+from mpissd.engine.features.device_rounds import DeviceTarget
 from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.growing import ChainedGrowth
@@ -162,14 +162,14 @@ def test_a_round_that_is_dropped_leaves_nothing(pair: TinyPair, chained: dict[st
 def test_a_logit_that_is_not_finite_is_a_fault(
     pair: TinyPair, chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = ChainedTarget.launch
+    launch = DeviceTarget.launch
 
-    def spoilt(self: ChainedTarget) -> None:
+    def spoilt(self: DeviceTarget) -> None:
         memory = self._forwards._target.weights.head.pieces[0][2]
         memory[...] = 0x7F807F80  # infinity in bfloat16
         launch(self)
 
-    monkeypatch.setattr(ChainedTarget, "launch", spoilt)
+    monkeypatch.setattr(DeviceTarget, "launch", spoilt)
     with pytest.raises(FaultError, match="not finite"), np.errstate(all="ignore"):
         decode(**text(pair))
 

@@ -177,6 +177,9 @@ class Backend(ABC):
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
     capture: bool = False  # Whether programs are replayed as captured graphs.
 
+    def use_here(self) -> None:  # noqa: B027  (few have a current device)
+        """Makes this backend's device the current one of the calling thread."""
+
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
         """Announces the most rows of products with the weights made from now on; None: not
         known."""

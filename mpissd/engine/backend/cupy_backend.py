@@ -217,7 +217,7 @@ class CupyBackend(Backend):
                 "on the target's), or --backend=numpy"
             )
         self.device_id = local_rank
-        cupy.cuda.Device(local_rank).use()
+        self.use_here()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._launcher = self.launcher(early=False)
         self._open_cublas()
@@ -234,6 +234,9 @@ class CupyBackend(Backend):
         if self.no_chain_reason is None:
             self._chain = ChainRunner(self._launcher, self.stop)
             self.few_rows = MAX_ROWS
+
+    def use_here(self) -> None:
+        cupy.cuda.Device(self.device_id).use()
 
     def _open_cublas(self) -> None:
         """Raises ConfigError without nvmath-python, or a cuBLAS that it can load."""

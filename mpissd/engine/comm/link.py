@@ -25,11 +25,14 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
 
 MOST_PROMPTS = 1 << 15  # tokens of the prompts of one message; Linux takes packets of 208 KiB
+_DRAFT_WAIT = int(Doing.DRAFT_WAIT)
+_VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
 _LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # largest numbers of a HELLO
 _HELLO = LinkShape(0, 1, 0)
@@ -110,7 +113,9 @@ class LeadEnd:
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for the speculation of round `round_` for `count` sequences."""
         inbox = self._speculations
+        OWN.bytes[DOING] = _DRAFT_WAIT
         self.waiter.until(inbox.arrived, "draft: speculation")
+        OWN.bytes[DOING] = _VERIFY
         speculation = wire.read_speculation(inbox.message, round_, count)
         inbox.release()
         self._count(inbox.message.array.nbytes)

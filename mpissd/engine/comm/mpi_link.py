@@ -12,10 +12,14 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import Inbox, MakeInbox, MakeOutbox, Outbox, close_all, with_prompts
 from mpissd.engine.comm.wire import Kind, LinkShape, Message
+
+_PLAN_WAIT = int(Doing.PLAN_WAIT)
+_VERIFY = int(Doing.VERIFY)
 
 
 class MpiOutbox(Outbox):
@@ -153,7 +157,9 @@ class PlanReceiver:
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
         """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
+        OWN.bytes[DOING] = _PLAN_WAIT
         self._waiter.until(self._plans.arrived, "lead: plan")
+        OWN.bytes[DOING] = _VERIFY
         outcome, speculation, stop = wire.read_plan(self._plans.message, round_)
         self._plans.release()
         return with_prompts(outcome, self._prompts, self._waiter), speculation, stop

@@ -1,12 +1,12 @@
 """AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
-It runs the loop of round.py. Its target launches a whole round, drafting included, and the next
-round before this one is over (ChainedForwards). The host reads the outcome after the device has
-acted on it. A round begins on the host if it admits sequences, if its batch is not full, or shortly
-before a sequence or the cache ends.
+It runs the target's loop (round.target). A target worker launches a whole round, drafting included,
+and the next round before this one is over (ChainedForwards). The host reads the outcome after the
+device has acted on it. A round begins on the host if it admits sequences, if its batch is not full,
+or shortly before a sequence or the cache ends.
 
 With T target ranks each launches its own programs of a round, once the lead has sent START; the
-plans of round.py follow when the round may be over.
+lead's plans follow when the round may be over.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.chained import NOT_FINITE, ChainedForwards, Index
-from mpissd.engine.model.transformer.growing import ChainedGrowth
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
+from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.draft import Drafter
-from mpissd.engine.round.oracle import Proposals, Rollout
+from mpissd.engine.round.oracle import Proposals
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
+from mpissd.engine.round.speculator import InlineSpeculator
 
 # (round, returns its imposed tokens on the lead, or None if it cannot begin yet): the tokens.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
@@ -65,51 +66,93 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
     if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
         return False
     is_dynamic = job.dynamic is not None
-    return all(_chains(worker, is_dynamic) for worker in (draft, target) if worker is not None)
+    return all(device_decides(worker, is_dynamic) for worker in (draft, target) if worker)
 
 
-def _chains(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
+def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
     """Returns whether the device may decide the worker's tokens; anywhere: also a CPU."""
-    one = worker.stepper
-    if not (worker.oracle.chains and isinstance(one, Stepper)):
+    stepper = worker.stepper
+    if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
-    if not (one.backend.chains or anywhere):
+    if not (stepper.backend.chains or anywhere):
         return False
-    is_captured = one.stack.group.capturable or not one.backend.capture
-    return isinstance(one.stack, TransformerStack) and is_captured
+    is_captured = stepper.stack.group.capturable or not stepper.backend.capture
+    return isinstance(stepper.stack, TransformerStack) and is_captured
 
 
-def chained_growth(job: Job, draft: DraftWorker) -> ChainedGrowth | None:
-    """Returns the programs by which a draft rank's device joins the steps of its growth, or None if
-    the host must grow."""
-    others, stepper = job.serving or job.config.learners or job.tree_lanes, draft.stepper
-    if others or not (job.config.drafts and job.fan_out and _chains(draft)):
-        return None
-    assert isinstance(stepper, Stepper)
-    lanes = {job.config.batch_size * sum(fan_out) for fan_out in job.fan_outs.lists}
-    return ChainedGrowth(stepper, lanes, job.lookahead)
+class DeviceSpeculator(InlineSpeculator):
+    """The speculator of inline SD whose drafts the device decides in the same round.
+
+    branches: of this round's drafts; their tokens count only if they are imposed.
+    """
+
+    branches: Branches | None = None
+
+    def __init__(self, drafter: Drafter, forwards: ChainedForwards) -> None:
+        super().__init__(drafter)
+        self.oracle = drafter.worker.oracle
+        self._forwards = forwards
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        if not self._forwards.is_on:
+            return super().answer(round_, count)
+        drafter = self._drafter
+        drafter.log.ledger.restart()
+        drafter.take(self._outcome)
+        part = drafter.restarted(range(count))
+        self.branches = part.branches
+        self.branches.advance(part.levels)
+        self.stored_s = drafter.log.stored_s
+        speculation = drafter.assembled(round_, [part])
+        drafter.log.mark(DraftPhase.SPECULATE)
+        return speculation
+
+    def lacking(self) -> list[tuple[int, int]]:
+        """Returns (slot, token) of each sequence whose last but one token the draft lacks."""
+        batch = self._drafter.batch
+        gaps = batch.gaps(range(len(batch)))
+        assert all(gap.size == 1 for gap in gaps), f"the draft lacks {gaps}"
+        return [(gap.slot, int(batch.committed(gap)[0])) for gap in gaps]
+
+    def launched(self) -> None:
+        """Notes that the device stores the keys and values of this round's drafts."""
+        if self._drafter.worker.placement is not None:
+            self._drafter.batch.grow(self._forwards.stored, has_leaves=False)
+
+    def close(self, speculation: Speculation, accepted: Ints) -> None:
+        """Records a round that is over; speculation: with the tokens that were drafted. accepted:
+        how many the target accepted."""
+        drafter = self._drafter
+        drafter.log.mark(DraftPhase.WAIT)
+        drafter.log.drafted(self._forwards.draft_s(speculation.round))
+        if self._forwards.sheet.dynamic:  # the draft may lack the last accepted token
+            batch = drafter.batch
+            batch.hold_back(batch.slots, batch.last() + np.maximum(accepted, 0))
+        drafter.start_round(speculation)
+        drafter.close_round(speculation)
 
 
-class ChainedTarget(TargetWorker):
+class DeviceTarget(TargetWorker):
     """A target worker that launches whole rounds, and the next one ahead."""
 
     def __init__(
         self,
         worker: TargetWorker,
-        drafter: Drafter | None,
+        draft: DeviceSpeculator | None,
         forwards: ChainedForwards,
         limit: Callable[[int], int | None],
         waiter: Waiter,
         start: Start = lambda round_, forced: forced(),
     ) -> None:
-        """worker: whose forwards and oracle to use. drafter: of inline SD; None in AR and on a
+        """worker: whose forwards and oracle to use. draft: of inline SD; None in AR and on a
         follower. limit: returns the most tokens that a request may emit. waiter: for rounds that
         were launched ahead and are not used. start: lets all ranks launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
-        self._drafter, self._forwards = drafter, forwards
-        self._limit, self._waiter, self._starting = limit, waiter, start
-        if drafter is not None:
-            drafter.chained = forwards
+        self._draft = draft
+        self._forwards = forwards
+        self._limit = limit
+        self._waiter = waiter
+        self._starting = start
         self._batch: Batch
         self._speculation: Speculation
         self._imposed: tuple[Ints, Ints] | None = None  # the outcome of this round, if imposed
@@ -120,7 +163,7 @@ class ChainedTarget(TargetWorker):
         if any(change):
             self._drop()
         super().enter(batch, change)
-        self._forwards.is_on = len(batch) == self._forwards.sheet.sequences
+        self._forwards.enter(len(batch))
 
     def leave(self, batch: Batch) -> None:
         self._drop()
@@ -131,7 +174,8 @@ class ChainedTarget(TargetWorker):
             program.wait(self._waiter)
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        self._batch, self._speculation = batch, speculation
+        self._batch = batch
+        self._speculation = speculation
         if not self._forwards.is_on:
             super().upload(batch, speculation, fill)
             return
@@ -144,16 +188,18 @@ class ChainedTarget(TargetWorker):
         if not self._forwards.is_on:
             super().launch()
             return
-        batch, forwards, round_ = self._batch, self._forwards, self._speculation.round
-        last, ahead = batch.last(), forwards.lookahead
-        rollout = None if self._drafter is None else self._drafter.rollout
+        forwards = self._forwards
+        round_ = self._speculation.round
+        last = self._batch.last()
+        ahead = forwards.lookahead
+        branches = None if self._draft is None else self._draft.branches
         if not self._was_ahead:
-            self._start(round_, last + ahead, lambda: self._forced(rollout))
-        batch.grow(forwards.stored + 1, has_leaves=True)
-        if self._drafter is not None and self._drafter.worker.placement is not None:
-            self._drafter.batch.grow(forwards.stored, has_leaves=False)
+            self._start(round_, last + ahead, lambda: self._forced(branches))
+        self._batch.grow(forwards.stored + 1, has_leaves=True)
+        if self._draft is not None:
+            self._draft.launched()
         if forwards.goes_ahead:  # the next round may begin before the host knows this one's outcome
-            self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(rollout))
+            self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(branches))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
         """Launches a round if the lead may; last: the last positions that it may write."""
@@ -161,47 +207,48 @@ class ChainedTarget(TargetWorker):
             self._forwards.hold(self._batch.slots, last)
             self._forwards.launch(round_, tokens)
 
-    def _next_forced(self, rollout: Rollout | None) -> Ints | None:
+    def _next_forced(self, branches: Branches | None) -> Ints | None:
         """Returns the next round's imposed tokens; None: a sequence or the cache ends before.
 
         Sets the outcome that is imposed on this round.
         """
-        batch, forwards = self._batch, self._forwards
-        self._imposed, more = None, np.ones(len(batch), np.int64)
+        batch = self._batch
+        forwards = self._forwards
+        self._imposed = None
+        emitted = batch.lengths.copy()  # once this round is over, at least
         if not self.oracle.reads_forwards:  # the outcome is imposed
-            known = Speculation.empty(0, len(batch), forwards.nodes)
-            if rollout is not None:
-                known.num_draft[...], known.tokens[...] = forwards.nodes, rollout.tokens
-            self._imposed = self.oracle.judge(batch, known, _no_proposals)
-            more += forwards.tree.depths[self._imposed[0]]
+            drafted = Speculation.empty(0, len(batch), forwards.nodes)
+            if branches is not None:
+                drafted.num_draft[...] = forwards.nodes
+                drafted.tokens[...] = branches.tokens
+            self._imposed = self.oracle.judge(batch, drafted, _no_proposals)
+            emitted += forwards.tree.depths[self._imposed[0]]
         assert isinstance(self.stepper, Stepper)
         if int(batch.room(self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
             return None
-        emitted, limits = (batch.lengths - 1 + more).tolist(), map(self._limit, batch.ids.tolist())
-        may = all(most is None or n < most for n, most in zip(emitted, limits, strict=True))
-        return self._forced(self._next_rollout()) if may else None
+        limits = map(self._limit, batch.ids.tolist())
+        if any(most is not None and n >= most for n, most in zip(emitted, limits, strict=True)):
+            return None
+        return self._forced(self._next_branches())
 
     def wait(self, waiter: Waiter) -> None:
         if not self._forwards.is_on:
             super().wait(waiter)
             return
-        forwards, speculation, drafter = self._forwards, self._speculation, self._drafter
-        forwards.last_of(speculation.round).wait(waiter)
-        self._decision = forwards.outcome(speculation.round)
-        speculation.tokens[...] = self._decision[:, 2:]
-        self._batch.serve(speculation)
-        if drafter is not None:
-            drafter.ledger.mark(DraftPhase.WAIT)
-            drafter.draft_s = forwards.draft_s(speculation.round)
-            if forwards.sheet.dynamic:  # the draft may lack the last accepted token
-                self._hold_back(drafter.batch)
-            drafter.verification_started(speculation)
-            drafter.close_round(speculation)
+        round_ = self._speculation.round
+        self._forwards.last_of(round_).wait(waiter)
+        self._decision = self._forwards.outcome(round_)
+        rows = self._speculation.rows.copy()
+        rows[:, Speculation.HEAD :] = self._decision[:, 2:]
+        self._speculation = Speculation(round_, rows, version=self._speculation.version)
+        self._batch.serve(self._speculation)
 
-    def _hold_back(self, draft: Batch) -> None:
-        """Notes that the draft stores the accepted tokens without the last one."""
-        last, accepted = self._batch.last(), np.maximum(self._decision[:, 0], 0)
-        draft.filled[self._batch.slots] = last + accepted
+    def verified(self, speculation: Speculation) -> Speculation:
+        if not self._forwards.is_on:
+            return speculation
+        if self._draft is not None:
+            self._draft.close(self._speculation, self._decision[:, 0])
+        return self._speculation
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -209,7 +256,8 @@ class ChainedTarget(TargetWorker):
         """Returns the device's decision (num_accepted, bonus), both int32 [b]."""
         if not self._forwards.is_on:
             return super().judge(batch, speculation, proposals)
-        accepted, bonus = self._decision[:, 0], self._decision[:, 1]
+        accepted = self._decision[:, 0]
+        bonus = self._decision[:, 1]
         if (accepted == NOT_FINITE).any():
             raise FaultError("target: a logit is not finite: its weights are damaged, or overflow")
         if self._imposed is not None:
@@ -224,27 +272,26 @@ class ChainedTarget(TargetWorker):
     def _state(self, batch: Batch) -> Ints:
         """Returns the state from which a round begins on the host (Sheet.state)."""
         state = np.full((len(batch), 4), NOBODY, np.int64)
-        state[:, 0], state[:, 1] = batch.slots, batch.last()
+        state[:, 0] = batch.slots
+        state[:, 1] = batch.last()
         state[:, 2] = batch.last_tokens
-        if self._drafter is not None:
-            draft = self._drafter.batch
-            for gap in draft.gaps(range(len(draft))):
-                assert gap.size == 1, f"the draft lacks {gap}"
-                state[batch.slots == gap.slot, 3] = draft.committed(gap)
+        for slot, token in self._draft.lacking() if self._draft is not None else ():
+            state[batch.slots == slot, 3] = token
         return state.astype(np.int32)
 
-    def _forced(self, rollout: Rollout | None) -> Ints:
+    def _forced(self, branches: Branches | None) -> Ints:
         """Returns the tokens that replace the forwards' own (Sheet.forced)."""
-        nodes, ahead = self._forwards.nodes, self._forwards.lookahead
-        forced = np.full((len(self._batch), nodes + ahead + 1), NOBODY, np.int32)
+        nodes = self._forwards.nodes
+        width = nodes + self._forwards.lookahead + 1
+        forced = np.full((len(self._batch), width), NOBODY, np.int32)
         truth = self.oracle.truth()
         if truth is not None:
             forced[:, nodes:] = truth
-            if rollout is not None:
-                forced[:, :nodes] = rollout.tokens
+            if branches is not None:
+                forced[:, :nodes] = branches.tokens
         return forced
 
-    def _next_rollout(self) -> Rollout | None:
+    def _next_branches(self) -> Branches | None:
         """Returns the tokens imposed on the next round's draft; None: its own tokens count.
 
         Moves the oracles to the next round; the real beginning of that round does so again.
@@ -253,11 +300,10 @@ class ChainedTarget(TargetWorker):
             return None
         batch = self._batch.after(*self._imposed)
         self.oracle.begin_round(batch, ())
-        if self._drafter is None:
+        if self._draft is None:
             return None
-        oracle = self._drafter.worker.oracle
-        oracle.begin_round(batch, ())
-        return oracle.restart(batch, range(len(batch)), Source.JIT)
+        self._draft.oracle.begin_round(batch, ())
+        return self._draft.oracle.restart(batch, range(len(batch)), Source.JIT)
 
 
 def _no_proposals(row: int, index: int) -> NDArray[np.float32]:

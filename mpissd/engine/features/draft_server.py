@@ -31,9 +31,9 @@ from mpissd.engine.comm.link import (
 from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.transformer.sources import fetch_missing
-from mpissd.engine.round.draft import Drafter, link_shape, make_drafter
+from mpissd.engine.parts import link_shape, make_drafter
+from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker
-from mpissd.engine.round.target import draft_rounds
 
 _KNOWN = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
 
@@ -45,9 +45,12 @@ class CheckedEnd(DraftEnd):
     drafter: Drafter
     vocab: int
     longest: int
+    idle: SocketWaiter
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for OUTCOME, as DraftEnd; raises ProtocolError for what cannot be applied."""
+        """Waits for OUTCOME, as DraftEnd, but asleep and without a deadline; raises ProtocolError
+        for what cannot be applied."""
+        self.idle.until(self.outcome_arrived, "outcome")
         try:
             outcome, stop = super().outcome(round_)
         except (struct.error, IndexError) as error:
@@ -122,26 +125,25 @@ def _warm(job: Job, worker: DraftWorker) -> None:
     """Runs a round, so that no client waits for compilers."""
     drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
     speculation = drafter.answer(Outcome.admission(-1, [Request(0, 1, 0, (0, 1))]))
-    drafter.verification_started(speculation)
-    if drafter.finish(drafter.begin_growth(speculation)):
-        drafter.finish(drafter.grow_step())
-    worker.leave(drafter.batch)
+    drafter.start_round(speculation)
+    if drafter.begin_growth(speculation):
+        drafter.grow_step()
+    drafter.leave()
 
 
 def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
     """Serves one client until it leaves."""
-    waiter, shape = Waiter(job.config.deadline_s, spin=False), link_shape(job)
-    link, idle = CheckedEnd(shape, waiter, *socket_boxes(client)), SocketWaiter(client)
-    drafter = link.drafter = make_drafter(job, worker, waiter)
-    link.vocab, link.longest = job.workload.vocab, job.longest
-    drafter.keep_no_rounds()
+    waiter = Waiter(job.config.deadline_s, spin=False)
+    shape = link_shape(job)
+    drafter = make_drafter(job, worker, waiter)
+    link = CheckedEnd(shape, waiter, *socket_boxes(client))
+    link.idle = SocketWaiter(client)
+    link.drafter = drafter
+    link.vocab = job.workload.vocab
+    link.longest = job.longest
     try:
         send_hello(client, shape, link.vocab)
-        for awaited in draft_rounds(link, drafter):
-            if awaited is None:
-                worker.wait(waiter)
-            else:
-                idle.until(awaited, "outcome")
+        serve(link, drafter)
     except (OSError, MpissdError) as error:
         _tell(str(error))
         worker.leave(drafter.batch)

@@ -16,9 +16,10 @@ from mpissd.engine.comm import learner_messages
 from mpissd.engine.comm.learner_messages import Assembly
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.checkpoint import unpacked
+from mpissd.engine.oracle.logits import LogitsTarget
 from mpissd.engine.round.draft import Drafter
-from mpissd.engine.round.oracle import TargetOracle
 from mpissd.engine.round.sequence import Batch
+from mpissd.engine.round.target import RoundObserver
 
 if TYPE_CHECKING:
     from mpissd.engine.comm.mpi_learner import LessonOutlet, PieceInbox  # importing it starts MPI
@@ -108,20 +109,20 @@ class Updates:
         self._drafter.change(version)
 
 
-class Teaching:
+class Teaching(RoundObserver):
     """Sends the target's logits that decided a round's tokens.
 
     Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
     the next message brings its tokens.
     """
 
-    def __init__(self, oracle: TargetOracle, outlet: LessonOutlet) -> None:
+    def __init__(self, oracle: LogitsTarget, outlet: LessonOutlet) -> None:
         self._oracle, self._outlet = oracle, outlet
         self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
 
-    def __call__(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
+    def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
         """Sends a judged round's logits before another forward overwrites them.
 
         Without room for a message, no logits are read.

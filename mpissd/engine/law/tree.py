@@ -103,7 +103,7 @@ class Tree:
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 
 
-class Branched:
+class BranchLayout:
     """The places of a tree's nodes, and of the branches that grow after them in the same shape.
 
     fan_out: the branches after each node. Of a branch only nodes with children have a place: a

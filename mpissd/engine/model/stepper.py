@@ -3,22 +3,14 @@
 A bucket's programs are compiled once, before the first round: compiling is collective over the
 target ranks, so every rank prepares the same buckets in the same order. A bucket has one program
 that reads out the best candidate of each row, and one for the top_k best if that is more.
-
-`SharedForwards` gives one stepper several users, whose launches run together as one forward. A
-draft that serves several target groups has one KV cache, in which each group has its own range of
-slots (sequences) and lanes (branches). Each group's worker sees a `GroupView`: forwards with slots
-and lanes from 0 on, and the results of its own rows only. Forwards are batch-invariant
-(docs/transformer.md), so a view computes the numbers of a model of its own.
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter_ns
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +19,7 @@ from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
-from mpissd.engine.model.forwards import Forwards, Places, Results, joined, merged
+from mpissd.engine.model.forwards import Forwards, Places, Results, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
@@ -242,98 +234,3 @@ class Stepper(Forwards):
         for program in self._programs.values():
             if program is not None:
                 program.close()
-
-
-class SharedForwards:
-    """A stepper with several users (seats), whose launched forwards run as one when one waits."""
-
-    COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
-
-    def __init__(self, stepper: Stepper, seats: int, *, slots: int, lanes: int) -> None:
-        """Divides the stepper; slots, lanes: of each seat."""
-        self.stepper = stepper
-        self.most_rows = stepper.most_rows // seats
-        self.seats = [GroupView(self, n * slots, n * lanes) for n in range(seats)]
-        self.launched: list[GroupView] = []
-        self._log = array("q")  # the values of COLUMNS, forward after forward
-
-    def wait(self, waiter: Waiter) -> None:
-        """Runs the launched rows, then waits for them."""
-        together, self.launched = self.launched, []
-        if not together:
-            return
-        rows, tokens, placed = 0, list[Ints](), list[Places]()
-        start = 0
-        for seat in together:
-            assert seat.part is not None
-            count, own, places = seat.part
-            seat.window, seat.part = slice(start, start + len(own)), None
-            start, rows = start + len(own), rows + count
-            tokens.append(own)
-            placed += [] if places is None else [places]
-        lists = any(seat.lists for seat in together)
-        self.stepper.upload(
-            rows, np.concatenate(tokens), joined(placed) if placed else None, lists=lists
-        )
-        begin = perf_counter_ns()
-        self.stepper.launch()
-        self.stepper.wait(waiter)
-        seconds = self.stepper.elapsed_s()
-        self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
-
-    def log(self) -> NDArray[np.int64]:
-        """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
-        return np.array(self._log).reshape(-1, len(self.COLUMNS))
-
-
-class GroupView(Forwards):
-    """The part of a shared model that one user sees; its slots and lanes begin at 0.
-
-    part, chunk: uploaded rows, or an uploaded chunk, that no forward has taken yet. window: the
-    rows of this seat in the last forward. lists: whether lists of candidates are read.
-    """
-
-    def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
-        self.shared = shared
-        self._first_slot, self._first_lane = first_slot, first_lane
-        self.part: tuple[int, Ints, Places | None] | None = None
-        self.window, self.lists = slice(0, 0), False
-
-    @property
-    def most_rows(self) -> int:
-        return self.shared.most_rows
-
-    def upload(
-        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
-    ) -> None:
-        if places is not None:
-            lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
-            slots = places.slots + np.int32(self._first_slot)
-            places = replace(places, slots=slots, lanes=lanes.astype(np.int32))
-        self.part, self.lists = (rows, tokens, places), lists
-
-    def launch(self) -> None:
-        assert self not in self.shared.launched, "a second forward before the first one is over"
-        self.shared.launched.append(self)
-
-    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
-        lane, slot = self._first_lane + lane, self._first_slot + slot
-        self.shared.stepper.move(lane, slot, start, stop)
-
-    def wait(self, waiter: Waiter) -> None:
-        self.shared.wait(waiter)
-
-    def elapsed_s(self) -> float:
-        """Returns the device time of the last finished forward, with the rows of all seats."""
-        return self.shared.stepper.elapsed_s()
-
-    def results(self) -> Results:
-        whole = self.shared.stepper.results()
-        window = slice(None), self.window, slice(None if self.lists else 1)
-        return Results(whole.ids[window], None if whole.values is None else whole.values[window])
-
-    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        return self.shared.stepper.logits([self.window.start + row for row in rows])
-
-    def release(self, slots: Sequence[int]) -> None:
-        self.shared.stepper.release([self._first_slot + slot for slot in slots])

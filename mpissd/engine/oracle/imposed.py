@@ -20,20 +20,12 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.workload import Workload, laws_label
-from mpissd.engine.round.oracle import (
-    Branches,
-    DraftOracle,
-    Lanes,
-    Oracle,
-    Proposals,
-    Rollout,
-    TargetOracle,
-)
-from mpissd.engine.round.sequence import Batch, Index
-from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.round.branches import Branches
+from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOracle
+from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
 _CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
@@ -54,7 +46,7 @@ class Stream:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Tabulates future sequences, while no sequence is live. The default does nothing."""
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+    def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
         """Admits new sequences, and follows the lengths of the batch."""
         raise NotImplementedError
 
@@ -130,10 +122,11 @@ class TokenStream(Stream):
             self._fill(0, 0)
             self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+    def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
         """Admits new sequences, and refills every table that this round could read past its end."""
-        for one in started:
-            name, slot = one.request.request_id, one.slot
+        for sequence in started:
+            name = sequence.request.request_id
+            slot = sequence.slot
             self._request[slot] = name
             if (prepared := self._prepared.pop(name, None)) is None:
                 self._fill(slot, 0)
@@ -302,9 +295,6 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
     return run[:window]
 
 
-_NOBODY: Index = np.zeros(0, np.int64)
-
-
 class Imposed(Oracle):
     """What both oracles of imposed tokens have: a stream of them."""
 
@@ -314,14 +304,15 @@ class Imposed(Oracle):
     def prepare(self, requests: Iterable[Request]) -> None:
         self._stream.prepare(requests)
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+    def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
         self._stream.begin_round(batch, started)
 
 
 class ImposedTarget(Imposed, TargetOracle):
     """Accepts the drafted tokens that equal a stream Y of tokens."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, tree: Tree = CHAIN) -> None:
+        super().__init__(tree)
         self._stream = stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
@@ -335,9 +326,11 @@ class ImposedTarget(Imposed, TargetOracle):
 
         Returns (num_accepted, bonus), both int32 [b].
         """
-        tree, drafts = self.tree, speculation.tokens
+        tree = self.tree
+        drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
-            tokens, count = self._stream.row(len(self._ahead)), int(speculation.num_draft[0])
+            tokens = self._stream.row(len(self._ahead))
+            count = int(speculation.num_draft[0])
             node = tree.walk(drafts[0].tolist(), tokens, tree.levels, count)
             return np.array([node], np.int32), np.array([tokens[tree.levels[node]]], np.int32)
         true = self._stream.true(self._ahead)  # [b, K+1]
@@ -353,60 +346,61 @@ class ImposedTarget(Imposed, TargetOracle):
 class ImposedDraft(Imposed, DraftOracle):
     """Takes drafted tokens and bonus candidates from tables."""
 
-    def __init__(self, stream: Stream, num_tokens: int = 1) -> None:
+    def __init__(self, stream: Stream, num_tokens: int = 1, tree: Tree = CHAIN) -> None:
         """num_tokens: those that a forward drafts (Medusa: all K)."""
-        self.lookahead, self._stream, self._num_tokens = stream.lookahead, stream, num_tokens
-        # The lanes of all rows, by (fan-out, batch size).
-        self._full: dict[tuple[tuple[int, ...], int], Lanes] = {}
+        super().__init__(stream.lookahead, tree)
+        self._stream = stream
+        self._num_tokens = num_tokens
+        # By (fan-out, batch size), of all rows' branches: batch row, node and rank.
+        self._outcomes: dict[tuple[tuple[int, ...], int], tuple[Index, Ints, Ints]] = {}
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
-        if fan_outs.is_one:
-            return self._branches(speculation, fan_outs.after_hit)
-        sources = sorted(set(speculation.source.tolist()))
+        """Returns a branch for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
+        sources = [0] if fan_outs.is_one else sorted(set(speculation.source.tolist()))
         if len(sources) == 1:
-            return self._branches(speculation, fan_outs.behind(sources[0]))
+            fan_out = fan_outs.after_hit if fan_outs.is_one else fan_outs.behind(sources[0])
+            return batch.grown_ahead(*self._grown(speculation, fan_out))
         parts = []
         for source in sources:
             rows = np.flatnonzero(speculation.source == source)
-            parts.append(self._branches(speculation, fan_outs.behind(source), rows))
-        lanes = [(part.lanes.rows, part.lanes.k, part.lanes.place) for part in parts]
-        columns = map(np.concatenate, zip(*lanes, strict=True))
-        first = np.concatenate([part.rollout.first for part in parts])
-        tokens = np.concatenate([part.rollout.tokens for part in parts])
-        return Branches(Lanes(*columns), Rollout(_NOBODY, first, tokens))
+            parts.append(self._grown(speculation, fan_outs.behind(source), rows))
+        rows, nodes, ranks, first, tokens = map(np.concatenate, zip(*parts, strict=True))
+        return batch.grown_ahead(rows, nodes, ranks, first, tokens)
 
-    def _branches(
+    def _grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
-    ) -> Branches:
-        tree, every = self.tree, np.arange(len(speculation.rows)) if rows is None else rows
+    ) -> tuple[Index, Ints, Ints, Ints, Ints]:
+        """Returns the first arguments of Batch.grown_ahead, for batch rows `rows` (None: all)."""
+        tree = self.tree
+        chosen = np.arange(len(speculation.rows)) if rows is None else rows
         if tree.num_lanes:
-            node, place = lanes_of(fan_out)
+            node, rank = lanes_of(fan_out)
             taken: Index = np.array([len(children) for children in tree.children])
-            candidates = self._stream.ranked(every, tree.depths[node], taken[node] + place)
-            ahead = np.tile(tree.depths[node] + 1, len(every))
-            tokens = self._stream.nodes(tree, np.repeat(every, len(node)), ahead)
+            candidates = self._stream.ranked(chosen, tree.depths[node], taken[node] + rank)
+            ahead = np.tile(tree.depths[node] + 1, len(chosen))
+            tokens = self._stream.nodes(tree, np.repeat(chosen, len(node)), ahead)
         else:
             candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
-        lanes = self._full.get(key) if rows is None else None
-        if lanes is None:
-            k, place = (np.tile(part, len(every)) for part in lanes_of(fan_out))
-            lanes = Lanes(np.repeat(every, sum(fan_out)), k, place)
+        outcomes = self._outcomes.get(key) if rows is None else None
+        if outcomes is None:
+            nodes, ranks = (np.tile(column, len(chosen)) for column in lanes_of(fan_out))
+            outcomes = np.repeat(chosen, sum(fan_out)), nodes, ranks
             if rows is None:
-                self._full[key] = lanes
+                self._outcomes[key] = outcomes
         first = candidates.reshape(-1)
-        return Branches(lanes, Rollout(_NOBODY, first, tokens.reshape(len(first), -1)))
+        return *outcomes, first, tokens.reshape(len(first), -1)
 
-    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         chosen = np.asarray(rows, np.int64)
-        is_tree, stream = self.tree.num_lanes, self._stream
+        stream = self._stream
+        is_tree = self.tree.num_lanes
         drafts = stream.nodes(self.tree, chosen) if is_tree else stream.restarts(source, chosen)
-        return Rollout(chosen, batch.last_tokens[chosen], drafts)
+        return batch.restarted(chosen, drafts)
 
-    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
-        for rollout in rollouts:
-            rollout.steps += self._num_tokens
+    def collect(self, grown: Sequence[Branches], first_row: int) -> None:
+        for branches in grown:
+            branches.advance(self._num_tokens)
 
 
 class GemmWorkload(Workload):
@@ -453,14 +447,14 @@ class GemmWorkload(Workload):
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
-        return ImposedTarget(stream)
+        return ImposedTarget(stream, job.tree)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job, capacity = self.job, self.job.config.batch_size
         stream = DraftStream(
             job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
         )
-        return ImposedDraft(stream, job.tokens_a_forward)
+        return ImposedDraft(stream, job.tokens_a_forward, job.tree)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)

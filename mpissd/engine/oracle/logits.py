@@ -19,10 +19,21 @@ from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.law.lookup import LONGEST
+from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.oracle.sampled import Case, SampledDraft, SampledTarget, check_finite
+from mpissd.engine.oracle.sampled import (
+    Case,
+    Draws,
+    DrawState,
+    GrammarStates,
+    Proposal,
+    SampledDraft,
+    SampledTarget,
+    TargetRow,
+    check_finite,
+)
 from mpissd.engine.oracle.workload import (
     WARM_TOKENS,
     Endings,
@@ -30,20 +41,12 @@ from mpissd.engine.oracle.workload import (
     Workload,
     laws_label,
 )
-from mpissd.engine.round.oracle import (
-    Branches,
-    Draws,
-    Lane,
-    Lanes,
-    Logits,
-    Proposal,
-    Proposals,
-    Rollout,
-)
-from mpissd.engine.round.sequence import Batch
-from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.round.branches import Branches
+from mpissd.engine.round.oracle import Logits, LogitsGather, OpenGather, Proposals
+from mpissd.engine.round.rows import TargetWorker
+from mpissd.engine.round.sequence import Batch, LiveSequence
 from mpissd.engine.text.answer import AnswerText
-from mpissd.engine.text.grammar import Grammars, read_grammar
+from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
 from mpissd.engine.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,35 +68,45 @@ class LogitsTarget(SampledTarget):
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
         teaches: bool = False,
+        tree: Tree = CHAIN,
+        gather: LogitsGather | None = None,
+        grammars: GrammarStates | None = None,
     ) -> None:
         """Makes the oracle of one target rank.
 
         draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
-        target rank. teaches: whether a learner reads the logits.
+        target rank. teaches: whether a learner reads the logits. gather: collects the logits of
+        several target ranks (None: of one).
         """
-        super().__init__(seed)
-        self._stepper, self._samples, self._draft_ids = stepper, samples, draft_ids
+        super().__init__(seed, tree)
+        self._stepper = stepper
+        self._samples = samples
+        self._draft_ids = draft_ids
         self.chains = not samples
-        self._widths, self._teaches = widths, teaches
+        self._widths = widths
+        self._teaches = teaches
+        self._gather = gather
+        self._grammars = grammars or GrammarStates()
         # Whether a live sequence is sampled, and whether logits are read.
         self._draws_any = self._reads_logits = False
-        self._live: list[Live] | None = None  # the sequences of which this is known
+        self._live: list[LiveSequence] | None = None  # the sequences of which this is known
         self._parts: Logits
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
+    def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
         if batch.sequences is self._live:
             return
-        self._live, requests = batch.sequences, [one.request for one in batch.sequences]
-        self._draws_any = self._samples and any(one.temperature > 0 for one in requests)
-        asked = self._teaches or any(one.reads_logits or one.grammar for one in requests)
+        self._live = batch.sequences
+        requests = [sequence.request for sequence in batch.sequences]
+        self._draws_any = self._samples and any(request.temperature > 0 for request in requests)
+        asked = self._teaches or any(r.reads_logits or r.grammar for r in requests)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        if self.gather_logits is not None and self._reads_logits:
+        if self._gather is not None and self._reads_logits:
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
-            self._parts = self.gather_logits(padded, waiter)
+            self._parts = self._gather(padded, waiter)
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
@@ -107,24 +120,24 @@ class LogitsTarget(SampledTarget):
         self._best = results.ids[0, :, 0].tolist()  # the token with the largest logit of every row
         return super().judge(batch, speculation, proposals)
 
-    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
+    def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
         """Returns the served tokens that are the likeliest of their rows, and the next one; None if
         the sequence is sampled, or its logits are adjusted or masked."""
         request = sequence.request
         is_changed = request.adjustment is not None or bool(request.grammar)
         if is_changed or (request.temperature > 0 and self._draws_any):
             return None
-        served, best = sequence.served, self._best
-        count = len(served)
-        node = self.tree.walk(served, best, range(start, start + count + 1), count)
-        return node, best[start + node]
+        count = len(sequence.served)
+        rows = range(start, start + count + 1)
+        node = self.tree.walk(sequence.served, self._best, rows, count)
+        return node, self._best[start + node]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self.gather_logits is not None or self.tree.num_lanes:
+        if draws is None or self._gather is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
-        asked = [case.sequence.request for case in cases]
-        is_drawn = [one.top_p >= 1 and one.adjustment is None and not one.grammar for one in asked]
+        requests = [case.sequence.request for case in cases]
+        is_drawn = [r.top_p >= 1 and r.adjustment is None and not r.grammar for r in requests]
         drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
         pairs = zip(cases, is_drawn, strict=True)
@@ -133,11 +146,12 @@ class LogitsTarget(SampledTarget):
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns the logarithms of softmax over the target's logits, before temperature and
         top_p."""
-        logprobs, start = dict[int, list[Logprob]](), 0
-        for row, one in enumerate(batch.sequences):
-            if (count := one.request.logprobs) is not None:
+        logprobs = dict[int, list[Logprob]]()
+        start = 0
+        for row, sequence in enumerate(batch.sequences):
+            if (count := sequence.request.logprobs) is not None:
                 path = self.tree.paths[accepted[row]]
-                tokens = [*(one.served[node] for node in path), int(bonus[row])]
+                tokens = [*sequence.path(path), int(bonus[row])]
                 logprobs[row] = []
                 for node, token in zip([-1, *path], tokens, strict=True):
                     logits = self.logits_of(start + 1 + node).astype(np.float64)
@@ -146,41 +160,56 @@ class LogitsTarget(SampledTarget):
                     likeliest = sampling.largest(logits, count).tolist()
                     top = [(other, float(logits[other])) for other in likeliest]
                     logprobs[row].append(Logprob(float(logits[token]), top))
-            start += len(one.served) + 1
+            start += len(sequence.served) + 1
         return logprobs
 
+    def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
+        forced = dict[int, list[int]]()
+        for row, sequence in enumerate(batch.sequences if self._grammars.forces else ()):
+            if (grammar := self._grammars.of(sequence)) is not None:
+                path = sequence.path(self.tree.paths[accepted[row]])
+                forced[row] = grammar.forced([*sequence.answer, *path, int(bonus[row])])
+        return forced
+
     def lessons(self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent) -> list[Lesson]:
-        lessons, start = [], 0
-        for row, one in enumerate(batch.sequences):
-            k, last = int(accepted[row]), len(one.tokens) - 1  # the position of the row's own token
-            name = one.request.request_id, one.request.epoch
-            had = sent.get(name, 0)
-            tokens = np.array([*one.tokens[had:], *one.served[:k], bonus[row]], np.int32)
+        """Returns a judged round's lessons for a learner, by sequence: of all rows up to the bonus.
+
+        sent: how many tokens of a sequence the learner has.
+        """
+        lessons = []
+        start = 0
+        for row, sequence in enumerate(batch.sequences):
+            k = int(accepted[row])
+            last = len(sequence.tokens) - 1  # the position of the row's own token
+            had = sent.get(sequence.name, 0)
+            added = [*sequence.tokens[had:], *sequence.served[:k], bonus[row]]
             at = np.arange(last, last + k + 1, dtype=np.int32)
-            rows, prompt = range(start, start + k + 1), len(one.request.prompt)
-            lessons.append(Lesson(*name, had, tokens, prompt, at, rows))
-            start += len(one.served) + 1
+            rows = range(start, start + k + 1)
+            prompt = len(sequence.request.prompt)
+            tokens = np.array(added, np.int32)
+            lessons.append(Lesson(*sequence.name, had, tokens, prompt, at, rows))
+            start += len(sequence.served) + 1
         return lessons
 
     def logits_of(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
-        if self.gather_logits is None:
-            own: Logits = self._stepper.logits([row])[0]
-            return own
+        if self._gather is None:
+            logits: Logits = self._stepper.logits([row])[0]
+            return logits
         parts = zip(self._parts[:, row], self._widths, strict=True)
         return np.concatenate([part[:width] for part, width in parts])
 
-    def _masked(self, sequence: Live, start: int, node: int) -> Logits:
+    def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
         """Returns the logits [V] after a node, −inf where a grammar forbids the token."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
-        grammar = self.grammar(sequence)
+        grammar = self._grammars.of(sequence)
         if grammar is None:
             return logits
-        path = [sequence.served[column] for column in self.tree.paths[node]]
+        path = sequence.path(self.tree.paths[node])
         return grammar.masked(logits, [*sequence.answer, *path])
 
-    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> TargetRow:
         request, row = sequence.request, self._masked(sequence, start, i)
         logits: Logits | sampling.Floats = row
         if request.adjustment is not None:
@@ -190,10 +219,9 @@ class LogitsTarget(SampledTarget):
         weights = sampling.weigh(logits, request.temperature)
         return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
 
-    def _answer(self, sequence: Live, start: int, node: int) -> list[int]:
+    def _answer(self, sequence: LiveSequence, start: int, node: int) -> list[int]:
         """Returns the tokens from position `start` up to a node of the draft."""
-        ahead = [sequence.served[column] for column in self.tree.paths[node]]
-        return sequence.tokens[start:] + ahead
+        return sequence.tokens[start:] + sequence.path(self.tree.paths[node])
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
@@ -246,6 +274,8 @@ class LogitsDraft(SampledDraft):
         ids: Ints | None = None,
         lookup: str = "prompt",
         heads: int | None = None,
+        tree: Tree = CHAIN,
+        grammars: GrammarStates | None = None,
     ) -> None:
         """Makes an oracle.
 
@@ -253,89 +283,102 @@ class LogitsDraft(SampledDraft):
         rising (None: all). heads: the tokens that one forward drafts, of a draft on the target's
         hidden states; None: of a draft model.
         """
-        super().__init__(seed, lookahead, fan_outs)
-        self._stepper, self._saguaro_c, self._ids = stepper, saguaro_c, ids
-        self.samples, self.copies = samples, (lookup, LONGEST, None)
+        super().__init__(seed, lookahead, fan_outs, tree)
+        self._stepper = stepper
+        self._saguaro_c = saguaro_c
+        self._ids = ids
+        self.samples = samples
+        self.copies = (lookup, LONGEST, None)
         self.chains = not samples and heads is None
         self._heads = heads or 1
+        self._grammars = grammars or GrammarStates()
         self._is_replaced = False
+
+    def _grammar(self, sequence: LiveSequence) -> Grammar | None:
+        grammar = self._grammars.of(sequence)
+        if grammar is not None:
+            grammar.branch(sequence.answer)
+        return grammar
 
     def ahead(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
     ) -> tuple[Branches, Ints | int]:
-        fans, trunk = list[int](), list[tuple[int, int, int]]()
+        fans = list[int]()
+        trunk = list[tuple[int, int, int]]()
         for row, source in enumerate(speculation.source.tolist()):
             served = [*batch.sequences[row].served, -1]
             fans += fan_outs.behind(source)[: len(served)]
             trunk += [(row, k, token) for k, token in enumerate(served)]
-        lines, place = lanes_of(fans)
-        rows, k, after = np.array(trunk, np.int32)[lines].T
+        lines, ranks = lanes_of(fans)
+        rows, nodes, after = np.array(trunk, np.int32)[lines].T
         tokens = np.full((len(lines), 1 + self.lookahead), -1, np.int32)
-        rollout = Rollout(np.zeros(0, np.int64), tokens[:, 0], tokens[:, 1:])
-        lanes = Lanes(rows.astype(np.int64), k, place)
-        return Branches(lanes, rollout), np.array([lines, place, after])
+        branches = batch.grown_ahead(
+            rows.astype(np.int64), nodes, ranks, tokens[:, 0], tokens[:, 1:]
+        )
+        return branches, np.array([lines, ranks, after])
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         best = self._stepper.results().ids[0].tolist()
         row = 0
-        for one in batch.sequences:
-            grammar = self.grammar(one)
-            for node in range(len(one.served) + 1):
+        for sequence in batch.sequences:
+            grammar = self._grammar(sequence)
+            for node in range(len(sequence.served) + 1):
                 if grammar is None:
                     yield best[row]
                 else:
-                    path = map(one.served.__getitem__, self.tree.paths[node])
+                    path = sequence.path(self.tree.paths[node])
                     logits = self._stepper.logits([row])[0]
-                    logits = grammar.masked(logits, [*one.answer, *path], self._ids)
+                    logits = grammar.masked(logits, [*sequence.answer, *path], self._ids)
                     ranked = sampling.largest(logits, count).tolist()
                     yield [self._named(entry) for entry in ranked if logits[entry] > -np.inf]
                 row += 1
 
-    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
-        return (*one.answer, *ahead) if one.request.grammar else ()
+    def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
+        return (*sequence.answer, *ahead) if sequence.request.grammar else ()
 
-    def _follow(self, lane: Lane, token: int) -> None:
-        if lane.grammar is not None:
-            lane.context = (*lane.context, token)
+    def _follow(self, state: DrawState, token: int) -> None:
+        if state.grammar is not None:
+            state.context = (*state.context, token)
 
     def forget(self) -> None:
         self._is_replaced = self.is_sound = True
 
-    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
+    def collect(self, grown: Sequence[Branches], first_row: int) -> None:
         results = self._stepper.results()
-        counts = [len(rollout.inputs) for rollout in rollouts]
+        counts = [len(branches.inputs) for branches in grown]
         rows = slice(first_row, first_row + sum(counts))
         for head in range(self._heads):
             best = results.ids[head, rows]
             if self._is_replaced and results.values is not None:
                 self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
-            drawn, row = Draws(), head * results.ids.shape[1] + first_row
-            lanes = [lane for rollout in rollouts for lane in rollout.lanes or ()]
-            if any(lane.grammar is not None for lane in lanes):
-                best = self._masked(lanes, best, row)
-            firsts = self._drawn(rollouts, best[:, 0], row, drawn)
-            for rollout, count, end in zip(rollouts, counts, np.cumsum(counts), strict=True):
+            drawn = Draws()
+            row = head * results.ids.shape[1] + first_row
+            states = [state for branches in grown for state in branches.states or ()]
+            if any(state.grammar is not None for state in states):
+                best = self._masked(states, best, row)
+            firsts = self._drawn(grown, best[:, 0], row, drawn)
+            for branches, count, end in zip(grown, counts, np.cumsum(counts), strict=True):
                 part = slice(end - count, end)
                 if firsts is not None:
-                    self._grow(rollout, firsts[part], drawn, best[part].tolist().__getitem__)
+                    self._grow(branches, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
-                    rollout.take(best[part])
+                    branches.take(best[part])
 
-    def _masked(self, lanes: Sequence[Lane], best: Ints, first: int) -> Ints:
+    def _masked(self, states: Sequence[DrawState], best: Ints, first: int) -> Ints:
         """Returns the likeliest tokens [rows, k] that grammars allow; keeps the masked logits in
-        their lanes. first: the first lane's row of logits."""
+        their states. first: the first state's row of logits."""
         best = best.copy()
-        for n, lane in enumerate(lanes):
-            if lane.grammar is not None:
+        for n, state in enumerate(states):
+            if state.grammar is not None:
                 logits = self._stepper.logits([first + n])[0]
                 check_finite(logits, "draft")
-                lane.logits = lane.grammar.masked(logits, lane.context, self._ids)
-                ranked = sampling.largest(lane.logits, best.shape[1])
+                state.logits = state.grammar.masked(logits, state.context, self._ids)
+                ranked = sampling.largest(state.logits, best.shape[1])
                 best[n] = ranked if self._ids is None else self._ids[ranked]
         return best
 
     def _drawn(
-        self, rollouts: Sequence[Rollout], best: Ints, first: int, shared: Draws
+        self, grown: Sequence[Branches], best: Ints, first: int, shared: Draws
     ) -> list[Proposal] | None:
         """Returns the first child of every row of a step, or None if the likeliest are taken.
 
@@ -343,42 +386,41 @@ class LogitsDraft(SampledDraft):
         """
         if not self.samples:
             return None
-        lanes = [pair for rollout in rollouts for pair in self._pairs(rollout)]
-        chosen = [n for n, (lane, _) in enumerate(lanes) if lane.temperature > 0]
-        if not chosen and all(lane.grammar is None for lane, _ in lanes):
+        rows = [pair for branches in grown for pair in self._pairs(branches)]
+        chosen = [n for n, (state, _) in enumerate(rows) if state.temperature > 0]
+        if not chosen and all(state.grammar is None for state, _ in rows):
             return None
-        tokens: list[Proposal] = [(token, 1.0, None) for token in best.tolist()]
-        u = {n: lanes[n][0].u(lanes[n][1], shared) for n in chosen}
-        free = [n for n in chosen if lanes[n][0].grammar is None]
-        tops = [self._damped(*lanes[n]) for n in free]
+        proposals = [Proposal(token) for token in best.tolist()]
+        u = {n: rows[n][0].u(rows[n][1], shared) for n in chosen}
+        free = [n for n in chosen if rows[n][0].grammar is None]
+        tops = [self._damped(*rows[n]) for n in free]
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and free and max(tops) <= draws.most_damped:
             asked = [
-                Drafting(first + n, lanes[n][0].temperature, u.pop(n), top)
+                Drafting(first + n, rows[n][0].temperature, u.pop(n), top)
                 for n, top in zip(free, tops, strict=True)
             ]
-            proposed = draws.propose(asked, self._saguaro_c)
-            for n, one in zip(free, proposed, strict=True):
-                tokens[n] = self._named(one.token), one.q, one.kept
+            for n, drawn in zip(free, draws.propose(asked, self._saguaro_c), strict=True):
+                proposals[n] = Proposal(self._named(drawn.token), drawn.q, drawn.kept)
         elif free:
-            logits = self._stepper.logits(range(first, first + len(lanes)))
+            logits = self._stepper.logits(range(first, first + len(rows)))
             for n in free:
                 check_finite(logits[n], "draft")
-                lanes[n][0].logits = logits[n]
+                rows[n][0].logits = logits[n]
         for n, draw in u.items():
-            tokens[n] = self._propose(*lanes[n], draw)
-        return tokens
+            proposals[n] = self._propose(*rows[n], draw)
+        return proposals
 
-    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
-        assert lane.logits is not None, "a step without logits"
-        top = self._damped(lane, place)
-        probs = sampling.probabilities(lane.logits, lane.temperature, top, self._saguaro_c)
+    def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
+        assert state.logits is not None, "a step without logits"
+        top = self._damped(state, place)
+        probs = sampling.probabilities(state.logits, state.temperature, top, self._saguaro_c)
         entry, q, row = sampling.propose(probs, u)
-        return self._named(entry), q, row
+        return Proposal(self._named(entry), q, row)
 
-    def _damped(self, lane: Lane, place: int) -> int:
+    def _damped(self, state: DrawState, place: int) -> int:
         """Returns how many of the largest logits Saguaro's sampling damps."""
-        return lane.fan_out[place] if lane.fan_out and self._saguaro_c < 1 else 0
+        return state.fan_out[place] if state.fan_out and self._saguaro_c < 1 else 0
 
 
 class TextEndings(Endings):
@@ -505,25 +547,33 @@ class TextWorkload(Workload):
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
-    def target_oracle(self, stepper: Forwards) -> LogitsTarget:
+    def target_worker(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetWorker:
+        gather = open_gather() if open_gather is not None and self.job.tp > 1 else None
+        oracle = self.target_oracle(stepper, gather)
+        return TargetWorker(stepper, oracle, self.job.placement(drafts=False))
+
+    def target_oracle(self, stepper: Forwards, gather: LogitsGather | None = None) -> LogitsTarget:
         job = self.job
         shard = job.target_shard
         assert isinstance(shard, TransformerShard), "text without a transformer"
         ranks = [TransformerShard(shard.config, job.tp, n) for n in range(job.tp)]
-        oracle = LogitsTarget(
+        return LogitsTarget(
             stepper,
             job.config.seed,
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
             teaches=job.config.learners > 0,
+            tree=job.tree,
+            gather=gather,
+            grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
-        oracle.grammars, oracle.forces = lambda: self.grammars, self.forces
-        return oracle
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
         job, config, shard = self.job, self.job.config, self.job.draft_shard
-        oracle = LogitsDraft(
+        return LogitsDraft(
             stepper,
             config.seed,
             job.lookahead,
@@ -533,9 +583,9 @@ class TextWorkload(Workload):
             ids=self.draft_ids,
             lookup=config.lookup,
             heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
+            tree=job.tree,
+            grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
-        oracle.grammars, oracle.forces = lambda: self.grammars, self.forces
-        return oracle
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled according to the flags."""

@@ -24,13 +24,12 @@ from mpissd.common.rng import Purpose, stream, uniforms
 from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.oracle.sampled import SampledDraft, SampledTarget
+from mpissd.engine.oracle.sampled import DrawState, Proposal, SampledDraft, SampledTarget
 from mpissd.engine.oracle.workload import Workload
-from mpissd.engine.round.oracle import Lane, Proposal, Proposals
-from mpissd.engine.round.sequence import Batch
-from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.round.oracle import Proposals
+from mpissd.engine.round.sequence import Batch, LiveSequence
 
 Logits = NDArray[np.float32]
 
@@ -136,8 +135,10 @@ class MarkovLaws:
 class MarkovDraft(SampledDraft):
     """Samples drafted tokens from the draft model, and predicts bonus tokens with it."""
 
-    def __init__(self, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts) -> None:
-        super().__init__(laws.seed, lookahead, fan_outs)
+    def __init__(
+        self, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts, tree: Tree = CHAIN
+    ) -> None:
+        super().__init__(laws.seed, lookahead, fan_outs, tree)
         self._laws = laws
         self.copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
@@ -145,35 +146,35 @@ class MarkovDraft(SampledDraft):
         return self._laws.prompt(request.request_id)
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        for one in batch.sequences:
-            for context in trunk(self._laws.draft, one.tokens, one.served, self.tree):
+        for sequence in batch.sequences:
+            for context in trunk(self._laws.draft, sequence.tokens, sequence.served, self.tree):
                 yield sampling.largest(self._laws.draft.logits(context), count).tolist()
 
-    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
+    def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
         model = self._laws.draft
-        return model.context([*one.tokens[-model.order :], *ahead])
+        return model.context([*sequence.tokens[-model.order :], *ahead])
 
-    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
+    def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
         laws = self._laws
-        top = lane.fan_out[place] if lane.fan_out else 0
-        logits = laws.draft.logits(lane.context)
+        top = state.fan_out[place] if state.fan_out else 0
+        logits = laws.draft.logits(state.context)
         probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
-        return sampling.propose(probs, u)
+        return Proposal(*sampling.propose(probs, u))
 
-    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
-        logits = self._laws.draft.logits(lanes[n].context)
+    def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
+        logits = self._laws.draft.logits(states[n].context)
         ranked: list[int] = sampling.largest(logits, self.tree.width).tolist()
         return ranked
 
-    def _follow(self, lane: Lane, token: int) -> None:
-        lane.context = self._laws.draft.context((*lane.context, token))
+    def _follow(self, state: DrawState, token: int) -> None:
+        state.context = self._laws.draft.context((*state.context, token))
 
 
 class MarkovTarget(SampledTarget):
     """Verifies by rejection sampling against the target model (greedily at temperature 0)."""
 
-    def __init__(self, laws: MarkovLaws) -> None:
-        super().__init__(laws.seed)
+    def __init__(self, laws: MarkovLaws, tree: Tree = CHAIN) -> None:
+        super().__init__(laws.seed, tree)
         self._laws = laws
         self._contexts: list[tuple[int, ...]] = []  # by row of the forward
 
@@ -184,11 +185,14 @@ class MarkovTarget(SampledTarget):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         model = self._laws.target
-        every = (trunk(model, one.tokens, one.served, self.tree) for one in batch.sequences)
-        self._contexts = [context for contexts in every for context in contexts]
+        self._contexts = [
+            context
+            for sequence in batch.sequences
+            for context in trunk(model, sequence.tokens, sequence.served, self.tree)
+        ]
         return super().judge(batch, speculation, proposals)
 
-    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats:
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Floats:
         logits = self._laws.target.logits(self._contexts[start + i])
         return sampling.probabilities(logits, self._laws.temperature)
 
@@ -251,10 +255,10 @@ class MarkovWorkload(Workload):
             )
 
     def target_oracle(self, stepper: Forwards) -> MarkovTarget:
-        return MarkovTarget(self.laws)
+        return MarkovTarget(self.laws, self.job.tree)
 
     def draft_oracle(self, stepper: Forwards) -> MarkovDraft:
-        return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs)
+        return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs, self.job.tree)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)

@@ -37,8 +37,7 @@ from mpissd.engine.law.lookup import make_lookup
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.oracle.workload import Endings, Workload, laws_label
-from mpissd.engine.round.sequence import Batch, Index
-from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 SCHEMA = 1
 LONGEST = 3  # tokens that a prompt lookup compares at most
@@ -227,10 +226,10 @@ class RecordedStream(Stream):
         again = np.arange(2 * self.lookahead + 2) % self._size
         return np.concatenate([table, table[again]])
 
-    def begin_round(self, batch: Batch, started: Sequence[Live]) -> None:
-        for one in started:
-            number = one.request.request_id % len(self.recording.sequences)
-            self._base[one.slot] = self._starts[number] - 1
+    def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
+        for sequence in started:
+            number = sequence.request.request_id % len(self.recording.sequences)
+            self._base[sequence.slot] = self._starts[number] - 1
         self._origin = (self._base[batch.slots] + batch.lengths) % self._size
 
 
@@ -381,13 +380,15 @@ class ReplayWorkload(Workload):
 
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
-        return ImposedTarget(RecordedStream(self.recording, job.config.batch_size, job.lookahead))
+        stream = RecordedStream(self.recording, job.config.batch_size, job.lookahead)
+        return ImposedTarget(stream, job.tree)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job, batch = self.job, self.job.config.batch_size
         widest = min(job.widest, self.recording.widest)  # no candidates are read without branches
         lookup = job.config.fast_lookup
-        return ImposedDraft(RecordedDraft(self.recording, batch, job.lookahead, widest, lookup))
+        stream = RecordedDraft(self.recording, batch, job.lookahead, widest, lookup)
+        return ImposedDraft(stream, tree=job.tree)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         parts = self.recording.sequences

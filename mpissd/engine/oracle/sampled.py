@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,40 +22,72 @@ from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
-from mpissd.engine.round.oracle import (
-    Branches,
-    DraftOracle,
-    Draws,
-    Lane,
-    Lanes,
-    Logits,
-    Proposal,
-    Proposals,
-    Ranked,
-    Rollout,
-    TargetOracle,
-)
-from mpissd.engine.round.sequence import Batch, Index
-from mpissd.engine.round.sequence import Sequence as Live
+from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.round.branches import Branches
+from mpissd.engine.round.oracle import DraftOracle, Logits, Proposals, TargetOracle
+from mpissd.engine.round.sequence import Batch, Index, LiveSequence
+from mpissd.engine.text.grammar import Grammar, Grammars
 
-_NOBODY: Index = np.zeros(0, np.int64)
+Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
+Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
+MakeGrammars = Callable[[], Grammars]
+TargetRow = sampling.Floats | sampling.Weights
 
 
-@dataclass(frozen=True)
-class Case:
-    """A sequence to verify: sampling.judge's arguments, and its first row.
+class Proposal(NamedTuple):
+    """A drafted token, its probability, and the row it was drawn from (None: it was certain)."""
 
-    row: of the batch; start: of the forward.
+    token: int
+    q: float = 1.0
+    row: sampling.Row | None = None
+
+
+@dataclass
+class DrawState:
+    """What draws the next token of a branch.
+
+    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
+    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
+    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
+    the two the oracle uses. grammar: of its sequence; context is then its answer so far.
     """
 
-    row: int
-    start: int
-    sequence: Live
-    tokens: Sequence[int]
-    q: Sequence[float]
-    proposal: Callable[[int], sampling.Row]
-    coins: Sequence[float]
-    u: float
+    seed: int
+    sequence: int
+    first_draw: int
+    context: tuple[int, ...]
+    fan_out: tuple[int, ...]
+    temperature: float
+    logits: Logits | None = None
+    grammar: Grammar | None = None
+
+    def u(self, place: int, drawn: Draws) -> float:
+        """Returns the uniform that draws token `place`; branches of a sequence share it."""
+        key = self.seed, self.sequence, self.first_draw + place
+        if key not in drawn:
+            drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
+        return drawn[key]
+
+
+class GrammarStates:
+    """Makes the grammars of sequences, and keeps each one's state in its sequence.
+
+    forces: whether tokens that a grammar leaves no choice of are committed without a forward.
+    """
+
+    def __init__(self, make: MakeGrammars | None = None, *, forces: bool = False) -> None:
+        """make: returns what reads grammars (None: sequences have none)."""
+        self.forces = forces
+        self._make = make
+
+    def of(self, sequence: LiveSequence) -> Grammar | None:
+        """Returns the state of a sequence's grammar; None without one."""
+        if sequence.constraint is None and sequence.request.grammar and self._make is not None:
+            grammar = self._make().begin(sequence.request.grammar)
+            grammar.forces = self.forces and sequence.request.logprobs is None
+            sequence.constraint = grammar
+        state: Grammar | None = sequence.constraint
+        return state
 
 
 class SampledDraft(DraftOracle):
@@ -70,137 +103,179 @@ class SampledDraft(DraftOracle):
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
     _ids: Ints | None = None  # the tokens of the entries of a proposal's row, rising; None: all
 
-    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts) -> None:
-        self._seed, self.lookahead, self._fan_outs = seed, lookahead, fan_outs
+    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, tree: Tree = CHAIN) -> None:
+        super().__init__(lookahead, tree)
+        self._seed = seed
+        self._fan_outs = fan_outs
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a lane for each of the draft's likeliest tokens after each row of the trunk."""
+        """Returns a branch for each of the draft's likeliest tokens after each row of the trunk."""
         self._fan_outs = fan_outs
-        entries: list[tuple[int, int, int, int]] = []  # batch row, k, place, token
+        entries: list[tuple[int, int, int, int]] = []  # batch row, k, rank, token
         tree = self.tree
-        best = self._likeliest(batch, fan_outs.widest + tree.width)
+        likeliest = self._likeliest(batch, fan_outs.widest + tree.width)
         for row, source in enumerate(speculation.source.tolist()):
-            one, fan_out = batch.sequences[row], fan_outs.behind(source)
-            served, is_drafted = one.served, one.request.lookahead != 0
+            sequence = batch.sequences[row]
+            fan_out = fan_outs.behind(source)
+            served = sequence.served
+            is_drafted = sequence.request.lookahead != 0
             for k in range(len(served) + 1):
                 drafted = [served[child - 1] for child in tree.children[k] if child <= len(served)]
-                others = [candidate for candidate in next(best) if candidate not in drafted]
+                others = [token for token in next(likeliest) if token not in drafted]
                 kept = others[: fan_out[k] * is_drafted]
-                entries += [(row, k, place, token) for place, token in enumerate(kept)]
+                entries += [(row, k, rank, token) for rank, token in enumerate(kept)]
         table = np.array(entries, np.int64).reshape(-1, 4)
-        rows, k_of = table[:, 0], table[:, 1].astype(np.int32)
-        lanes = Lanes(rows, k_of, table[:, 2].astype(np.int32))
-        return Branches(lanes, self._rollout(batch, _NOBODY, table[:, 3], rows, k_of.tolist()))
+        rows = table[:, 0]
+        nodes, ranks, first = table[:, 1:].T.astype(np.int32)
+        states = self._states(batch, rows, first, nodes.tolist())
+        return batch.grown_ahead(rows, nodes, ranks, first, self._no_tokens(len(rows)), states)
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         """Yields at least `count` of the draft's likeliest tokens for each row of the trunks, best
         first."""
 
-    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Rollout:
-        """Returns new lanes that continue batch rows `rows` from their last committed token.
+    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
+        """Returns new branches that continue batch rows `rows` from their last committed token.
 
-        FAST lanes get all K tokens at once, with q = 1: copied from the sequence by a lookup. JIT
-        lanes are grown step by step.
+        FAST ones get all K tokens at once, with q = 1: copied from the sequence by a lookup. JIT
+        ones are grown step by step.
         """
         chosen = np.asarray(rows, np.int64)
-        rollout = self._rollout(batch, chosen, batch.last_tokens[chosen], chosen)
+        tokens = self._no_tokens(len(rows))
         if source == Source.FAST:
-            for lane, row in enumerate(rows):
-                rollout.tokens[lane] = batch.sequences[row].copied(self.lookahead, *self.copies)
-        return rollout
+            for branch, row in enumerate(rows):
+                tokens[branch] = batch.sequences[row].copied(self.lookahead, *self.copies)
+        states = self._states(batch, chosen, batch.last_tokens[chosen])
+        return batch.restarted(chosen, tokens, states)
 
-    def _rollout(
-        self,
-        batch: Batch,
-        chosen: Index,
-        first: Index | Ints,
-        rows: Index,
-        k: Sequence[int] | None = None,
-    ) -> Rollout:
-        """Returns lanes after the tokens `first` of batch rows `rows`, not grown yet.
+    def _no_tokens(self, count: int) -> Ints:
+        return np.zeros((count, self.tree.ends[self.lookahead]), np.int32)
 
-        chosen: the batch rows that the lanes answer. k: by lane, the served tokens before its first
-        token (in a tree the node), of branches that are verified in the next round; None: lanes of
-        this round.
+    def _states(
+        self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
+    ) -> list[DrawState] | None:
+        """Returns what draws the tokens of branches that start from the tokens `first` of batch
+        rows `rows`; None if none are drawn.
+
+        nodes: by branch, the served tokens before its first token (in a tree the node), of branches
+        that are verified in the next round; None: branches of this round.
         """
-        first = first.astype(np.int32)
-        tokens = np.zeros((len(first), self.tree.ends[self.lookahead]), np.int32)
         if not self.samples:
-            return Rollout(chosen, first, tokens)
-        fan_out = self._fan_outs.after_miss if k is None else self._fan_outs.after_hit
+            return None
+        fan_out = self._fan_outs.after_miss if nodes is None else self._fan_outs.after_hit
         if fan_out and self.tree.num_lanes:  # by token, of the node that it follows
             fan_out = tuple(fan_out[parent] for parent in self.tree.parents)
-        lanes, paths = [], self.tree.paths
-        for n, row in enumerate(rows.tolist()):
-            one = batch.sequences[row]
-            ahead = [] if k is None else [*map(one.served.__getitem__, paths[k[n]]), int(first[n])]
-            draw, context = one.first_draw(k is not None), self._context(one, ahead)
-            seed, name = one.stream(self._seed)
-            lane = Lane(seed, name, draw, context, fan_out, one.request.temperature)
-            lane.grammar = self.grammar(one)
-            lanes.append(lane)
-        return Rollout(chosen, first, tokens, lanes)
+        states = []
+        for branch, row in enumerate(rows.tolist()):
+            sequence = batch.sequences[row]
+            ahead = list[int]()
+            if nodes is not None:
+                ahead = [*sequence.path(self.tree.paths[nodes[branch]]), int(first[branch])]
+            seed, name = sequence.stream(self._seed)
+            state = DrawState(
+                seed,
+                name,
+                sequence.first_draw(nodes is not None),
+                self._context(sequence, ahead),
+                fan_out,
+                sequence.request.temperature,
+                grammar=self._grammar(sequence),
+            )
+            states.append(state)
+        return states
 
-    def _context(self, one: Live, ahead: list[int]) -> tuple[int, ...]:
-        """Returns the context of a lane after a sequence's tokens and the tokens `ahead` of it."""
+    def _grammar(self, sequence: LiveSequence) -> Grammar | None:
+        """Returns the state of a sequence's grammar. The default has none."""
+        return None
+
+    def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
+        """Returns the context of a branch after a sequence's tokens and the tokens `ahead` of
+        it."""
         return ()
 
-    def collect(self, rollouts: Sequence[Rollout], first_row: int) -> None:
-        drawn: Draws = {}
-        for rollout in rollouts:
-            lanes, pairs = rollout.lanes or [], self._pairs(rollout)
-            firsts = [self._propose(lane, at, lane.u(at, drawn)) for lane, at in pairs]
-            self._grow(rollout, firsts, drawn, partial(self._ranked, lanes))
+    def is_decided(self, branches: Branches, levels: int) -> bool:
+        return bool(branches.states) and all(
+            state.grammar is not None and state.grammar.decides(state.context, levels)
+            for state in branches.states or ()
+        )
 
-    def _pairs(self, rollout: Rollout) -> list[tuple[Lane, int]]:
-        """Returns the lane of each row of a step, and the column of its first child."""
-        tree = rollout.tree
-        columns = [tree.children[node][0] - 1 for node in tree.inner[rollout.steps].tolist()]
-        return list(zip(rollout.lanes or (), columns * len(rollout), strict=True))
+    def collect(self, grown: Sequence[Branches], first_row: int) -> None:
+        drawn: Draws = {}
+        for branches in grown:
+            states = branches.states or []
+            pairs = self._pairs(branches)
+            firsts = [self._propose(state, at, state.u(at, drawn)) for state, at in pairs]
+            self._grow(branches, firsts, drawn, partial(self._ranked, states))
+
+    def _pairs(self, branches: Branches) -> list[tuple[DrawState, int]]:
+        """Returns what draws each row of a step, and the column of its first child."""
+        tree = branches.tree
+        columns = [tree.children[node][0] - 1 for node in tree.inner[branches.steps].tolist()]
+        return list(zip(branches.states or (), columns * len(branches), strict=True))
 
     def _grow(
-        self, rollout: Rollout, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
+        self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
         """Stores the next level: each row's first child, and others without replacement, or the
         likeliest of the others where nothing is left to draw."""
-        tree, lanes = rollout.tree, rollout.lanes or []
-        nodes, rollout.lanes = tree.inner[rollout.steps].tolist(), []
-        for n, (lane, proposal) in enumerate(zip(lanes, firsts, strict=True)):
-            children, taken = tree.children[nodes[n % len(nodes)]], list[int]()
+        tree = branches.tree
+        nodes = tree.inner[branches.steps].tolist()
+        following = list[DrawState]()
+        rows = zip(branches.states or (), firsts, strict=True)
+        for n, (state, proposal) in enumerate(rows):
+            children = tree.children[nodes[n % len(nodes)]]
+            taken = list[int]()
             for child in children:
-                if taken and proposal[2] is not None and proposal[1] < 1:
-                    proposal = self._other(proposal, lane.u(child - 1, drawn))
+                if taken and proposal.row is not None and proposal.q < 1:
+                    proposal = self._other(proposal, state.u(child - 1, drawn))
                 elif taken:
-                    proposal = next(t for t in ranked(n) if t not in taken), 1.0, None
-                rollout.record(n // len(nodes), child - 1, proposal)
-                taken.append(proposal[0])
+                    proposal = Proposal(next(t for t in ranked(n) if t not in taken))
+                branches.record(n // len(nodes), child - 1, *proposal)
+                taken.append(proposal.token)
                 if tree.children[child]:
-                    rollout.lanes.append(lane if len(children) == 1 else copy(lane))
-                    self._follow(rollout.lanes[-1], proposal[0])
-        rollout.steps += 1
+                    following.append(state if len(children) == 1 else copy(state))
+                    self._follow(following[-1], proposal.token)
+        branches.follow(following)
 
     def _other(self, proposal: Proposal, u: float) -> Proposal:
         """Draws the next sibling of an uncertain proposal with u."""
-        token, _, row = proposal
-        assert row is not None, "a sibling of a certain token"
+        token = proposal.token
+        assert proposal.row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
-        entry, q, row = sampling.propose_other(np.asarray(row), entry, u)
-        return self._named(entry), q, row
+        entry, q, row = sampling.propose_other(np.asarray(proposal.row), entry, u)
+        return Proposal(self._named(entry), q, row)
 
     @abstractmethod
-    def _propose(self, lane: Lane, place: int, u: float) -> Proposal:
-        """Draws token `place` of a lane's draft with u."""
+    def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
+        """Draws token `place` of a branch's draft with u."""
 
-    def _ranked(self, lanes: Sequence[Lane], n: int) -> Sequence[int]:
-        """Returns as many of lane n's likeliest tokens as a node may have children."""
+    def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
+        """Returns as many of row n's likeliest tokens as a node may have children."""
         raise NotImplementedError("a tree of a draft that ranks no tokens")
 
-    def _follow(self, lane: Lane, token: int) -> None:
-        """Moves a lane's context to a token. The default has none."""
+    def _follow(self, state: DrawState, token: int) -> None:
+        """Moves a branch's context to a token. The default has none."""
 
     def _named(self, entry: int) -> int:
         return entry if self._ids is None else int(self._ids[entry])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sequence to verify: sampling.judge's arguments, and its first row.
+
+    row: of the batch; start: of the forward.
+    """
+
+    row: int
+    start: int
+    sequence: LiveSequence
+    tokens: Sequence[int]
+    q: Sequence[float]
+    proposal: Callable[[int], sampling.Row]
+    coins: Sequence[float]
+    u: float
 
 
 class SampledTarget(TargetOracle):
@@ -210,11 +285,12 @@ class SampledTarget(TargetOracle):
     # The token of each entry of a proposal's row, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, tree: Tree = CHAIN) -> None:
+        super().__init__(tree)
         self._seed = seed
 
     @abstractmethod
-    def _target_row(self, sequence: Live, start: int, i: int) -> sampling.Floats | sampling.Weights:
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> TargetRow:
         """Returns the distribution [V] of row start + i of the finished forward, after node i."""
 
     def judge(
@@ -226,19 +302,21 @@ class SampledTarget(TargetOracle):
         tokens are not judged if their distributions are lost.
         """
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
-        start, cases = 0, list[Case]()
-        for row, one in enumerate(batch.sequences):
-            count = len(one.served)
-            if (sure := self._certain(one, start)) is not None:
-                accepted[row], bonus[row] = sure
+        start = 0
+        cases = list[Case]()
+        for row, sequence in enumerate(batch.sequences):
+            count = len(sequence.served)
+            if (certain := self._certain(sequence, start)) is not None:
+                accepted[row], bonus[row] = certain
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
                     q = []  # drafts are not judged; only the next token is drawn
-                coins = self._draws(Purpose.ACCEPT, one, len(q))
-                (u,) = self._draws(Purpose.BONUS, one, 1)
-                proposal, served = partial(_proposal, proposals, row, q), one.served[: len(q)]
-                cases.append(Case(row, start, one, served, q, proposal, coins, u))
+                coins = self._draws(Purpose.ACCEPT, sequence, len(q))
+                (u,) = self._draws(Purpose.BONUS, sequence, 1)
+                proposal = partial(_proposal, proposals, row, q)
+                served = sequence.served[: len(q)]
+                cases.append(Case(row, start, sequence, served, q, proposal, coins, u))
             start += count + 1
         for case, verdict in zip(cases, self._judge_all(cases), strict=True):
             accepted[case.row], bonus[case.row] = verdict
@@ -252,19 +330,19 @@ class SampledTarget(TargetOracle):
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 
-    def _certain(self, sequence: Live, start: int) -> tuple[int, int] | None:
+    def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
         """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""
         return None
 
-    def _draws(self, purpose: Purpose, one: Live, count: int) -> list[float]:
-        seed, sequence = one.stream(self._seed)
-        drawn: list[float] = uniforms(seed, purpose, sequence, one.first_draw(), count).tolist()
+    def _draws(self, purpose: Purpose, sequence: LiveSequence, count: int) -> list[float]:
+        seed, name = sequence.stream(self._seed)
+        drawn: list[float] = uniforms(seed, purpose, name, sequence.first_draw(), count).tolist()
         return drawn
 
 
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
     """Returns the distribution that drafted token i was drawn from; certain tokens have none."""
-    return proposals(row, sum(one < 1 for one in q[:i]))
+    return proposals(row, sum(probability < 1 for probability in q[:i]))
 
 
 def check_finite(logits: Logits, model: str) -> None:

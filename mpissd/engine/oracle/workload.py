@@ -17,7 +17,7 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, load_laws
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, Branched, Tree, positional
+from mpissd.engine.law.tree import CHAIN, BranchLayout, Tree, positional
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.shard import Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
@@ -193,11 +193,11 @@ class Resolved:
         return self.config.batch_size * each
 
     @cached_property
-    def layout(self) -> Branched | None:
+    def layout(self) -> BranchLayout | None:
         """The places of a tree's nodes and of the branches after them; None unless they grow."""
         if not (self.fan_out and self.tree.num_lanes):
             return None
-        return Branched(self.tree, self.fan_outs.widest_each)
+        return BranchLayout(self.tree, self.fan_outs.widest_each)
 
     @property
     def draft_lanes(self) -> int:
@@ -349,19 +349,15 @@ class Workload(ABC):
     ) -> TargetWorker:
         """Returns the worker of one target rank, over its share of the target model.
 
-        open_gather: makes the gather of T > 1 ranks' logits; collective over the target ranks.
+        open_gather: makes the gather of T > 1 ranks' logits, for oracles that read them; collective
+        over the target ranks.
         """
-        oracle = self.target_oracle(stepper)
-        oracle.tree = self.job.tree
-        if oracle.reads_forwards and open_gather is not None and self.job.tp > 1:
-            oracle.gather_logits = open_gather()
-        return TargetWorker(stepper, oracle, self.job.placement(drafts=False))
+        return TargetWorker(stepper, self.target_oracle(stepper), self.job.placement(drafts=False))
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of one draft, over the whole draft model."""
-        oracle = self.draft_oracle(stepper)
-        oracle.tree, oracle.layout = self.job.tree, self.job.layout
-        return DraftWorker(stepper, oracle, self.job.placement(drafts=True))
+        placement = self.job.placement(drafts=True)
+        return DraftWorker(stepper, self.draft_oracle(stepper), placement, self.job.layout)
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

@@ -1,22 +1,23 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
 Every rank keeps a Batch of its own, equal to the others' because all apply the same outcomes. All
-state of a sequence is here; an oracle (round.oracle), which decides its tokens, only reads it.
+state of a sequence is here; an oracle, which decides its tokens, only reads it.
 
 Places. A sequence's committed tokens have positions 0, 1, …; of the last one only the token is
 known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
 stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
 that are served) write the cache; branches that a draft grows write scratch, so a hit copies
-nothing: the next glue (the draft's forward over the trunk) writes it again, with equal bits. Of a
-tree only the principal path is in the trunk; another accepted path is copied from its lane.
+nothing: the next scoring forward (the draft's forward over the trunk) writes it again, with equal
+bits. Of a tree only the principal path is in the trunk; another accepted path is copied from the
+scratch of its lane.
 """
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -25,14 +26,13 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
 from mpissd.engine.law.lookup import LONGEST, Lookup, make_lookup
-from mpissd.engine.law.tree import CHAIN, Branched, Tree
+from mpissd.engine.law.tree import CHAIN, BranchLayout, Tree
 from mpissd.engine.model.forwards import SPAN, Places
 from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.text.grammar import Grammar
+from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
-Prompt = abc.Callable[[Request], abc.Sequence[int]]
-TRUNK = -1  # the lane of a row that writes the cache
+Prompt = Callable[[Request], Sequence[int]]
 _ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
 _EPOCH = 1 << 32  # limit of rounds in an epoch
 _ALL = 1 << 30
@@ -73,32 +73,14 @@ class Gap(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class LanePlaces:
-    """Places where a rollout's lanes (branch slots) grow; all are [lanes].
-
-    slots: the cache slot. first: the position of the token that the first step reads; of a tree's
-    branch, of the last committed token when it began. ids: the lane's scratch, of a tree's branch
-    its place (Branched), or TRUNK for a lane that continues the committed tokens in the cache.
-    """
-
-    slots: Index
-    first: Index
-    ids: Index
-
-    def keep(self, lanes: Index) -> LanePlaces:
-        """Returns the places of only these lanes."""
-        return LanePlaces(self.slots[lanes], self.first[lanes], self.ids[lanes])
-
-
 @dataclass(eq=False)
-class Sequence:
+class LiveSequence:
     """One sequence on this rank.
 
     slot: its place on this rank, which other ranks never see. tokens: its committed tokens, prompt
     included; served: its tokens under verification; both are kept only if the oracle reads tokens.
-    rounds: its number of committed rounds. lookups: by kind, the index of its tokens. grammar: the
-    state of its request's grammar, once it is read.
+    rounds: its number of committed rounds. constraint: what restricts its tokens (a grammar), as
+    the oracle made it; None: nothing, or it is not made yet.
     """
 
     request: Request
@@ -106,17 +88,30 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     rounds: int = 0
-    lookups: dict[str, Lookup] = field(default_factory=dict)
-    grammar: Grammar | None = None
+    constraint: Any = None
+    _lookups: dict[str, Lookup] = field(default_factory=dict)  # the index of its tokens, by kind
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """(request id, epoch)."""
+        return self.request.request_id, self.request.epoch
 
     @property
     def answer(self) -> list[int]:
         """The committed tokens after the prompt, those before a preemption included."""
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
-    def commit(self, path: abc.Sequence[int], bonus: int) -> None:
-        """Appends the served tokens at these places, which were accepted, and the bonus token."""
-        self.tokens += [self.served[column] for column in path]
+    def path(self, columns: Sequence[int]) -> list[int]:
+        """Returns the served tokens of these columns, those of a path in the draft's tree."""
+        return [self.served[column] for column in columns]
+
+    def serve(self, tokens: list[int]) -> None:
+        """Notes the drafted tokens that the target verifies now."""
+        self.served = tokens
+
+    def commit(self, columns: Sequence[int], bonus: int) -> None:
+        """Appends the served tokens of these columns, which were accepted, and the bonus token."""
+        self.tokens += self.path(columns)
         self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
@@ -130,16 +125,16 @@ class Sequence:
 
     def stream(self, seed: int) -> tuple[int, int]:
         """Returns (seed, sequence), the key of its random draws; seed: the job's."""
-        own = self.request.seed
-        return (seed, self.request.request_id) if own is None else (own, 0)
+        given = self.request.seed
+        return (seed, self.request.request_id) if given is None else (given, 0)
 
     def copied(
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
         """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
-        if kind not in self.lookups:
-            self.lookups[kind] = make_lookup(kind, longest)
-        lookup = self.lookups[kind]
+        if kind not in self._lookups:
+            self._lookups[kind] = make_lookup(kind, longest)
+        lookup = self._lookups[kind]
         lookup.follow(self.tokens)
         return lookup.padded(count, filler)
 
@@ -152,10 +147,10 @@ class Change(NamedTuple):
     begin with accepted tokens, and the gaps that these fill.
     """
 
-    left: abc.Sequence[tuple[int, list[int]]] = ()
-    placed: abc.Sequence[Sequence] = ()
-    started: abc.Sequence[Sequence] = ()
-    moves: abc.Sequence[tuple[int, Gap]] = ()
+    left: Sequence[tuple[int, list[int]]] = ()
+    placed: Sequence[LiveSequence] = ()
+    started: Sequence[LiveSequence] = ()
+    moves: Sequence[tuple[int, Gap]] = ()
 
 
 _UNCHANGED = Change()
@@ -172,20 +167,26 @@ class Batch:
     bonus token.
     """
 
-    tree: Tree = CHAIN
-    layout: Branched | None = None  # the places of nodes and branches; None: the tree's own
-    _has_leaves = False  # whether the last round stored nodes without children
-    _moves_itself = False  # whether the device copied the last round's accepted paths itself
-
     def __init__(
-        self, capacity: int, placement: Placement | None = None, prompt: Prompt | None = None
+        self,
+        capacity: int,
+        placement: Placement | None = None,
+        prompt: Prompt | None = None,
+        tree: Tree = CHAIN,
+        layout: BranchLayout | None = None,
     ) -> None:
-        """Starts empty. placement: None without a KV cache. prompt: returns a request's tokens up
-        to its first_token (None: tokens are not kept)."""
-        self.capacity, self.placement, self._prompt = capacity, placement, prompt
-        self.sequences: list[Sequence] = []
-        self._by_slot: dict[int, Sequence] = {}  # the last one in each slot
-        self.opened: dict[int, Sequence] = {}
+        """Starts empty.
+
+        placement: None without a KV cache. prompt: returns a request's tokens up to its first_token
+        (None: tokens are not kept). tree: the shape of a draft. layout: the places of the tree's
+        nodes and of branches after them, if a draft grows any (None: the tree's own).
+        """
+        self.capacity = capacity
+        self.placement = placement
+        self.tree = tree
+        self.layout = layout
+        self.sequences: list[LiveSequence] = []
+        self.opened: dict[int, LiveSequence] = {}
         self.ids: Ints = np.zeros(0, np.int32)
         self.slots = np.zeros(0, np.int64)
         self.lengths = np.zeros(0, np.int64)
@@ -193,9 +194,13 @@ class Batch:
         self.identity: Ints = np.zeros((0, Outcome.WIDTH), np.int32)
         self.digest = 0
         self.forced: dict[int, list[int]] = {}
+        self.filled = np.zeros(capacity, np.int64)
+        self._prompt = prompt
+        self._by_slot: dict[int, LiveSequence] = {}  # the last one in each slot
         self._steady = b""  # columns 0 to 2, as bytes, of an outcome without changes
         self._base = np.zeros(capacity, np.int64)  # position of the first counted token
-        self.filled = np.zeros(capacity, np.int64)
+        self._has_leaves = False  # whether the last round stored nodes without children
+        self._moves_itself = False  # whether the device copied the last accepted paths itself
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -219,28 +224,32 @@ class Batch:
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            nodes, depths = outcome.num_accepted, self.tree.depths
-            self.lengths += depths[nodes] if self.tree.num_lanes else nodes
+            nodes = outcome.num_accepted
+            self.lengths += self.tree.depths[nodes] if self.tree.num_lanes else nodes
             self.lengths += 1
             self.last_tokens = outcome.bonus
-            if self._prompt is not None:
-                paths = self.tree.paths
-                for sequence, row in zip(self.sequences, outcome.rows.tolist(), strict=True):
-                    sequence.commit(paths[row[3]], row[4])
+            self._commit(self.sequences, outcome.rows)
         if self.placement is not None:  # positions after the last committed token become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         if change is not _UNCHANGED:
             self._force(outcome)
         return change._replace(moves=moves) if moves else change
 
+    def _commit(self, sequences: Sequence[LiveSequence], rows: Ints) -> None:
+        """Commits the accepted tokens of these rows of an outcome, if tokens are kept."""
+        if self._prompt is not None:
+            paths = self.tree.paths
+            for sequence, row in zip(sequences, rows.tolist(), strict=True):
+                sequence.commit(paths[row[3]], row[4])
+
     def _force(self, outcome: Outcome) -> None:
         """Appends the tokens that grammars forced."""
         names = self.identity[:, :2].tolist()
-        for name, epoch, event, _, token in outcome.rows.tolist():
+        for request_id, epoch, event, _, token in outcome.rows.tolist():
             if event == Event.FORCED:
-                if [name, epoch] not in names:
+                if [request_id, epoch] not in names:
                     raise self._mismatch(outcome)
-                row = names.index([name, epoch])
+                row = names.index([request_id, epoch])
                 self.forced.setdefault(row, []).append(token)
                 self.sequences[row].tokens.append(token)
                 self.lengths[row] += 1
@@ -248,7 +257,8 @@ class Batch:
 
     def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
         """Returns the moves of an outcome, and notes what the cache holds after them."""
-        tree, moves = self.layout or self.tree, list[tuple[int, Gap]]()
+        tree = self.layout or self.tree
+        moves = list[tuple[int, Gap]]()
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and tree.lanes[node] >= 0:
@@ -260,59 +270,61 @@ class Batch:
         return moves
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        known = len(self.ids)
-        old, others = outcome.rows[:known], outcome.rows[known:].tolist()
-        is_same = len(old) == known and (old[:, :2] == self.identity[:, :2]).all()
-        if not is_same or (old[:, 2] > Event.RELEASE).any() or (old[:, 2] == Event.ADMIT).any():
+        """Applies an outcome with which sequences join or leave."""
+        count = len(self.ids)
+        rows = outcome.rows[:count]
+        others = outcome.rows[count:].tolist()
+        is_same = len(rows) == count and (rows[:, :2] == self.identity[:, :2]).all()
+        if not is_same or (rows[:, 2] > Event.RELEASE).any() or (rows[:, 2] == Event.ADMIT).any():
             raise self._mismatch(outcome)
-        stays = old[:, 2] == Event.COMMIT
-        kept = [self.sequences[n] for n in np.flatnonzero(stays)]
-        gone = [self.sequences[n] for n in np.flatnonzero(~stays)]
-        started, placed = list[Sequence](), list[Sequence]()
-        for name, epoch, event, *_ in others:  # opened sequences that join or are released
+        stays = rows[:, 2] == Event.COMMIT
+        kept = [self.sequences[row] for row in np.flatnonzero(stays)]
+        gone = [self.sequences[row] for row in np.flatnonzero(~stays)]
+        started = list[LiveSequence]()
+        for request_id, epoch, event, *_ in others:  # opened sequences that join or are released
             if event not in (Event.ADMIT, Event.PREFILL, Event.FORCED):
-                slots = [
-                    slot
-                    for slot, one in self.opened.items()
-                    if (one.request.request_id, one.request.epoch) == (name, epoch)
-                ]
+                name = request_id, epoch
+                slots = [slot for slot, opened in self.opened.items() if opened.name == name]
                 if event == Event.COMMIT or not slots:
                     raise self._mismatch(outcome)
                 (started if event == Event.START else gone).append(self.opened.pop(slots[0]))
-        left = [(one.slot, self.stored_of(one)) for one in gone]
-        held = {*self.opened, *(one.slot for one in (*kept, *started))}
-        free = sorted(set(range(self.capacity)) - held)
-        fresh = outcome.fresh
-        if len(fresh) > len(free):
-            raise ProtocolError(
-                f"round {outcome.round}: {len(fresh)} admissions, room for {len(free)}"
-            )
-        for slot, (name, epoch, event, _, token) in zip(free, fresh.tolist(), strict=False):
-            request = outcome.prompts.get((name, epoch)) or Request(name, token, epoch)
-            if request.prompt:  # the digest covers it
-                self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
-            placed.append(self._place(slot, request))
-            if event == Event.PREFILL:
-                self.opened[slot] = placed[-1]
-            else:
-                started.append(placed[-1])
-        rows = old[stays]
-        if self._prompt is not None:
-            for sequence, row in zip(kept, rows.tolist(), strict=True):
-                sequence.commit(self.tree.paths[row[3]], row[4])
-        new = Outcome.admission(0, [one.request for one in started]).rows
+        left = [(sequence.slot, self.stored_of(sequence)) for sequence in gone]
+        placed = self._placed(outcome, {sequence.slot for sequence in (*kept, *started)})
+        started += [sequence for sequence in placed if sequence.slot not in self.opened]
+        rows = rows[stays]
+        self._commit(kept, rows)
+        added = Outcome.admission(0, [sequence.request for sequence in started]).rows
         lengths = self.lengths[stays] + self.tree.depths[rows[:, 3]] + 1
-        self.lengths = np.concatenate([lengths, np.ones(len(new), np.int64)])
-        rows = np.concatenate([rows, new])
+        self.lengths = np.concatenate([lengths, np.ones(len(added), np.int64)])
+        rows = np.concatenate([rows, added])
         self.sequences = [*kept, *started]
-        self.ids, self.last_tokens = rows[:, 0], rows[:, 4]
-        self.slots = np.array([one.slot for one in self.sequences], np.int64)
+        self.ids = rows[:, 0]
+        self.last_tokens = rows[:, 4]
+        self.slots = np.array([sequence.slot for sequence in self.sequences], np.int64)
         self.identity = np.zeros_like(rows)
         self.identity[:, :2] = rows[:, :2]
         self._steady = self.identity[:, :3].tobytes()
         return Change(left, placed, started)
 
-    def _place(self, slot: int, request: Request) -> Sequence:
+    def _placed(self, outcome: Outcome, used: set[int]) -> list[LiveSequence]:
+        """Places the new sequences of an outcome in free slots; used: slots that are not free."""
+        free = sorted(set(range(self.capacity)) - used - self.opened.keys())
+        added = outcome.fresh
+        if len(added) > len(free):
+            raise ProtocolError(
+                f"round {outcome.round}: {len(added)} admissions, room for {len(free)}"
+            )
+        placed = list[LiveSequence]()
+        for slot, (request_id, epoch, event, _, token) in zip(free, added.tolist(), strict=False):
+            request = outcome.prompts.get((request_id, epoch)) or Request(request_id, token, epoch)
+            if request.prompt:  # the digest covers it
+                self.digest = crc32(np.array(request.prompt, np.int32).tobytes(), self.digest)
+            placed.append(self._place(slot, request))
+            if event == Event.PREFILL:
+                self.opened[slot] = placed[-1]
+        return placed
+
+    def _place(self, slot: int, request: Request) -> LiveSequence:
         """Returns a new sequence in a free slot; raises ProtocolError if its prompt does not end
         in the request's first token."""
         tokens = [] if self._prompt is None else list(self._prompt(request))
@@ -325,7 +337,7 @@ class Batch:
             context = self.placement.context
             self._base[slot] = len(request.prompt) - 1 if request.prompt else context
             self.filled[slot] = 0 if request.prompt else context
-        self._by_slot[slot] = sequence = Sequence(request, slot, tokens)
+        self._by_slot[slot] = sequence = LiveSequence(request, slot, tokens)
         return sequence
 
     def _mismatch(self, outcome: Outcome) -> ProtocolError:
@@ -342,26 +354,26 @@ class Batch:
             return
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
         for sequence, (tokens, count) in zip(self.sequences, served, strict=True):
-            sequence.served = tokens[:count]
+            sequence.serve(tokens[:count])
 
     def committed(self, gap: Gap) -> Ints:
         """Returns the tokens of a gap, int32; zeros if their values decide nothing: of a sequence
         without a prompt, or if tokens are not kept."""
-        one = self._by_slot[gap.slot]
-        if not one.tokens or not one.request.prompt:
+        sequence = self._by_slot[gap.slot]
+        if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
-        return np.array(one.tokens[gap.start : gap.stop], np.int32)
+        return np.array(sequence.tokens[gap.start : gap.stop], np.int32)
 
     def last(self) -> Index:
         """Returns the position of each sequence's last committed token, [b]."""
         assert self.placement is not None, "positions without a cache"
-        later, window = self.lengths - 1, self.placement.window
-        if window is not None:
-            later %= window
+        later = self.lengths - 1
+        if self.placement.window is not None:
+            later %= self.placement.window
         position: Index = self._base[self.slots] + later
         return position
 
-    def gaps(self, rows: abc.Sequence[int] | Index, spare: int = 0) -> list[Gap]:
+    def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
         """Returns the committed tokens that the cache lacks, without each row's last one.
 
         Sequences that lack at most `spare` tokens are left out.
@@ -369,7 +381,8 @@ class Batch:
         if self.placement is None or self.placement.stateless or not len(rows):
             return []
         chosen = np.asarray(rows, np.int64)
-        slots, last = self.slots[chosen], self.last()[chosen]
+        slots = self.slots[chosen]
+        last = self.last()[chosen]
         filled = self.filled[slots]
         short = np.flatnonzero(last - filled > max(spare, self.placement.lag))
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
@@ -380,34 +393,43 @@ class Batch:
         gaps: list[Gap] = []
         if self.placement is None or self.placement.lag:
             return gaps
-        for slot, one in self.opened.items():
-            start, end = int(self.filled[slot]), len(one.request.prompt) - 1
-            stop = min(end, start + most)
+        for slot, sequence in self.opened.items():
+            start = int(self.filled[slot])
+            stop = min(len(sequence.request.prompt) - 1, start + most)
             if stop > start:
                 gaps.append(Gap(slot, start, stop))
                 most -= stop - start
         return gaps
 
-    def stored_of(self, sequence: Sequence) -> list[int]:
+    def stored_of(self, sequence: LiveSequence) -> list[int]:
         """Returns the tokens that a sequence's cache stores, if tokens are kept."""
         return sequence.tokens[: int(self.filled[sequence.slot])]
 
     def stored(self) -> list[Request]:
         """Returns the opened sequences whose whole prompts are stored."""
         short = {gap.slot for gap in self.opened_gaps()}
-        return [one.request for slot, one in self.opened.items() if slot not in short]
+        return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
-    def fill(self, gaps: abc.Sequence[Gap]) -> Places:
+    def fill(self, gaps: Sequence[Gap]) -> Places:
         """Returns the places of all tokens of these gaps, which are filled from then on."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
 
+    def adopt(self, sequence: LiveSequence, count: int) -> None:
+        """Notes that another sequence has stored the first `count` tokens of this one."""
+        self.filled[sequence.slot] = count
+
+    def forget(self) -> None:
+        """Notes that the cache holds nothing that is valid: the weights have changed."""
+        self.filled[:] = 0
+
     def trunk(self, num_draft: Ints) -> Places:
         """Returns the places of each sequence's last token and its num_draft served tokens."""
         if len(num_draft) == 1 and not self.tree.num_lanes:
             return self._trunk_of_one(int(num_draft[0]) + 1)
-        counts, last = num_draft + 1, self.last()
+        counts = num_draft + 1
+        last = self.last()
         rows = np.repeat(np.arange(len(counts)), counts)
         ahead = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
@@ -418,11 +440,12 @@ class Batch:
         return _trunk(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of nodes, or of branches' (Branched), after the positions `last`; all
-        are [n]."""
+        """Returns the places of nodes, or of branches' (BranchLayout), after the positions `last`;
+        all are [n]."""
         self._moves_itself = False
         tree = self.layout or self.tree
-        lanes, positions = tree.lanes[nodes], last + tree.depths[nodes]
+        lanes = tree.lanes[nodes]
+        positions = last + tree.depths[nodes]
         in_trunk = lanes < 0
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
         ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
@@ -432,77 +455,116 @@ class Batch:
         """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
         waits: Python's integers instead of arrays of one."""
         assert self.placement is not None, "a trunk without a cache"
-        slot, later = int(self.slots[0]), int(self.lengths[0]) - 1
+        slot = int(self.slots[0])
+        later = int(self.lengths[0]) - 1
         if self.placement.window is not None:
             later %= self.placement.window
         first = int(self._base[slot]) + later
         assert self.filled[slot] >= first, "a trunk after tokens that are missing"
         self.filled[slot] = first + count
         positions = np.arange(first, first + count, dtype=np.int32)
-        slots, lanes = np.full(count, slot, np.int32), np.full(count, TRUNK, np.int32)
-        return Places(slots, positions, lanes, positions)
+        slots = np.full(count, slot, np.int32)
+        return Places(slots, positions, np.full(count, TRUNK, np.int32), positions)
 
     def grow(self, count: int, *, has_leaves: bool) -> None:
         """Notes that the tokens from each sequence's last one on are stored, `count` of them, and
         lanes, with nodes without children or not, from which the device copies accepted paths."""
-        last, self._has_leaves, self._moves_itself = self.last(), has_leaves, True
+        last = self.last()
+        self._has_leaves = has_leaves
+        self._moves_itself = True
         assert (self.filled[self.slots] >= last - 1).all(), "tokens after some that are missing"
         self.filled[self.slots] = last + count
+
+    def hold_back(self, slots: Index, stored: Index) -> None:
+        """Notes that the device stored only so many positions of these slots."""
+        self.filled[slots] = stored
 
     def room(self, capacity: int) -> Index:
         """Returns how many positions follow each sequence's last token, [b], before the cache
         ends, or before its positions begin again."""
         assert self.placement is not None, "positions without a cache"
-        last, window = self.last(), self.placement.window
-        if window is None:
+        last = self.last()
+        if self.placement.window is None:
             return capacity - 1 - last
-        return np.minimum(capacity, self._base[self.slots] + window) - 1 - last
+        return np.minimum(capacity, self._base[self.slots] + self.placement.window) - 1 - last
 
-    def lanes(self, rows: Index, k: Ints, place: Ints) -> LanePlaces:
-        """Returns the places of branches after k accepted tokens (in a tree: after node k) of batch
-        rows `rows`; place: among the branches after those.
+    def grown_ahead(
+        self,
+        rows: Index,
+        nodes: Ints,
+        ranks: Ints,
+        first: Ints,
+        tokens: Ints,
+        states: list[Any] | None = None,
+    ) -> Branches:
+        """Returns branches for outcomes of this round, with their places in the cache: after
+        `nodes` accepted tokens (in a tree: after that node) of these batch rows; the arguments are
+        like those of Branches.
 
         Imposed tokens also make branches after tokens that a short trunk lacks. These never hit.
         They are placed at its end, so that they read only stored positions.
         """
-        slots = self.slots[rows]
-        if self.layout is not None:
-            ids = self.layout.firsts[k] + place * self.layout.size
-            return LanePlaces(slots, self.last()[rows], ids)
-        first = np.minimum(self.last()[rows] + k + 1, self.filled[slots])
-        return LanePlaces(slots, first, np.arange(len(rows)))
+        places = None
+        if self.placement is not None:
+            slots = self.slots[rows]
+            starts = self.last()[rows]
+            if self.layout is not None:
+                lanes = self.layout.firsts[nodes] + ranks * self.layout.size
+            else:
+                starts = np.minimum(starts + nodes + 1, self.filled[slots])
+                lanes = np.arange(len(rows))
+            places = BranchPlaces(slots, starts, lanes)
+        return Branches(
+            rows, nodes, ranks, first, tokens, tree=self.tree, places=places, states=states
+        )
 
-    def restart(self, rows: Index) -> LanePlaces:
-        """Returns the places of lanes that continue batch rows `rows` in the cache."""
-        return LanePlaces(self.slots[rows], self.last()[rows], np.full(len(rows), TRUNK))
+    def restarted(
+        self, rows: Sequence[int] | Index, tokens: Ints, states: list[Any] | None = None
+    ) -> Branches:
+        """Returns branches that continue the committed tokens of these batch rows in the cache."""
+        chosen = np.asarray(rows, np.int64)
+        zeros = np.zeros(len(chosen), np.int32)
+        places = None
+        if self.placement is not None:
+            lanes = np.full(len(chosen), TRUNK)
+            places = BranchPlaces(self.slots[chosen], self.last()[chosen], lanes)
+        first = self.last_tokens[chosen]
+        return Branches(
+            chosen, zeros, zeros, first, tokens, tree=self.tree, places=places, states=states
+        )
 
-    def step(self, lanes: LanePlaces, steps: int) -> Places:
-        """Returns the places of the next step of these lanes, which have grown `steps` levels."""
+    def step(self, places: BranchPlaces, steps: int) -> Places:
+        """Returns the places of the next step of branches at these places, which have grown `steps`
+        levels."""
         if self.tree.num_lanes:
             nodes = self.tree.inner[steps]
-            slots, last = (np.repeat(of, len(nodes)) for of in (lanes.slots, lanes.first))
-            if self.layout is not None and (lanes.ids != TRUNK).all():
-                nodes = (lanes.ids[:, None] + self.layout.inner[nodes]).reshape(-1)
+            slots = np.repeat(places.slots, len(nodes))
+            starts = np.repeat(places.starts, len(nodes))
+            if self.layout is not None and (places.lanes != TRUNK).all():
+                nodes = (places.lanes[:, None] + self.layout.inner[nodes]).reshape(-1)
             else:
-                self._has_leaves, nodes = False, np.tile(nodes, len(lanes.slots))
-            return self._nodes(slots, last, nodes)
-        positions = lanes.first + steps
-        in_trunk = lanes.ids == TRUNK
-        self.filled[lanes.slots[in_trunk]] = positions[in_trunk] + 1
-        return _places(lanes.slots, positions, lanes.ids, lanes.first)
+                self._has_leaves = False
+                nodes = np.tile(nodes, len(places.slots))
+            return self._nodes(slots, starts, nodes)
+        positions = places.starts + steps
+        in_trunk = places.lanes == TRUNK
+        self.filled[places.slots[in_trunk]] = positions[in_trunk] + 1
+        return _places(places.slots, positions, places.lanes, places.starts)
 
-    def missing(self, lanes: LanePlaces, steps: int) -> list[Gap]:
-        """Returns the gaps that lanes in the trunk have to fill before their first token."""
+    def missing(self, places: BranchPlaces) -> list[Gap]:
+        """Returns the gaps that branches in the trunk have to fill before their first token."""
         assert self.placement is not None, "places without a cache"
-        is_trunk = len(lanes.ids) and lanes.ids[0] == TRUNK
-        if steps or not is_trunk or self.placement.stateless:
+        is_trunk = len(places.lanes) and places.lanes[0] == TRUNK
+        if not is_trunk or self.placement.stateless:
             return []
-        filled = self.filled[lanes.slots]
-        short = np.flatnonzero(lanes.first > filled).tolist()
-        return [Gap(int(lanes.slots[n]), int(filled[n]), int(lanes.first[n])) for n in short]
+        filled = self.filled[places.slots]
+        return [
+            Gap(int(places.slots[n]), int(filled[n]), int(places.starts[n]))
+            for n in np.flatnonzero(places.starts > filled)
+        ]
 
 
-def places_of(gaps: abc.Sequence[Gap]) -> Places:
+def places_of(gaps: Sequence[Gap]) -> Places:
     """Returns the places of all tokens of these gaps, in their order."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return _trunk(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))

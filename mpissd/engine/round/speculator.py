@@ -6,19 +6,12 @@ pre-speculated. A speculator is asked with the outcome of the last round, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Outcome, Speculation
-from mpissd.common.stage import DOING, OWN, Doing
-from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm.link import LeadEnd
 from mpissd.engine.round.draft import Drafter
-
-_DRAFT_WAIT, _VERIFY = int(Doing.DRAFT_WAIT), int(Doing.VERIFY)
 
 
 class Speculator:
@@ -74,17 +67,19 @@ class InlineSpeculator(Speculator):
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        policy, tree = drafter.policy, drafter.worker.oracle.tree
-        super().__init__(tree.ends[policy.lookahead], sampled=policy.sampled)
+        policy = drafter.policy
+        super().__init__(drafter.batch.tree.ends[policy.lookahead], sampled=policy.sampled)
         self._drafter = drafter
         self._outcome: Outcome
+        self._answer: Speculation
         self._follows = False  # whether the draft has not taken the outcome yet
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def answer(self, round_: int, count: int) -> Speculation:
-        self.stored_s, self._follows = 0.0, self._outcome.control.lookahead == 0
+        self.stored_s = 0.0
+        self._follows = self._outcome.control.lookahead == 0
         return super().answer(round_, count) if self._follows else self._drafted()
 
     def meanwhile(self) -> None:
@@ -93,20 +88,19 @@ class InlineSpeculator(Speculator):
 
     def _drafted(self) -> Speculation:
         drafter = self._drafter
-        drafter.ledger.restart()  # Time the lead spent elsewhere is not draft time.
-        speculation = drafter.answer(self._outcome)
-        self.stored_s = drafter.caught_up_s
-        if drafter.chained is not None and drafter.chained.is_on:
-            return speculation  # its tokens come with the verdict (chained.ChainedTarget)
-        drafter.verification_started(speculation)
-        drafter.close_round(speculation)
-        return speculation
+        drafter.log.ledger.restart()  # time that the lead spent elsewhere is not draft time
+        self._answer = drafter.answer(self._outcome)
+        self.stored_s = drafter.log.stored_s
+        drafter.start_round(self._answer)
+        drafter.close_round(self._answer)
+        return self._answer
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        return self._drafter.rows[row][index]
+        drawn_from: NDArray[np.float32] = self._answer.drawn_from[row][index]
+        return drawn_from
 
     def stop(self, outcome: Outcome) -> None:
-        self._drafter.worker.leave(self._drafter.batch)
+        self._drafter.leave()
 
 
 class RemoteSpeculator(Speculator):
@@ -114,7 +108,7 @@ class RemoteSpeculator(Speculator):
 
     def __init__(self, link: LeadEnd) -> None:
         super().__init__(link.lookahead, sampled=link.sampled)
-        self._link, self._page = link, OWN.bytes
+        self._link = link
         self._answers = True  # whether the draft answers the round that was asked for
         self._served: Speculation
         self._waiting = 0  # PROPOSALS rows of the last answer that are still to be received
@@ -125,16 +119,13 @@ class RemoteSpeculator(Speculator):
         self._link.send_outcome(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:
-        if not self._answers:
-            self._drop_proposals()
-            return super().answer(round_, count)
-        self._page[DOING] = _DRAFT_WAIT
         self._drop_proposals()
-        served = self._served = self._link.speculation(round_, count)
-        if served.sampled:
-            self._waiting = int(served.num_proposals.sum())
-        self._page[DOING] = _VERIFY
-        return served
+        if not self._answers:
+            return super().answer(round_, count)
+        self._served = self._link.speculation(round_, count)
+        if self._served.sampled:
+            self._waiting = int(self._served.num_proposals.sum())
+        return self._served
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
         served = self._served
@@ -147,110 +138,12 @@ class RemoteSpeculator(Speculator):
     def _drop_proposals(self) -> None:
         if self._waiting:
             self._link.skip_proposals(self._served.round, self._waiting)
-        self._waiting, self._rows = 0, None
+        self._forget_proposals()
+
+    def _forget_proposals(self) -> None:
+        self._waiting = 0
+        self._rows = None
 
     def stop(self, outcome: Outcome) -> None:
         self._drop_proposals()
         self._link.send_outcome(outcome, stop=True)
-
-
-class PeerLost(FaultError):
-    """The rank that is waited for is gone, and the job goes on without it."""
-
-
-class LossWaiter(Waiter):
-    """Waits for one rank until it is known to be gone.
-
-    A rank that hangs is reported after half of the deadline: if that ends the rank, the other
-    target ranks have waited for less than their own deadline.
-    """
-
-    def __init__(
-        self,
-        waiter: Waiter,
-        is_lost: Callable[[], bool],
-        report: Callable[[str], object] = lambda what: None,
-    ) -> None:
-        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone.
-
-        report: reports a rank that hangs; takes the awaited event.
-        """
-        super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
-        self._waiter, self._is_lost, self._report = waiter, is_lost, report
-
-    def until(self, test: Callable[[], bool], what: str) -> None:
-        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
-        met = False
-
-        def is_over() -> bool:
-            nonlocal met
-            met = met or test()
-            return met or self._is_lost()
-
-        self.alarm = self._waiter.alarm
-        try:
-            super().until(is_over, what)
-        except Overdue:
-            self._report(what)
-            super().until(is_over, what)
-        if not met:
-            raise PeerLost(f"{what}: the rank is gone")
-
-
-class ARFallback(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar: one draft rank, after whose loss K = 0.
-
-    A sampled round needs the distributions of its tokens once one of them is rejected. They are
-    lost if the draft dies before it has sent them. Whether such a round counts must not depend on
-    the rejections: drawing again only after a rejection would give less likely tokens too often. So
-    a sampled round is judged only after its distributions have arrived. If they are lost, no
-    drafted token is judged, and each sequence draws one token from the target's distribution. Both
-    depend on the moment of the loss and on no draw, so the output distribution stays the target's
-    (docs/ssd.md, "Sampling").
-    """
-
-    def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """Takes the link, whose waits raise PeerLost (LossWaiter), and is_lost, which returns
-        whether the draft rank is known to be gone."""
-        super().__init__(link)
-        self._is_lost, self._is_gone = is_lost, False
-
-    def _survives(self, step: Callable[[], None]) -> bool:
-        """Takes a step with the draft rank; returns False if the rank is gone."""
-        self._is_gone = self._is_gone or self._is_lost()
-        if not self._is_gone:
-            try:
-                step()
-            except PeerLost:
-                self._is_gone = True
-        return not self._is_gone
-
-    def ask(self, outcome: Outcome) -> None:
-        ask = super().ask
-        self._answers = True  # after a loss `answer` notes it, also in a round without drafting
-        self._survives(lambda: ask(outcome))
-
-    def answer(self, round_: int, count: int) -> Speculation:
-        if not self._is_gone:
-            try:
-                return super().answer(round_, count)
-            except PeerLost:
-                self._is_gone = True
-        if self.lost_round is None:
-            self.lost_round, self._waiting, self._rows = round_, 0, None
-        return Speculator.answer(self, round_, count)
-
-    def confirm(self, speculation: Speculation) -> bool:
-        if not self._waiting:
-            return True
-        try:
-            self._link.wait_for_proposals()
-        except PeerLost:
-            self._is_gone, self._waiting = True, 0
-            return False
-        return True
-
-    def stop(self, outcome: Outcome) -> None:
-        stop = super().stop
-        if not self._survives(lambda: stop(outcome)) and self.lost_round is None:
-            self.lost_round = outcome.round + 1

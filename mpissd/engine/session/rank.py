@@ -16,22 +16,20 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from mpissd.common import guard
+from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
-from mpissd.engine.features.device_rounds import ChainedTarget, chained_forwards, chained_growth
+from mpissd.engine.features.device_rounds import DeviceSpeculator, DeviceTarget, chained_forwards
+from mpissd.engine.features.draft_loss import ARFallback, LossWaiter
 from mpissd.engine.features.learning import Updates
+from mpissd.engine.features.pool import GroupForwards, serve_groups
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.round.draft import Drafter, draft_workers, link_shape, make_drafter
+from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
+from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
-from mpissd.engine.round.speculator import (
-    ARFallback,
-    InlineSpeculator,
-    LossWaiter,
-    RemoteSpeculator,
-    Speculator,
-)
-from mpissd.engine.round.target import TargetLoop, follow, serve
+from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
+from mpissd.engine.round.target import TargetLoop, follow
 from mpissd.engine.session.session import REST_S, Session
 
 Result = TypeVar("Result")
@@ -48,9 +46,8 @@ class Rank:
         self.target = None if target is None else session.target_worker(target)
         # One draft worker and one link for each target group; inline: one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
-        self.chained = chained_forwards(job, self.target, self.draft, topology.group.bcast)
-        if self.draft is not None:
-            self.draft.growth = chained_growth(job, self.draft)
+        self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
+        self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
         # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
         self.ledger: Ledger | None = None
         self.digest = 0
@@ -70,9 +67,9 @@ class Rank:
         self.sender: PlanSender | None = None
         self.receiver: PlanReceiver | None = None
         if topology.is_draft:
-            for n in range(topology.groups):
+            for n, group_waiter in enumerate(self._draft_waiters):
                 boxes = mpi_boxes(world, n * topology.tp, waiter)
-                self.draft_links.append(DraftEnd(link_shape(job, n), waiter, *boxes))
+                self.draft_links.append(DraftEnd(link_shape(job, n), group_waiter, *boxes))
             return
         shape = link_shape(job, topology.group_index)
         if not topology.leads_group:
@@ -116,61 +113,94 @@ class Rank:
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
-    def drafter(self, worker: DraftWorker) -> Drafter:
-        """Returns this rank's drafter over `worker` (round.draft)."""
-        return make_drafter(self.session.job, worker, self.session.waiter)
+    def make_drafters(self) -> list[Drafter]:
+        """Returns the drafters of a pass: of all target groups on a draft rank, or of the lead."""
+        job = self.session.job
+        return [
+            make_drafter(job, worker, waiter)
+            for worker, waiter in zip(self.drafts, self._draft_waiters, strict=True)
+        ]
 
     def run_pass(
         self,
         target: TargetWorker | None,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         drive: Callable[[TargetLoop], Result],
-        others: Sequence[Drafter] = (),
     ) -> Result | None:
         """Runs one pass with these workers; collective over the job's ranks.
 
         `drive` runs on the lead of each target group, which returns its result; other ranks return
-        None. others: the drafters of the target groups after the first.
+        None.
         """
-        session = self.session
-        batch, waiter = session.job.config.batch_size, session.waiter
-        # A pass of a server may last for days: it has to collect its garbage, and keeps no record.
-        is_kept = session.job.serving is None
-        if drafter is not None and not is_kept:
-            drafter.keep_no_rounds()
-        with undisturbed() if is_kept else nullcontext():
+        # A pass of a server may last for days: it has to collect its garbage.
+        with undisturbed() if self._keeps else nullcontext():
             if self.draft_links:
-                assert drafter is not None, "a draft rank without a drafter"
-                inbox = session.learning and session.learning.inbox
-                is_own = drafter.worker is self.draft
-                self.updates = Updates(inbox, drafter) if inbox and is_own else None
-                ends = zip(self.draft_links, (drafter, *others), strict=True)
-                serve(*ends, updates=self.updates)
-                self.ledger, self.digest = drafter.ledger, drafter.batch.digest
+                self._serve(drafters)
                 return None
             assert target is not None, "a target rank without a worker"
-            end = self.receiver or self.sender
-            if self.chained is not None and end is not None:
-                limit = session.workload.longest_answer
-                target = ChainedTarget(target, drafter, self.chained, limit, waiter, end.start)
+            OWN.bytes[DOING] = int(Doing.VERIFY)  # from here on, except while it waits for others
+            speculator = self._speculator(drafters[0] if drafters else None)
+            target = self._deciding(target, speculator)
             if self.receiver is not None:
-                self.ledger = (Ledger if is_kept else NullLedger)(FollowPhase)
-                plan = self.receiver.plan
-                self.digest = follow(target, plan, batch, waiter, self.ledger)
+                self._follow(target, self.receiver)
                 return None
-            assert self.sender is not None, "a lead without a plan channel"
-            speculator = self._speculator(drafter)
-            publish = self.sender.publish if self.sender.num_followers else None
-            loop = TargetLoop(target, speculator, publish, batch, waiter)
-            if not is_kept:
-                loop.ledger = NullLedger(LeadPhase)
-            result = drive(loop)
-            loop.stop()
-            if loop.draft_lost_round is not None:
-                self.draft_lost = True
-                self.lead_link = None  # the draft is gone, and closing a link needs both ends
-            self.ledger, self.digest = loop.ledger, loop.batch.digest
-            return result
+            return self._lead(target, speculator, drive)
+
+    def _serve(self, drafters: Sequence[Drafter]) -> None:
+        """Drafts for every target group until all have stopped."""
+        first = drafters[0]
+        forwards = first.worker.stepper
+        if isinstance(forwards, GroupForwards):
+            ends = list(zip(self.draft_links, drafters, strict=True))
+            serve_groups(ends, forwards.shared, self.session.waiter)
+        else:
+            inbox = self.session.learning and self.session.learning.inbox
+            is_own = first.worker is self.draft
+            self.updates = Updates(inbox, first) if inbox and is_own else None
+            refresh = None if self.updates is None else self.updates.work
+            serve(self.draft_links[0], first, refresh)
+        self.ledger = first.log.ledger
+        self.digest = first.batch.digest
+
+    def _follow(self, target: TargetWorker, receiver: PlanReceiver) -> None:
+        """Runs the lead's forwards until it stops."""
+        session = self.session
+        self.ledger = (Ledger if self._keeps else NullLedger)(FollowPhase)
+        batch = session.job.config.batch_size
+        self.digest = follow(target, receiver.plan, batch, session.waiter, self.ledger)
+
+    def _lead(
+        self, target: TargetWorker, speculator: Speculator, drive: Callable[[TargetLoop], Result]
+    ) -> Result:
+        assert self.sender is not None, "a lead without a plan channel"
+        session = self.session
+        publish = self.sender.publish if self.sender.num_followers else None
+        ledger = (Ledger if self._keeps else NullLedger)(LeadPhase)
+        batch = session.job.config.batch_size
+        loop = TargetLoop(target, speculator, publish, batch, session.waiter, ledger)
+        result = drive(loop)
+        loop.stop()
+        if loop.draft_lost_round is not None:
+            self.draft_lost = True
+            self.lead_link = None  # the draft is gone, and closing a link needs both ends
+        self.ledger = loop.ledger
+        self.digest = loop.batch.digest
+        return result
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether passes keep a record of their rounds."""
+        return self.session.job.serving is None
+
+    def _deciding(self, target: TargetWorker, speculator: Speculator) -> TargetWorker:
+        """Returns the worker whose rounds the device decides, or the same one if the host does."""
+        end = self.receiver or self.sender
+        if self.device_rounds is None or end is None:
+            return target
+        draft = speculator if isinstance(speculator, DeviceSpeculator) else None
+        limit = self.session.workload.longest_answer
+        waiter = self.session.waiter
+        return DeviceTarget(target, draft, self.device_rounds, limit, waiter, end.start)
 
     def _speculator(self, drafter: Drafter | None) -> Speculator:
         if self.lead_link is not None:
@@ -180,7 +210,11 @@ class Rank:
         if self.draft_lost:
             shape = link_shape(self.session.job)
             return Speculator(shape.lookahead, sampled=shape.sampled)
-        return Speculator() if drafter is None else InlineSpeculator(drafter)
+        if drafter is None:
+            return Speculator()
+        if self.device_rounds is not None:
+            return DeviceSpeculator(drafter, self.device_rounds)
+        return InlineSpeculator(drafter)
 
     def meet(self) -> None:
         """Waits until the leads of all target groups are here, so that they begin together."""
@@ -208,8 +242,8 @@ class Rank:
 
     def close(self) -> None:
         """Closes the message ends; the machine closes models, groups and the backend."""
-        if self.chained is not None:
-            self.chained.close()
+        if self.device_rounds is not None:
+            self.device_rounds.close()
         for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):
             if end is not None:
                 end.close()

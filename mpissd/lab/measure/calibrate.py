@@ -28,14 +28,14 @@ from mpissd.common.config import AUTO_TREE, DEFAULT_PAIR, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import DEFAULT_RATES
 from mpissd.common.rounds import Source
-from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.trace import DraftLog, DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.comm.topology import agreed
+from mpissd.engine.features.pool import GroupForwards
 from mpissd.engine.job import Job
 from mpissd.engine.law.acceptance import AcceptanceLaw
-from mpissd.engine.model.stepper import GroupView, Stepper
-from mpissd.engine.round.draft import Drafter
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.round.sequence import timed_places
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
@@ -136,7 +136,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
 
 def _stepper(worker: Any) -> Stepper:
     stepper = worker.stepper
-    if isinstance(stepper, GroupView):
+    if isinstance(stepper, GroupForwards):
         stepper = stepper.shared.stepper
     assert isinstance(stepper, Stepper), "calibration times real forwards"
     return stepper
@@ -370,7 +370,7 @@ class WarmUp:
     """The warm-up rounds that count, on the lead or on the draft: its ledger [n, 2 + phases].
 
     num_rows: on the lead, the rows of each verification [n]. rounds: on the draft, its rows
-    [n, Drafter.COLUMNS]. grow_s: its median growth step; None if no branch grew.
+    [n, DraftLog.COLUMNS]. grow_s: its median growth step; None if no branch grew.
     """
 
     ledger: NDArray[np.int64]
@@ -379,22 +379,22 @@ class WarmUp:
     grow_s: float | None = None
 
     @classmethod
-    def of_draft(cls, drafter: Drafter, count: int) -> WarmUp:
+    def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
         """Returns a draft's warm-up, the first `count` rounds of the pass."""
         span = count // _SKIPPED, count
-        slices = drafter.ledger.slices(*span)
+        slices = log.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
         grow_s = float(np.median(steps)) if len(steps) else None
-        return cls(drafter.ledger.table(*span), None, drafter.table(*span), grow_s)
+        return cls(log.ledger.table(*span), None, log.table(*span), grow_s)
 
     def seconds(self, phase: int) -> Floats:
         """Returns the seconds of a phase in each round, [n]."""
         return np.asarray(self.ledger[:, 2 + phase] * 1e-9, np.float64)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
+        """Returns the column of `rounds` that has this name in DraftLog.COLUMNS."""
         assert self.rounds is not None, "a warm-up without a draft"
-        values: NDArray[Any] = self.rounds[:, Drafter.COLUMNS.index(name)]
+        values: NDArray[Any] = self.rounds[:, DraftLog.COLUMNS.index(name)]
         return values
 
 

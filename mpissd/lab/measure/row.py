@@ -27,11 +27,11 @@ from mpissd.common.records import (
     token_digest,
 )
 from mpissd.common.row import SCHEMA, Row
-from mpissd.common.trace import LeadPhase
+from mpissd.common.trace import DraftLog, LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.features.learning import Updates
+from mpissd.engine.features.pool import GroupForwards, SharedForwards
 from mpissd.engine.job import Job
-from mpissd.engine.model.stepper import GroupView, SharedForwards
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.oracle.logits import TextWorkload
 from mpissd.engine.oracle.workload import ROW_FIELDS
@@ -79,7 +79,7 @@ class DraftReport:
     ledger: as in LeadReport.
     """
 
-    rounds: NDArray[Any]  # [n, Drafter.COLUMNS]
+    rounds: NDArray[Any]  # [n, DraftLog.COLUMNS]
     ledger: NDArray[np.int64]
     phases: list[str]
     learned: dict[str, Any]  # from RankCounts.to_dict
@@ -88,8 +88,8 @@ class DraftReport:
     updates: dict[str, list[Any]] | None = None  # Updates.report; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Returns the column of `rounds` that has this name in Drafter.COLUMNS."""
-        return np.asarray(self.rounds[:, Drafter.COLUMNS.index(name)], np.float64)
+        """Returns the column of `rounds` that has this name in DraftLog.COLUMNS."""
+        return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
 
 
 @dataclass(frozen=True)
@@ -142,24 +142,25 @@ def draft_report(
     pairs = list(zip(drafters, spans, strict=False))
     if not pairs:
         return None
-    counts, first = drafters[0].rank_counts, spans[0][0]
+    log = drafters[0].log
     report = DraftReport(
-        _renumbered([d.table(*span) for d, span in pairs]),
-        _renumbered([d.ledger.table(*span) for d, span in pairs]),
-        drafters[0].ledger.names,
-        counts.to_dict() if counts is not None and len(pairs) == 1 else {},
-        warm_up=WarmUp.of_draft(drafters[0], first),
+        _renumbered([d.log.table(*span) for d, span in pairs]),
+        _renumbered([d.log.ledger.table(*span) for d, span in pairs]),
+        log.ledger.names,
+        log.ranks.to_dict() if log.ranks is not None and len(pairs) == 1 else {},
+        warm_up=WarmUp.of_draft(log, spans[0][0]),
         updates=None if updates is None else updates.report,
     )
     view = drafters[0].worker.stepper
-    if len(pairs) == 1 or not isinstance(view, GroupView):
+    if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
     # The shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a row with
     # the window's beginning and end in ns.
-    slices = [one for d, span in pairs if len(one := d.ledger.slices(*span))]
-    begin, end = min(int(one[0, 2]) for one in slices), max(int(one[-1, 3]) for one in slices)
-    log = view.shared.log()
-    inside = log[(log[:, 0] >= begin) & (log[:, 0] < end)]
+    slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
+    begin = min(int(part[0, 2]) for part in slices)
+    end = max(int(part[-1, 3]) for part in slices)
+    forwards = view.shared.log()
+    inside = forwards[(forwards[:, 0] >= begin) & (forwards[:, 0] < end)]
     return replace(report, forwards=np.concatenate([inside, [[begin, end, 0, 0]]]))
 
 
@@ -462,7 +463,7 @@ def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
     }
     if draft is not None:
         arrays["draft_rounds"] = draft.rounds
-        arrays["draft_columns"] = np.asarray(Drafter.COLUMNS)
+        arrays["draft_columns"] = np.asarray(DraftLog.COLUMNS)
         arrays["draft_ledger_ns"] = draft.ledger
         arrays["draft_phases"] = np.asarray(draft.phases)
     return arrays

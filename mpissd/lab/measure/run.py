@@ -28,6 +28,7 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.features.learning import Teaching
+from mpissd.engine.oracle.logits import LogitsTarget
 from mpissd.engine.round.target import Sequences, TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened_machine, rest, session_of, tell_doubt
@@ -140,8 +141,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     session, topology = rank.session, rank.session.topology
     config = session.job.config
     profile = calibrate(rank, is_brief=is_brief)
-    drafters = [rank.drafter(worker) for worker in rank.drafts]
-    drafter = drafters[0] if drafters else None
+    drafters = rank.make_drafters()
     rank.prepare()
     clocks = None
     if config.trace is not None:
@@ -150,7 +150,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     if not topology.is_lead:  # the lead enters this stage itself, after its warm-up
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
-    lead = rank.run_pass(rank.target, drafter, drive, drafters[1:])
+    lead = rank.run_pass(rank.target, drafters, drive)
     if topology.groups > 1:
         rest(topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
@@ -169,7 +169,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         expected = session.job.world_size - config.learners
         digests += [None] * (expected - len(digests))
         try:
-            if not several and rank.chained is None:  # chained rounds do not wait for the host
+            if not several and rank.device_rounds is None:  # these do not wait for the host
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
@@ -181,7 +181,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     agree(world, error)
     if config.trace is not None:
         took = None if lead is None else np.array(lead.records.t_target_s)
-        write_trace(rank, drafter, spans[0], took, clocks)
+        log = drafters[0].log if drafters else None
+        write_trace(rank, log, spans[0], took, clocks)
     return row
 
 
@@ -220,8 +221,11 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     learning, teaching = session.learning, None
     if learning is not None and learning.outlet is not None:
         assert rank.target is not None, "a lead without a target"
+        oracle = rank.target.oracle
+        assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
         loop.tell()  # drops the warm-up's last round: no receiver yet
-        loop.teach = teaching = Teaching(rank.target.oracle, learning.outlet)
+        teaching = Teaching(oracle, learning.outlet)
+        loop.observers.append(teaching)
     first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import whole_file
-from mpissd.common.trace import DraftPhase, FollowPhase, LeadPhase
+from mpissd.common.trace import DraftLog, DraftPhase, FollowPhase, LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.round.draft import Drafter
 from mpissd.engine.session.rank import Rank
 
 MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks
@@ -73,16 +72,16 @@ def compare_clocks(comm: MPI.Comm, waiter: Waiter, exchanges: int = EXCHANGES) -
 
 def write_trace(
     rank: Rank,
-    drafter: Drafter | None,
+    draft: DraftLog | None,
     rounds: tuple[int, int],
     t_target_s: NDArray[np.float64] | None,
     clocks: Clocks | None,
 ) -> None:
     """Writes the trace on rank 0, after Rank.run_pass; collective over the world.
 
-    drafter: set on ranks that run a draft. rounds: the first measured round and the one after the
-    last. t_target_s: seconds of the lead's forward in each of them, on rank 0 as `clocks`. Raises
-    ConfigError if the file cannot be written.
+    draft: the log of a rank that runs a draft. rounds: the first measured round and the one after
+    the last. t_target_s: seconds of the lead's forward in each of them, on rank 0 as `clocks`.
+    Raises ConfigError if the file cannot be written.
     """
     session, (first, last) = rank.session, rounds
     topology, config = session.topology, session.job.config
@@ -91,9 +90,9 @@ def write_trace(
     tracks = [Track("host", rank.ledger.names, rank.ledger.slices(first, end))]
     if topology.is_lead and t_target_s is not None:
         tracks.append(_device_track(tracks[0].slices, t_target_s))
-        if drafter is not None:
-            own = drafter.ledger
-            tracks.append(Track("draft's host (inline)", own.names, own.slices(first, end)))
+        if draft is not None:
+            ledger = draft.ledger
+            tracks.append(Track("draft's host (inline)", ledger.names, ledger.slices(first, end)))
     every = topology.world.gather(tracks)
     if every is None or clocks is None:
         return

@@ -301,11 +301,11 @@ def _measured(session: Session, source: str) -> Entry | None:
                 round_s += job.num_forwards(job.lookahead) * step_s
             count = int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
         count = world.bcast(count)
-        drafter = rank.drafter(rank.draft) if rank.draft is not None else None
-        lead = rank.run_pass(rank.target, drafter, partial(warm_up, rank=rank, count=count))
-        own = None if drafter is None else WarmUp.of_draft(drafter, count)
+        drafters = rank.make_drafters()
+        lead = rank.run_pass(rank.target, drafters, partial(warm_up, rank=rank, count=count))
+        own = WarmUp.of_draft(drafters[0].log, count) if drafters else None
         drafts = [draft for draft in world.gather(own) or () if draft is not None]
-        if profile is not None and lead is not None and rank.chained is None:
+        if profile is not None and lead is not None and rank.device_rounds is None:
             costs = host_costs(job, profile.device, lead, drafts[0] if drafts else None)
             profile = replace(profile, host=costs)
         rank.close()

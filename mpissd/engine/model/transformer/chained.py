@@ -285,7 +285,7 @@ class ChainedForwards:
     before its round is over.
     """
 
-    is_on = False  # whether the present round is chained; set by its speculator
+    is_on = False  # whether the present round is chained
 
     def __init__(
         self,
@@ -355,6 +355,10 @@ class ChainedForwards:
                         one.weights.ops.adopt(one.cache, moves)
 
         return stepper.backend.program(body, stepper.cost(rows, k))
+
+    def enter(self, sequences: int) -> None:
+        """Begins a round of so many sequences: it is chained if its batch is full."""
+        self.is_on = sequences == self.sheet.sequences
 
     def begin(self, state: Ints) -> None:
         """Sets the sequences' places, [S, 4] like Sheet.state; no round may be under way."""

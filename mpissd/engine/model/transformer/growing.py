@@ -89,7 +89,7 @@ class ChainedGrowth:
         self._steps = {rows: [program(rows, 1) for _ in range(_AT_ONCE)] for rows in sizes}
 
     def begin(self, lanes: Any, places: Places, picks: Any, steps: int) -> bool:
-        """Launches the first of `steps` steps of a Rollout behind the glue, launched last.
+        """Launches the first of `steps` steps of Branches behind the glue, launched last.
 
         places: of that step. picks: of the lanes, as GrowthSheet has them, as their tokens are.
         Returns False if so many lanes have no programs.
@@ -119,9 +119,9 @@ class ChainedGrowth:
         number, lanes = self._collected, self._lanes
         tokens = self.sheet.tokens[number, : len(lanes)]
         if number:
-            lanes.tokens[:, number - 1], lanes.steps = tokens, number
+            lanes.append(tokens)
         else:
-            lanes.first = tokens.copy()
+            lanes.begin(tokens.copy())
         self._collected, self.left = number + 1, self.left - 1
         if self.left:
             self._stepper.current = self._programs[self._collected]

@@ -1,0 +1,118 @@
+"""A run that goes on without its draft rank: --on_draft_loss=ar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpissd.common.errors import FaultError
+from mpissd.common.rounds import Outcome, Speculation
+from mpissd.common.wait import Overdue, Waiter
+from mpissd.engine.comm.link import LeadEnd
+from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
+
+
+class PeerLost(FaultError):
+    """The rank that is waited for is gone, and the job goes on without it."""
+
+
+class LossWaiter(Waiter):
+    """Waits for one rank until it is known to be gone.
+
+    A rank that hangs is reported after half of the deadline: if that ends the rank, the other
+    target ranks have waited for less than their own deadline.
+    """
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        is_lost: Callable[[], bool],
+        report: Callable[[str], object] = lambda what: None,
+    ) -> None:
+        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone.
+
+        report: reports a rank that hangs; takes the awaited event.
+        """
+        super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
+        self._waiter = waiter
+        self._is_lost = is_lost
+        self._report = report
+
+    def until(self, test: Callable[[], bool], what: str) -> None:
+        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
+        met = False
+
+        def is_over() -> bool:
+            nonlocal met
+            met = met or test()
+            return met or self._is_lost()
+
+        self.alarm = self._waiter.alarm
+        try:
+            super().until(is_over, what)
+        except Overdue:
+            self._report(what)
+            super().until(is_over, what)
+        if not met:
+            raise PeerLost(f"{what}: the rank is gone")
+
+
+class ARFallback(RemoteSpeculator):
+    """The speculator of --on_draft_loss=ar: one draft rank, after whose loss K = 0.
+
+    A sampled round needs the distributions of its tokens once one of them is rejected. They are
+    lost if the draft dies before it has sent them. Whether such a round counts must not depend on
+    the rejections: drawing again only after a rejection would give less likely tokens too often. So
+    a sampled round is judged only after its distributions have arrived. If they are lost, no
+    drafted token is judged, and each sequence draws one token from the target's distribution. Both
+    depend on the moment of the loss and on no draw, so the output distribution stays the target's
+    (docs/ssd.md, "Sampling").
+    """
+
+    def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
+        """Takes the link, whose waits raise PeerLost (LossWaiter), and is_lost, which returns
+        whether the draft rank is known to be gone."""
+        super().__init__(link)
+        self._is_lost = is_lost
+        self._is_gone = False
+
+    def _survives(self, step: Callable[[], None]) -> bool:
+        """Takes a step with the draft rank; returns False if the rank is gone."""
+        self._is_gone = self._is_gone or self._is_lost()
+        if not self._is_gone:
+            try:
+                step()
+            except PeerLost:
+                self._is_gone = True
+        return not self._is_gone
+
+    def ask(self, outcome: Outcome) -> None:
+        ask = super().ask
+        self._answers = True  # after a loss `answer` notes it, also in a round without drafting
+        self._survives(lambda: ask(outcome))
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        if not self._is_gone:
+            try:
+                return super().answer(round_, count)
+            except PeerLost:
+                self._is_gone = True
+        if self.lost_round is None:
+            self.lost_round = round_
+            self._forget_proposals()
+        return Speculator.answer(self, round_, count)
+
+    def confirm(self, speculation: Speculation) -> bool:
+        if not self._waiting:
+            return True
+        try:
+            self._link.wait_for_proposals()
+        except PeerLost:
+            self._is_gone = True
+            self._forget_proposals()
+            return False
+        return True
+
+    def stop(self, outcome: Outcome) -> None:
+        stop = super().stop
+        if not self._survives(lambda: stop(outcome)) and self.lost_round is None:
+            self.lost_round = outcome.round + 1

@@ -1,0 +1,76 @@
+"""Growth of greedy branches whose steps the device joins, without waiting for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpissd.common.rounds import Speculation
+from mpissd.common.wait import Waiter
+from mpissd.engine.features.device_rounds import device_decides
+from mpissd.engine.job import Job
+from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.round.branches import Branches
+from mpissd.engine.round.rows import DraftWorker
+from mpissd.engine.round.sequence import Batch
+
+
+def joining(job: Job, worker: DraftWorker) -> DraftWorker:
+    """Returns a draft rank's worker whose device joins the steps of its growth, or the same one if
+    the host must grow."""
+    stepper = worker.stepper
+    is_excluded = job.serving or job.config.learners or job.tree_lanes
+    if is_excluded or not (job.config.drafts and job.fan_out and device_decides(worker)):
+        return worker
+    assert isinstance(stepper, Stepper)
+    counts = {job.config.batch_size * sum(fan_out) for fan_out in job.fan_outs.lists}
+    return JoiningWorker(worker, ChainedGrowth(stepper, counts, job.lookahead))
+
+
+class JoiningWorker(DraftWorker):
+    """A draft worker that launches the first growth step behind the scoring forward, and each
+    further one while the one before it runs."""
+
+    def __init__(self, worker: DraftWorker, growth: ChainedGrowth) -> None:
+        super().__init__(worker.stepper, worker.oracle, worker.placement)
+        self._growth = growth
+        self._begun: Branches | None = None  # branches that grow already, with unknown first tokens
+
+    def launch_scoring(
+        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
+    ) -> None:
+        super().launch_scoring(batch, speculation, fan_outs, levels)
+        self._begun = None
+        if batch.forced:
+            return
+        branches, picks = self.oracle.ahead(batch, speculation, fan_outs)
+        assert branches.places is not None, "a branch without a place"
+        places = batch.step(branches.places, 0)
+        if self._growth.begin(branches, places, picks, levels):
+            self._begun = branches
+
+    def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
+        if self._begun is None:
+            return super().scored(batch, speculation, fan_outs)
+        self._growth.collect()  # their first tokens
+        return self._begun
+
+    def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
+        if self._growth.left:
+            self._growth.launch()
+        else:
+            super().launch_step(batch, growing)
+
+    def collect_step(self, growing: Sequence[Branches]) -> None:
+        if self._growth.left:
+            self._growth.collect()
+        else:
+            super().collect_step(growing)
+
+    def settle(self, waiter: Waiter) -> bool:
+        is_growing = self._growth.left > 0
+        while self._growth.left:
+            self.wait(waiter)
+            self._growth.collect()
+        return is_growing

@@ -1,0 +1,248 @@
+"""A draft that serves several target groups: the rounds of each run in a thread of their own.
+
+One thread runs at a time, until it has launched a forward or waits for a message. Then the launched
+forwards of all groups run as one. So an outcome waits for at most the one forward that runs when it
+arrives, whatever the draft does for other groups. Only chunks of their long prompts, which are
+forwards of their own, come on top.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Semaphore, Thread
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.common.wait import Waiter
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.model.forwards import Forwards, Places, Results, joined
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.round.draft import Drafter, serve
+
+
+class GroupWaiter(Waiter):
+    """How one group's thread waits: it lets the pool run until the pool resumes it.
+
+    Its link and its drafter wait by it. awaited: whether the awaited message has arrived (None: the
+    thread waits for its launched forward). is_over: whether its rounds have ended.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s, spin=False)
+        self.awaited: Callable[[], bool] | None = bool
+        self.is_over = False
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._may_run = Semaphore(0)
+        self._has_paused = Semaphore(0)
+
+    def until(self, test: Callable[[], bool], what: str) -> None:
+        """Waits for a message without holding up the other groups."""
+        if not test():
+            self.pause(test)
+
+    def pause(self, awaited: Callable[[], bool] | None) -> None:
+        """Lets the pool run; called by the thread."""
+        self.awaited = awaited
+        self._has_paused.release()
+        self._may_run.acquire()
+        if self._is_abandoned:
+            raise SystemExit
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the awaited message has arrived."""
+        return self.awaited is not None and self.awaited()
+
+    def begin(self, rounds: Callable[[], None]) -> None:
+        """Starts a thread that runs the rounds when it is resumed."""
+        self.is_over = False
+        Thread(target=self._run, args=(rounds,), daemon=True).start()
+        self.awaited = _always
+
+    def _run(self, rounds: Callable[[], None]) -> None:
+        self._may_run.acquire()
+        try:
+            rounds()
+        except BaseException as error:  # noqa: BLE001  (the pool raises it)
+            self._error = error
+        self.is_over = True
+        self._has_paused.release()
+
+    def resume(self) -> None:
+        """Runs the thread until it pauses or ends; raises its exception."""
+        self._may_run.release()
+        self._has_paused.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Ends a thread that waits."""
+        if not self.is_over:
+            self._is_abandoned = True
+            self._may_run.release()
+
+
+def _always() -> bool:
+    return True
+
+
+def serve_groups(
+    ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
+) -> None:
+    """Runs the rounds of all groups until every one has stopped.
+
+    ends: a link and a drafter of each group, over its part of `forwards`; both wait by a
+    GroupWaiter. waiter: how the rank itself waits, for a forward and for any message.
+    """
+    groups = list[GroupWaiter]()
+    for link, drafter in ends:
+        assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
+        groups.append(drafter.waiter)
+        drafter.waiter.begin(_rounds(link, drafter, forwards))
+    try:
+        while groups:
+            for group in groups[:]:
+                if group.may_go_on:
+                    group.resume()
+                    if group.is_over:
+                        groups.remove(group)
+            if forwards.launched:
+                launched = [group for group in groups if group.awaited is None]
+                forwards.run(waiter)
+                for group in launched:
+                    group.awaited = _always
+            elif groups:
+                waiter.until(lambda: any(group.may_go_on for group in groups), "target: outcome")
+            if len(groups) > 1:
+                groups.append(groups.pop(0))  # rotates, so that each group comes first in turn
+    finally:
+        for group in groups:
+            group.abandon()
+
+
+def _rounds(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> Callable[[], None]:
+    def rounds() -> None:
+        forwards.stepper.backend.use_here()
+        serve(link, drafter)
+
+    return rounds
+
+
+class SharedForwards:
+    """A stepper with several users (groups), whose launched forwards run as one.
+
+    groups: the part of each. launched: the parts whose rows the next forward carries.
+    """
+
+    COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
+
+    def __init__(self, stepper: Stepper, groups: int, *, slots: int, lanes: int) -> None:
+        """Divides the stepper; slots, lanes: of each group."""
+        self.stepper = stepper
+        self.most_rows = stepper.most_rows // groups
+        self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
+        self.launched: list[GroupForwards] = []
+        self._log = array("q")  # the values of COLUMNS, forward after forward
+
+    def run(self, waiter: Waiter) -> None:
+        """Runs the launched rows in one forward, and waits for it."""
+        together = self.launched
+        self.launched = []
+        tokens = list[Ints]()
+        places = list[Places]()
+        start = 0
+        rows = 0
+        for group in together:
+            start, rows = group.join(start, rows, tokens, places)
+        lists = any(group.lists for group in together)
+        self.stepper.upload(
+            rows, np.concatenate(tokens), joined(places) if places else None, lists=lists
+        )
+        begin = perf_counter_ns()
+        self.stepper.launch()
+        self.stepper.wait(waiter)
+        seconds = self.stepper.elapsed_s()
+        self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
+
+    def log(self) -> NDArray[np.int64]:
+        """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
+        return np.array(self._log).reshape(-1, len(self.COLUMNS))
+
+
+class GroupForwards(Forwards):
+    """The part of a shared model that one group sees; its slots and lanes begin at 0.
+
+    lists: whether lists of candidates are read.
+    """
+
+    def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
+        self.shared = shared
+        self.lists = False
+        self._first_slot = first_slot
+        self._first_lane = first_lane
+        self._part: tuple[int, Ints, Places | None] | None = None  # uploaded, not run yet
+        self._window = slice(0, 0)  # the rows of this group in the last forward
+
+    @property
+    def most_rows(self) -> int:
+        return self.shared.most_rows
+
+    def upload(
+        self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
+    ) -> None:
+        if places is not None:
+            lanes = np.where(places.lanes < 0, places.lanes, places.lanes + self._first_lane)
+            slots = places.slots + np.int32(self._first_slot)
+            places = replace(places, slots=slots, lanes=lanes.astype(np.int32))
+        self._part = rows, tokens, places
+        self.lists = lists
+
+    def launch(self) -> None:
+        assert self not in self.shared.launched, "a second forward before the first one is over"
+        self.shared.launched.append(self)
+
+    def join(
+        self, start: int, rows: int, tokens: list[Ints], places: list[Places]
+    ) -> tuple[int, int]:
+        """Adds the uploaded tokens and places to a forward that has `start` tokens and `rows` rows;
+        returns how many it has then."""
+        assert self._part is not None, "launched without rows"
+        own_rows, own_tokens, own_places = self._part
+        self._part = None
+        self._window = slice(start, start + len(own_tokens))
+        tokens.append(own_tokens)
+        if own_places is not None:
+            places.append(own_places)
+        return self._window.stop, rows + own_rows
+
+    def move(self, lane: int, slot: int, start: int, stop: int) -> None:
+        lane += self._first_lane
+        self.shared.stepper.move(lane, self._first_slot + slot, start, stop)
+
+    def wait(self, waiter: Waiter) -> None:
+        if self in self.shared.launched:
+            if isinstance(waiter, GroupWaiter):
+                waiter.pause(None)
+            else:  # outside a pool
+                self.shared.run(waiter)
+
+    def elapsed_s(self) -> float:
+        """Returns the device time of the last finished forward, with the rows of all groups."""
+        return self.shared.stepper.elapsed_s()
+
+    def results(self) -> Results:
+        whole = self.shared.stepper.results()
+        window = slice(None), self._window, slice(None if self.lists else 1)
+        return Results(whole.ids[window], None if whole.values is None else whole.values[window])
+
+    def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
+        return self.shared.stepper.logits([self._window.start + row for row in rows])
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.shared.stepper.release([self._first_slot + slot for slot in slots])
