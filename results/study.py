@@ -10,7 +10,7 @@ STUDY/study.ini has a section for each step, in order of importance, and one sec
     gpus = 2                    steps that need more are left out; `detect`: those of this machine
     budget_s = 530              no step begins with less than 15 s of it left
     flags = --backend=cupy      flags of every step
-    columns = use, tok_per_s    keys of a row, such as round_us.p99; see COMPUTED for the others
+    columns = use, tok_per_s    keys of a row; see COMPUTED for the others
     expected = tok_per_s        the key of STUDY/expected.jsonl that is compared
     turns = 3                   how often sweeps are measured while the budget lasts (default: 1)
 
@@ -41,6 +41,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from configparser import ConfigParser, SectionProxy
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,9 +55,10 @@ from mpissd.common.rivals import Family  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
 from mpissd.engine.comm.topology import usable_cores  # noqa: E402
 from mpissd.lab.measure.load import counters, reasons  # noqa: E402
-from mpissd.lab.measure.verdict import Comparison, Use  # noqa: E402
+from mpissd.lab.measure.verdict import FEWEST_TURNS, Comparison, Use  # noqa: E402
 from mpissd.lab.tables.best import mode_of  # noqa: E402
 
+BUSY = "busy.jsonl"  # of OUT: how many rows each step measured, and what disturbed it
 FEWEST_S = 15  # a step is not begun with less
 SHOW_S = 2.0
 HEADS = {"tok_per_s": "tok/s"}  # of a column, where it is not the key
@@ -96,20 +100,13 @@ COMPUTED: dict[str, Callable[[Row], Any]] = {
 
 
 def value_of(row: Row, key: str) -> Any:
-    """Returns a computed value, or the row's own; a dot leads into an object."""
-    if key in COMPUTED:
-        return COMPUTED[key](row)
-    first, *rest = key.split(".")
-    value: Any = row.get(first)
-    for name in rest:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+    """Returns a computed value, or the row's own."""
+    return COMPUTED[key](row) if key in COMPUTED else row.get(key)
 
 
 def cell_of(row: Row) -> str:
     """Returns a row's cell as text: T, and its grid's flags without the seed."""
-    sweep = (row.get("provenance") or {}).get("sweep") or {}
-    return cell(row["tp"], sweep.get("flags", {"run": row.get("config_digest")}))
+    return cell(row["tp"], (row.sweep or {}).get("flags", {"run": row.get("config_digest")}))
 
 
 def cell(tp: int, flags: Mapping[str, Any]) -> str:
@@ -120,6 +117,17 @@ def cell(tp: int, flags: Mapping[str, Any]) -> str:
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON lines of a file."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def disturbed(out: Path, count: int) -> list[str]:
+    """Returns what disturbed the machine in the worst step, and for how many of `count` rows it is
+    unknown."""
+    steps = read(out / BUSY) if (out / BUSY).exists() else []
+    worst = max(steps, key=lambda step: max(step["busy"].values(), default=0), default={"busy": {}})
+    busy = [f"{text} (step {worst['step']})" for text in worst["busy"]]
+    left = count - sum(step["rows"] for step in steps)
+    unknown = f"what disturbed {left} of {count} rows is unknown (their step was killed)"
+    return busy + [unknown] * (left > 0)
 
 
 def cells_in(out: Path) -> dict[str, list[Row]]:
@@ -133,44 +141,67 @@ def cells_in(out: Path) -> dict[str, list[Row]]:
     return cells
 
 
+def chosen(uses: list[Use]) -> Use:
+    """Returns the fastest use, with the speed in each turn of the use that the other turns choose.
+
+    A use that is chosen and judged by the same turns seems too fast (M. Stone, Cross-validatory
+    choice and assessment of statistical predictions, 1974).
+    """
+
+    def without(turn: int, use: Use) -> tuple[float, float]:
+        others = [*use.speeds[:turn], *use.speeds[turn + 1 :]]
+        return replace(use, speeds=others).mean, use.mean
+
+    turns = range(len(uses[0].speeds))
+    speeds = [max(uses, key=partial(without, turn)).speeds[turn] for turn in turns]
+    return replace(max(uses, key=lambda use: use.mean), speeds=speeds)
+
+
 def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
     """Yields what pays in each setting with SSD, and what these sentences rest on.
 
-    The fastest SSD on G ranks is compared with the fastest use on at most G. A cell's rows are its
-    turns. busy: what disturbed the machine.
+    The fastest SSD on G ranks is compared with the fastest use on at most G that has no draft rank.
+    busy: what disturbed the machine.
     """
+    turns = [
+        {((row.sweep or {}).get("repeat", 0), row.seed): row["tok_per_s"] for row in rows}
+        for rows in cells.values()
+    ]
+    order = sorted({turn for speeds in turns for turn in speeds}, key=str)
     first = [rows[0] for rows in cells.values()]
-    turns = [len(rows) for rows in cells.values()]
-    with_ssd = [row for row in first if row["mode"] == "ssd"]
     # By a setting's name: that of AR, which has no acceptance.
+    with_ssd = [row for row in first if row["mode"] == "ssd"]
     names = {setting(row): setting(Row.from_dict({**row, "mode": "ar"})) for row in with_ssd}
     for name in sorted(names):
-        uses, rounds = dict[Family, Use](), list[int]()
-        for rows in cells.values():
-            row, speeds = rows[0], [each["tok_per_s"] for each in rows]
-            family = Family(mode_of(row), row["tp"], row["num_drafts"])
-            unit = "core" if row["backend"] == "numpy" else "GPU"
-            use = Use(family, unit, row["lookahead"], speeds)
-            is_slower = family in uses and uses[family].mean > use.mean
-            wanted = names[name] if row["mode"] == "ar" else name
-            if setting(row) == wanted and not is_slower:
-                uses[family] = use
+        uses, rounds = list[Use](), list[int]()
+        for rows, speeds in zip(cells.values(), turns, strict=True):
+            row = rows[0]
+            if setting(row) == (names[name] if row["mode"] == "ar" else name):
+                family = Family(mode_of(row), row["tp"], row["num_drafts"])
+                unit = "core" if row["backend"] == "numpy" else "GPU"
+                uses.append(Use(family, unit, row["lookahead"], [*map(speeds.get, order)]))
                 rounds += [each["num_rounds"] for each in rows]
-        for own in (use for use in uses.values() if use.family.mode == "ssd"):
-            gpus = own.family.gpus
-            others = [use for use in uses.values() if use.family.gpus <= gpus and use is not own]
-            if not any(use.family.tp == gpus for use in others):
+        for family in sorted({use.family for use in uses if use.family.mode == "ssd"}):
+            plain = [use for use in uses if not use.family.num_drafts]
+            rivals = [use for use in plain if use.family.gpus <= family.gpus]
+            if not any(use.family.tp == family.gpus for use in rivals):
                 continue  # nothing was measured with all of them for the target
-            comparison = Comparison([own, *others], busy, num_rounds=min(rounds))
-            answers = [each for each in comparison.answers() if "for the draft" in each.what]
+            own = chosen([use for use in uses if use.family == family])
+            comparison = Comparison([own, chosen(rivals)], busy, num_rounds=min(rounds))
             place = f"{name}: " if len(names) > 1 else ""
+            answers = [each for each in comparison.answers() if "for the draft" in each.what]
             yield from (place + comparison.sentence(answer) for answer in answers)
-    runs = f"{min(turns)}" if min(turns) == max(turns) else f"{min(turns)} to {max(turns)}"
-    state = "nothing disturbed the machine while the rows of this run were measured"
+    counts = sorted({len(speeds) for speeds in turns})
+    runs = " to ".join(map(str, (counts[0], counts[-1])[: len(counts)]))
+    state = "nothing disturbed the machine while these rows were measured"
     if busy:
         state = f"{' and '.join(busy)}, so only an interval beyond 5% is a verdict"
-    device = first[0]["device_name"]
-    yield f"Trust: {runs} turns of {len(cells)} uses on {device}, intervals of 95%; {state}."
+    devices = " and ".join(sorted({row["device_name"] for row in first}))
+    rests = f"{runs} turn{'s' * (runs != '1')} of {len(cells)} uses on {devices}"
+    how = "intervals of 95%, each turn compares the uses that are fastest in the other turns"
+    yield f"Trust: {rests}; {how}; {state}."
+    if counts[0] < FEWEST_TURNS:
+        yield f"A verdict needs {FEWEST_TURNS} turns: the same command again adds what is missing."
 
 
 def table(folder: Path, out: Path) -> Iterator[str]:
@@ -251,15 +282,6 @@ class Runner:
         self._flags = [f"--backend={backend}", *shlex.split(os.path.expandvars(flags))]
         self._is_dry = bool(os.environ.get("DRY"))
         self._turns, self._turn = int(study.get("turns", "1")), 1
-        self._before = counters() | {"own": sum(os.times()[:4])}
-
-    def busy(self) -> list[str]:
-        """Returns what disturbed the machine so far; all its steps are children of this process."""
-        now = counters() | {"own": sum(os.times()[:4])}
-        spent = {name: now[name] - value for name, value in self._before.items()}
-        spent.pop("delayed", None)  # of this process, which waits
-        cores = len(usable_cores())
-        return [*reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)]
 
     def run(self, names: list[str]) -> int:
         """Runs the named steps, or all; returns how many did not succeed."""
@@ -292,6 +314,7 @@ class Runner:
         limit, begun = min(left, float(step.get("limit_s", "600"))), time.monotonic()
         log = self._out / f"{name}.log"
         with (
+            self._watched(name),
             log.open("w") as file,
             subprocess.Popen(
                 ["timeout", "-k", "15", f"{limit:.0f}", *command],
@@ -310,6 +333,23 @@ class Runner:
         if code or step.getboolean("show", False):
             print("\n".join(lines if step.getboolean("show", False) else lines[-3:]))
         return code == 0
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Keeps what disturbed the machine during a step beside the rows that it measured."""
+        count, before = self._rows(name), counters() | {"own": sum(os.times()[:4])}
+        try:
+            yield
+        finally:
+            now = counters() | {"own": sum(os.times()[:4])}  # its ranks are children
+            spent = {name: now[name] - value for name, value in before.items()}
+            spent.pop("delayed", None)  # of this process, which waits
+            cores, measured = len(usable_cores()), self._rows(name) - count
+            busy = reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)
+            if measured:
+                line = {"step": name, "rows": measured, "busy": busy}
+                with (self._out / BUSY).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
 
     def _wait(self, process: subprocess.Popen[bytes], name: str, limit: float) -> int:
         """Returns a step's exit code; shows its rows and seconds on a terminal meanwhile."""
@@ -364,11 +404,11 @@ def main(words: list[str]) -> int:
     """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
     if words[:1] == ["run"] and len(words) > 2:
         folder, out = Path(words[1]).resolve(), Path(words[2])
-        runner = Runner(folder, out)
-        failed = runner.run(words[3:])
+        failed = Runner(folder, out).run(words[3:])
         if not os.environ.get("DRY"):
             print("\n".join(table(folder, out)))
-            for sentence in verdicts(cells_in(out), runner.busy()):
+            cells = cells_in(out)
+            for sentence in verdicts(cells, disturbed(out, sum(map(len, cells.values())))):
                 print(textwrap.fill(sentence, 100, subsequent_indent="  "))
         return int(failed > 0)
     if words[:1] == ["table"] and len(words) in (2, 3):

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from tests.scripts import ROOT, call, fake_tools, load
 
@@ -253,26 +255,43 @@ def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
         ([90, 91, 92], [], "A core for the draft does not pay: SSD K=2 makes 0.91× "),
         ([110, 112, 114], [], "A core for the draft pays: SSD K=2 makes 1.12× "),
         ([60, 110, 170], [], "Cannot tell whether a core for the draft pays: the turns differ"),
+        ([110, 112, None, 114], [], "A core for the draft pays: SSD K=2 makes 1.12× "),
         ([90], [], "Cannot tell whether a core for the draft pays: too few turns to show"),
         ([50, 51, 52], ["others used 9% of its core"], "While it is busy, a core for the draft d"),
     ],
 )
-def test_a_study_answers_in_sentences(speeds: list[float], busy: list[str], sentence: str) -> None:
-    """Against the fastest use of as many ranks, in turns; a slower SSD and more ranks are none."""
+def test_a_study_answers_in_sentences(speeds: list[Any], busy: list[str], sentence: str) -> None:
+    """Against the fastest use of as many ranks, in turns, which repeats pair; a slower SSD and more
+    ranks are none."""
 
-    def rows(mode: str, tp: int, drafts: int, tok_per_s: list[float]) -> list[Row]:
+    def rows(mode: str, tp: int, drafts: int, tok_per_s: list[Any]) -> list[Row]:
         known = {"mode": mode, "tp": tp, "num_drafts": drafts, "world_size": tp + drafts}
         known |= {"lookahead": 2 * (mode != "ar"), "backend": "numpy", "device_name": "a CPU"}
-        known |= {"workload": "text", "run_id": "r", "target": "t", "num_rounds": 100}
-        return [Row.from_dict({**known, "tok_per_s": rate}) for rate in tok_per_s]
+        known |= {"workload": "text", "run_id": "r", "target": "t", "num_rounds": 100, "seed": 0}
+        measured = [(n, rate) for n, rate in enumerate(tok_per_s) if rate]
+        turns = [{"tok_per_s": r, "provenance": {"sweep": {"repeat": n}}} for n, r in measured]
+        return [Row.from_dict({**known, **turn}) for turn in turns[::-1]]
 
-    turns = [100.0, 100.0, 100.0][: len(speeds)]
+    turns = [100.0, 100.0, 10.0 if None in speeds else 100.0, 100.0][: len(speeds)]
     uses = [("ssd", 1, 1, [20.0] * len(turns)), ("ssd", 1, 1, speeds), ("ar", 2, 0, turns)]
-    uses += [("sd", 1, 0, [0.5 * x for x in turns]), ("ar", 4, 0, [4 * x for x in turns])]
+    uses += [("sd", 1, 0, [5.0] * len(turns)), ("ar", 4, 0, [400.0] * len(turns))]
     cells = {str(n): rows(*use) for n, use in enumerate(uses)}
-    said, trust = study.verdicts(cells, busy)
-    (alone,) = study.verdicts({key: cells[key] for key in "013"}, busy)  # no use of both cores
+    said, trust, *more = study.verdicts(cells, busy)
+    alone, *_ = study.verdicts({key: cells[key] for key in "013"}, busy)  # no use of both cores
     assert alone.startswith("Trust: ")
     assert said.startswith(sentence) and said.endswith(" of AR on 2 cores.")
-    assert trust.startswith(f"Trust: {len(turns)} turns of 5 uses on a CPU, ")
+    counts = {1: "1 turn", 3: "3 turns", 4: "3 to 4 turns"}[len(turns)]
+    assert trust.startswith(f"Trust: {counts} of 5 uses on a CPU; ")
     assert (busy[0] if busy else "nothing disturbed the machine while") in trust
+    assert bool(more) == (len(turns) < 3)
+
+
+def test_no_turn_of_a_study_judges_the_use_that_it_chose(tmp_path: Path) -> None:
+    """The luckiest of equal uses would win by its luck. What disturbed any row stays known."""
+    of = Family("ssd", 1, 1), "core", 2
+    lucky = [study.Use(*of, [130.0, 100.0, 100.0]), study.Use(*of, [100.0, 130.0, 100.0])]
+    assert study.chosen(lucky).speeds == [100.0] * 3
+    steps = [{"step": "a", "rows": 1, "busy": {"load": 0.3}}, {"step": "b", "rows": 1, "busy": {}}]
+    (tmp_path / study.BUSY).write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert study.disturbed(tmp_path, 2) == ["load (step a)"]
+    assert study.disturbed(tmp_path, 3)[1].startswith("what disturbed 1 of 3 rows is unknown")
