@@ -289,6 +289,8 @@ def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
         ax.texts[-1].set_in_layout(False)
 
 
+_USE = "target draft method tp lookahead tree_nodes policy backup batch_size".split()
+_USE += "alpha hit_law recording saguaro_c".split()
 BARS = "Bars: tok/s, the range of the runs; gains, 95%"
 NO_ROWS = "no rows for it: it needs "
 NO_CLAIM = "FEW SEEDS: no speedup claimed"
@@ -320,9 +322,10 @@ def caption(
     if len(apart := used["other_draft"].dropna()):
         also = "also " if len(apart) < (used["num_drafts"] > 0).sum() else ""
         words.append(f"drafts {also}on other devices")
-    seeds = used["seed"].nunique()
+    seeds = used.groupby(_USE, dropna=False)["seed"].nunique()
+    counts = " to ".join(map(str, sorted({seeds.min(), seeds.max()})))
     folders = several(used["folder"].map(lambda folder: Path(folder).name))
-    rows = f"{len(used)} rows of {folders}, {seeds} seed{'s' * (seeds > 1)}"
+    rows = f"{len(used)} rows of {folders}, {counts} seed{'s' * (counts != '1')} a use"
     if commits := sorted({commit[:8] for commit in used["commit"] if commit}):
         rows += f", mpissd {commits[0]}" + f" +{len(commits) - 1}" * (len(commits) > 1)
     long = used["seed"].where(pd.to_numeric(used["num_rounds"]) >= HEADLINE_ROUNDS)

@@ -32,12 +32,12 @@ def _y(table: pd.DataFrame, panel: str, series: str, x: float | None = None) -> 
 def throughput(table: pd.DataFrame) -> str:
     """8B/1B at alpha .8, each at its best K."""
     best = "own best K, all GPUs"
-    rates = [_y(table, best, name, 0.8) for name in ("SSD", "SD inline, T=2", "SD")]
+    rates = [_y(table, best, name, 0.8) for name in ("SSD", "SD inline, 2 GPUs", "SD")]
     ar = _y(table, best, "AR, 2 GPUs")
     return (
         f"At alpha .8 on two GPUs SSD makes {rates[0]:.0f} tok/s, SD inline over both "
-        f"{rates[1]:.0f}, SD with a GPU for the draft {rates[2]:.0f}, AR {ar:.0f} (products, "
-        "one seed)."
+        f"{rates[1]:.0f}, SD with a GPU for the draft {rates[2]:.0f}, AR {ar:.0f} (products; "
+        "SSD and SD of one seed)."
     )
 
 
@@ -53,13 +53,13 @@ def cache_hits(table: pd.DataFrame) -> str:
 
 def fan_out(table: pd.DataFrame) -> str:
     """What doubling the branches of 8B gives on chat."""
-    title, name = "8B/1B, T=1+1, K=3, whole transformers: ", "recorded chat"
+    title, name = "8B/1B, T=1+1, K=3, whole transformers: ", "recording of chat"
     rows = ("hit", "growth", "tok")
     few, many = ([_y(table, title + row, name, n) for row in rows] for n in (8, 16))
     return (
         f"8B, K = 3, chat: 16 branches instead of 8 raise hits from {few[0]:.0%} to {many[0]:.0%} "
         f"and tok/s from {few[2]:.0f} to {many[2]:.0f}; growing them takes {many[1]:.2f} "
-        f"of a verification instead of {few[1]:.2f}, so more would not be hidden."
+        f"times as long as a verification, not {few[1]:.2f}, so more would not be hidden."
     )
 
 
@@ -71,7 +71,7 @@ def latency(table: pd.DataFrame) -> str:
     waits, drafts = ssd["waiting for the other rank"], tree["drafting, or finishing a hit"]
     return (
         f"8B, chat, two GPUs: SSD verifies on one in {ssd['target forward']:.1f} ms and waits "
-        f"{waits:.1f} for the draft's, {ssd.sum():.1f} in all; a tree verifies on both in "
+        f"{waits:.1f} for the draft's GPU, {ssd.sum():.1f} in all; a tree verifies on both in "
         f"{tree.iloc[:2].sum():.1f} and drafts for {drafts:.1f}, {tree.sum():.1f} in all."
     )
 
@@ -102,11 +102,13 @@ def roofline(table: pd.DataFrame) -> str:
 def batch(table: pd.DataFrame) -> str:
     """The gains at one and at most sequences of 8B."""
     one, many = (_y(table, "8B/1B", "SSD, over SD", b) for b in (1, 32))
-    inline = [_y(table, "8B/1B", "SSD over SD inline on T+1, best K", b) for b in (1, 4, 32)]
+    best = "SSD, over SD inline on all GPUs, each at its best K and backup"
+    inline = [_y(table, "8B/1B", best, b) for b in (1, 4, 32)]
     return (
         f"8B: SSD over SD falls from {one:.2f}× for one sequence to {many:.2f}× for 32, since a "
         f"miss delays all; over SD inline on the same two GPUs it is {inline[0]:.2f}×, for four "
-        f"sequences {inline[1]:.2f}×, for 32 with a fast backup {inline[2]:.2f}× (one seed)."
+        f"sequences {inline[1]:.2f}×, for 32 with a lookup after misses (fast) {inline[2]:.2f}× "
+        "(one sequence: five seeds, more: one)."
     )
 
 

@@ -32,13 +32,13 @@ from analysis.style import (
     label_points,
     look,
     need,
+    note,
     parity,
     plain_ticks,
     unit,
 )
 
 IMPOSED = "SSD, hits imposed"
-_RHO = 0.5
 _SSD = ("alpha", "lookahead", "policy")
 
 
@@ -53,7 +53,8 @@ def cache_hits(data: Data) -> Poster:
 def batch_scaling(data: Data) -> Poster:
     """x = sequences b; y = gain over SD, of drawn and imposed hits, and over SD inline."""
     data = _beside_inline(data)
-    return _over_sd(data, plain(data.rows), "batch_size", "sequences b", "Does it survive batches?")
+    heading = "Does SSD's gain survive batches?"
+    return _over_sd(data, plain(data.rows), "batch_size", "sequences in the batch, b", heading)
 
 
 def _beside_inline(data: Data) -> Data:
@@ -91,20 +92,25 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
             name = IMPOSED if imposed else "SSD"
             poster.gains(ax, f"{name}, over SD", gains(part, sd, by, one_base=one), **look(name))
             style = {"color": look(name)["color"], "linewidth": 1.5}
-            for rho, dashes in ((0.0, "--"), (_RHO, "-."))[: 1 if one else 2]:
-                x, y = _formula(part, sd, by, rho)
-                what = "closed formula" if one else f"closed formula, ρ={rho:g}"
-                poster.line(ax, what, x, y, linestyle=dashes, **style)
+            what = "closed formula" + ", hits independent" * (not one)
+            poster.line(ax, what, *_formula(part, sd, by), linestyle="--", **style)
         used += [ssd, sd]
         if one:
-            over, name = gains(ssd, inline, by, one_base=True), "over SD inline"
+            over = gains(ssd, inline, by, one_base=True)
+            name = f"{IMPOSED}, over SD inline on one {unit(ssd)} less"
             used.append(inline)
         else:
             drawn = every.method("SSD", alpha=alpha)
             wide = where(every.wide, gpus=case.tp + 1, alpha=alpha)
             best = [fastest(of, "batch_size") for of in (drawn[drawn["p_hit"].isna()], wide)]
-            over, name = gains(*best, by), "SSD over SD inline on T+1, best K"
+            over = gains(*best, by)
+            name = f"SSD, over SD inline on all {unit(ssd)}s, each at its best K and backup"
             used += best * bool(len(over))
+            shapes = best[0].groupby(by)[["lookahead", "backup"]].first()
+            place = {"ha": "center", "fontsize": 11, "xycoords": ("data", "axes fraction")}
+            for b, lookahead, backup in shapes.loc[over[by]].itertuples():
+                color = look("SD inline")["color"]
+                note(ax, f"K={lookahead}\n{backup}", b, 0, dx=0, color=color, **place)
             ax.set_xscale("log", base=2)
             ax.set_xticks(sorted(ssd[by].unique()))
             ax.xaxis.set_major_formatter("{x:.0f}")
@@ -113,17 +119,16 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
         parity(ax)
         ax.set_xlabel(label)
     grid[0].set_ylabel("SSD's tok/s over the other's, ×")
-    grid[0].set_ylim(0)
-    more = "Hits of sequences independent (ρ = 0: all hit with p^b), or half correlated"
+    grid[0].set_ylim(min(0.6, grid[0].get_ylim()[0]))
+    more = "Formula: no wait with p_hit^b. Over SD: at the title's K"
+    more += ". Blue: SSD's K and backup" * any(ax.texts for ax in grid)
     return poster.finish(heading, caption(used, BARS, more if by != "p_hit" else ""))
 
 
-def _formula(
-    ssd: pd.DataFrame, sd: pd.DataFrame, by: str, rho: float
-) -> tuple[list[float], list[float]]:
+def _formula(ssd: pd.DataFrame, sd: pd.DataFrame, by: str) -> tuple[list[float], list[float]]:
     """Returns (x, SSD over SD) by theorem 7, with the rows' times at each batch size.
 
-    All sequences hit with rho·h + (1 − rho)·h^b; a round of SD is one in which all miss.
+    All sequences hit with h^b, as if they were independent; a round of SD is one in which all miss.
     """
     values = []
     for x, part in ssd.groupby(by):
@@ -133,7 +138,7 @@ def _formula(
             float(rounds[name].median()) for name in ("t_target_s", "t_draft_s", "round_s")
         )
         host, h = whole - verify - drafting, float(part["p_hit"].fillna(part["hit_rate"]).median())
-        every, judged = rho * h + (1 - rho) * h**b, verify + host
+        every, judged = h**b, verify + host
         grown = float(part["t_growth_s"].fillna(0).median()) + host
         gain = whole / (every * max(judged, grown) + (1 - every) * (judged + drafting))
         values.append((float(str(x)), gain))
@@ -166,10 +171,10 @@ def fan_out(data: Data) -> Poster:
         parity(column[1])
         if len(ar):
             parity(column[2], ar["tok_per_s"].median(), f"AR, T={ar['gpus'].iloc[0]}")
-        column[2].set(xlabel="branches ΣF", xmargin=0.12)
+        column[2].set(xlabel="branches grown in a round (sum of F)", xmargin=0.12)
         for ax, top in zip(column, (1, 1.3, 1.06 * column[2].get_ylim()[1]), strict=True):
             ax.set_ylim(0, top)
-    titles = "hit rate", "growth T_p, in\nverifications", "tok/s"
+    titles = "share of rounds that hit", "growth time ÷\nverification time", "tok/s"
     for ax, title in zip(grid[:, 0], titles, strict=True):
         ax.set_ylabel(title)
     used = [part for _, lines, ar in shown for part in (*lines.values(), ar)]
@@ -180,6 +185,10 @@ def fan_out(data: Data) -> Poster:
     return poster.finish("What do more branches buy?", text)
 
 
+_POLICIES = {
+    "uniform": "uniform: equal F at each position",
+    "geometric": "geometric: F by expected hits",
+}
 Column = tuple[str, dict[str, pd.DataFrame], pd.DataFrame]
 
 
@@ -192,7 +201,7 @@ def _recorded(rows: pd.DataFrame) -> Iterator[Column]:
         here = richest(group, ["folder", "lookahead"], ["branch_budget"])
         if here["branch_budget"].nunique() >= 3:
             title = f"{short(target)}/{short(draft)}, T={tp}+1, K={here['lookahead'].iloc[0]}"
-            lines = {f"recorded {text}": part for text, part in here.groupby(prompts(here))}
+            lines = {f"recording of {text}": part for text, part in here.groupby(prompts(here))}
             yield f"{title}, whole transformers", lines, here.iloc[:0]
 
 
@@ -210,7 +219,8 @@ def _imposed(data: Data) -> Iterator[Column]:
         if len(budgets) == 2 and budgets.max() >= 3:
             first = ssd.iloc[0]
             title = f"{case.label}+1, K={first['lookahead']}, α={first['alpha']:g}, products"
-            yield title, dict([*ssd.groupby("kind")][::-1]), where(case.own_ar, batch_size=1)
+            lines = {_POLICIES.get(kind, kind): of for kind, of in [*ssd.groupby("kind")][::-1]}
+            yield title, lines, where(case.own_ar, batch_size=1)
 
 
 def pareto(data: Data) -> Poster:
@@ -246,7 +256,8 @@ def _rows(case: Case) -> pd.DataFrame:
     imposed = richest(imposed, [*_SSD, "hit_law"], ["batch_size"]).assign(method=IMPOSED)
     both = pd.concat([law, imposed])
     sd = pd.concat([where(case.rows, mode="sd"), where(case.wide, gpus=case.tp + 1)])
-    every = [case.ar, sd[sd["alpha"].isin(both["alpha"])], both]
+    ar = case.ar[case.ar["gpus"] <= case.tp + 1]
+    every = [ar, sd[sd["alpha"].isin(both["alpha"])], both]
     if not all(map(len, every)):
         return both.iloc[:0]
     return fastest(pd.concat(every), "batch_size", "method", "gpus")
@@ -281,6 +292,7 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -
     else:
         place = {"va": "top", "transform": ax.transAxes, "fontsize": 11.5}
         ax.text(0.03, 0.97, "no frontier: SD inline\nnot measured at every b", **place)
-    ax.set(yscale="log", xlabel="tok/s per sequence (numbers: b)", xlim=(0, 1.1 * ax.get_xlim()[1]))
+    ax.set(yscale="log", xlim=(0, 1.1 * ax.get_xlim()[1]))
+    ax.set_xlabel("tok/s per sequence (numbers: sequences)")
     plain_ticks(ax.yaxis)
     label_points(ax, [(f"{b:.0f}", x, y) for b, x, y in numbers])

@@ -29,13 +29,13 @@ _WAITING = ("waiting for the other rank", "#DDDDDD")
 _HOST = ("host work", GREY)
 _LEAD = (
     ("forward_s", "target forward", "#33506B"),
-    ("all_reduce_s", "its all-reduces", "#8FA9C0"),
+    ("all_reduce_s", "target's all-reduces", "#8FA9C0"),
     ("wait_s", *_WAITING),
     ("other_s", *_HOST),
 )
 _DRAFT = (
     ("speculate", *_DRAFTING),
-    ("glue", "glue forward", PURPLE),
+    ("glue", "scoring the served tokens", PURPLE),
     ("grow", "growing branches", GREEN),
     ("rest", *_HOST),
     ("wait", *_WAITING),
@@ -156,17 +156,19 @@ def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
                 (label, {"rest": rest, **phases}.get(k, 0.0) / 1e3, c) for k, label, c in _DRAFT
             ]
             _stack(poster, ax, f"{name}: draft", draft, place + 0.27, 0.2)
+            end = sum(ms for _, ms, _ in draft)
+            note(ax, f" draft's {per}", end, place + 0.27, dx=0, dy=0, va="center", fontsize=10)
         p50, p90 = (row["round_us"][name] / 1e3 for name in ("p50", "p90"))
         line = {"color": BLACK, "linewidth": 1.2, "markersize": 9, "zorder": 4}
         ax.plot([p50, p90], [place - 0.12] * 2, "-|", **line)
-        text = f" {row['acceptance_length']:.2f} tokens: "
+        text = f" {row['acceptance_length']:.2f} tokens a round: "
         text += f"{row['tok_per_s']:.0f} tok/s, {row['per_gpu']:.0f} a {per}"
         end = max(row["round_s"] * 1e3, p90) * 1.005
         longest = max(longest, end)
         note(ax, text, end, place - 0.12, dx=0, dy=0, va="center", fontsize=11.5, color=BLACK)
     ax.set_yticks(range(len(bars)), [name for name, _ in bars])
     ax.set_ylim(len(bars) - 0.5, -0.5)
-    ax.set_xlim(0, 1.7 * longest)
+    ax.set_xlim(0, 1.8 * longest)
     ax.grid(axis="y", visible=False)
 
 

@@ -49,7 +49,8 @@ def throughput(data: Data) -> Poster:
     law = used.loc[used["method"] == "SSD", "hit_law"]
     hits = f"SSD: {used['policy'].max()}, hits {law.iloc[0]}" if len(law) else "no SSD rows"
     lines = f"SD and SSD draft on one {per} more"
-    lines += ". Lines with T=: of another visit (± 4%)" * bool((used["tp"] != case.tp).any())
+    wide = used.loc[used["tp"] != case.tp, "folder"]
+    lines += ". Open marks: of another visit (± 4%)" * bool(set(wide) - set(case.rows["folder"]))
     text = caption([used, case.ar], hits, lines, BARS)
     return poster.finish(f"How fast are AR, SD and SSD? {case.label}", text)
 
@@ -74,7 +75,7 @@ def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFram
     for method in _METHODS:
         by_tp = where(rows, method=method).groupby("tp")
         for other, group in sorted(by_tp, key=lambda item: item[0] != tp):
-            yield method if other == tp else f"{method}, T={other}", method, group
+            yield method if other == tp else f"{method}, {other} {unit(group)}s", method, group
 
 
 def _draw(

@@ -166,7 +166,8 @@ def test_cache_hits() -> None:
     inline = rate(mode="sd", num_drafts=0, **at)
     ssd = rate(mode="ssd", hit_law="p_hit:1.0", **at)
     assert over["y"].iloc[-1] == pytest.approx(ssd / sd)
-    assert series("cache_hits", "over SD inline")["y"].iloc[-1] == pytest.approx(ssd / inline)
+    over = series("cache_hits", "SSD, hits imposed, over SD inline on one GPU less")
+    assert over["y"].iloc[-1] == pytest.approx(ssd / inline)
     formula = series("cache_hits", "closed formula")
     assert formula["y"].iloc[0] == pytest.approx(1, abs=0.05)  # every miss is a round of SD
     assert formula["y"].is_monotonic_increasing
@@ -174,11 +175,10 @@ def test_cache_hits() -> None:
 
 
 def test_batch() -> None:
-    """A batch hits with p^b if its sequences are independent, more often if correlated."""
+    """A batch hits with p^b if its sequences are independent, so less often the larger it is."""
     drawn_hits = series("batch", "SSD, hits imposed, over SD")
     assert len(drawn_hits) >= 3 and drawn_hits["x"].iloc[0] == 1
-    alone, half = (series("batch", f"closed formula, ρ={rho}")["y"].to_numpy() for rho in (0, 0.5))
-    assert (alone <= half + 1e-12).all() and (alone < half).any()
+    assert series("batch", "closed formula, hits independent")["y"].is_monotonic_decreasing
 
 
 def test_window() -> None:
