@@ -608,6 +608,10 @@ class TextWorkload(Workload):
     def num_sequences(self) -> int:
         return len(self.prompts)
 
+    def keep(self, start: int, count: int) -> None:
+        every = self.prompts
+        self.prompts = [every[n % len(every)] for n in range(start, start + count)]
+
     def endings(self) -> TextEndings:
         job = self.job
         prompts = {n: prompt.tokens for n, prompt in enumerate(self.prompts)}

@@ -20,7 +20,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -368,6 +368,11 @@ class ReplayWorkload(Workload):
                     f"{name} with recording={job.config.recording}: allowed: at most {most}, as "
                     "recorded"
                 )
+
+    def keep(self, start: int, count: int) -> None:
+        every = self.recording.sequences
+        kept = [every[n % len(every)] for n in range(start, start + count)]
+        self.recording = replace(self.recording, sequences=kept)
 
     def longest_answer(self, request_id: int) -> int:
         parts, limit = self.recording.sequences, super().longest_answer(request_id)

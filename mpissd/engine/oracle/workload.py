@@ -381,6 +381,10 @@ class Workload(ABC):
         count, groups = self.num_sequences, self.job.config.groups
         return range(count * group // groups, count * (group + 1) // groups)
 
+    def keep(self, start: int, count: int) -> None:
+        """Keeps only `count` prompts from number `start` on, around the end, of several."""
+        raise NotImplementedError
+
     def longest_answer(self, request_id: int) -> int | None:
         """Returns the most tokens that a sequence may emit; None: unknown."""
         return self.job.config.token_limit
