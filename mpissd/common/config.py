@@ -424,7 +424,7 @@ class OutputFlags(Checked):
         "after --show of one answer in a terminal)",
         needs=dict.fromkeys(("all", "ar"), "groups=1 learners=0 on_draft_loss=abort"),
     )
-    beside_s: float = flag(20.0, number(0), "seconds after which --beside begins no further turn")
+    beside_s: float = flag(20.0, number(0), "seconds of --beside's turns; twice as many to decide")
     json: bool = flag(False, switch, "print the row also in a terminal, as in a pipe")
     dry_run: bool | int = flag(
         False, ranks_or_switch, "check the flags and stop, without MPI; =N: for N ranks"

@@ -23,7 +23,7 @@ from mpissd.engine.model.transformer.sources import open_checkpoint, origin_of
 from mpissd.engine.round.target import RoundResult
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.tokenizer import Tokenizer
-from mpissd.lab.measure import run
+from mpissd.lab.measure import beside, run
 from mpissd.lab.show import MARGIN, Meter, Painter, Piece, Show, harmless, width_of
 from mpissd.lab.tables.pair import check_alike
 from tests.text import tiny
@@ -94,8 +94,13 @@ def test_flagged_answers(pair: TinyPair, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rivals_answer_the_same_prompt(
-    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(beside, "_LATE_S", 1e9)
+    monkeypatch.setattr(beside, "_PASS_S", 1e-9)
     flags: dict[str, Any] = {"mode": "sd", "beside": "all", "prompt_ids": "1,2,3", "lookahead": 2}
     flags["beside_s"] = 0
     answered(pair, tmp_path, **flags, num_tokens=30)
@@ -104,13 +109,23 @@ def test_rivals_answer_the_same_prompt(
     names = [use["name"] for use in uses]
     assert names[:2] == ["SD inline K=2 on 1 core", "AR on 1 core"]
     assert all(name.startswith("SD inline K=") for name in names[2:])  # its best K, if another
-    assert all(len(use["speeds"]) == 3 and min(use["speeds"]) > 0 for use in uses)
+    counts = [len(use["speeds"]) for use in uses]  # a slow use is not measured again
+    assert counts[1] == max(counts) == 3 and min(counts) >= 2 and min(uses[-1]["speeds"]) > 0
     rows = [flat(json.loads(x)) for x in (tmp_path / "beside/runs.jsonl").read_text().splitlines()]
     counted = rows[len(uses) :]  # after the warm-up, from the second use on
-    assert (counted[0]["mode"], len(counted)) == ("ar", 3 * len(uses))
+    assert (counted[0]["mode"], len(counted)) == ("ar", sum(counts))
     assert {row["num_tokens"] for row in counted} == {30}
     answered(pair, tmp_path, **flags, num_tokens=4)  # another configuration
     assert "an answer of fewer than 6 rounds" in capsys.readouterr().out
+    answered(pair, tmp_path / "all", **flags | {"prompt_ids": "1,2;3;4;5,6"}, num_tokens=50)
+    assert "Each turn decoded other prompts, 3 of 4 in all." in capsys.readouterr().out
+    rows = [json.loads(x) for x in (tmp_path / "all/beside/runs.jsonl").read_text().splitlines()]
+    turns = {(row["provenance"]["sweep"]["turn"], flat(row)["prompts_sha256"]) for row in rows}
+    assert [turn for turn, _ in sorted(turns)] == [0, 1, 2, 3] and len(
+        {own for _, own in turns}
+    ) == 3
+    answered(pair, tmp_path, mode="ar", beside="ar")
+    assert "→ Cannot tell what pays: no two uses were measured" in capsys.readouterr().out
     (tmp_path / "beside" / "beside").touch()
     answered(pair, tmp_path / "beside", **flags)  # the answer and its row are kept
     assert "no comparison: out=" in capsys.readouterr().out

@@ -239,13 +239,14 @@ def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
     rows = Job(done.code, done.out, done.err, tmp_path / "beside").saved[5:]  # after the warm-up
     uses = Counter((row["mode"], row["tp"], row["world_size"]) for row in rows)
     families = (("ssd", 1, 2), ("ar", 1, 1), ("sd", 1, 1), ("ar", 2, 2), ("sd", 2, 2))
-    assert uses.keys() == set(families) and all(uses[family] == 3 for family in families[:3])
-    assert all(2 <= uses[family] <= 3 for family in families)  # a hopeless one is left out
+    assert uses.keys() == set(families)
+    turns = {uses[family] for family in families[:3]}  # fewer than 3 where 20 s are over before
+    assert len(turns) == 1 and turns <= {1, 2, 3} and max(uses.values()) <= 3
     assert [(row["mode"], row["tp"]) for row in rows[:2]] == [("ar", 1), ("sd", 1)]
     assert {row["token_digest"] for row in rows} == {done.saved[0]["token_digest"]}
     verdicts = done.row["beside"]["verdicts"]
     assert [each["what"] for each in verdicts] == ["Speculation on 1 core", "A core for the draft"]
-    assert verdicts[1]["use"].startswith("SSD") and all(each["turns"] == 3 for each in verdicts)
+    assert verdicts[1]["use"].startswith("SSD") and {each["turns"] for each in verdicts} == turns
     sentences = [line for line in done.out.splitlines() if line.startswith("→")]
     assert len(sentences) == 2 and all(" makes " in line for line in sentences)
 

@@ -1,8 +1,9 @@
 """Compares a run with the other uses of its ranks, in turns, for one verdict.
 
 The uses are the run's own, and AR and SD inline on its target ranks and on all its ranks, each at
-its own best K. A turn measures every use once with one seed and as many tokens; the next turn
-begins with another use. The rows are kept in OUT/beside, a row a pass.
+its own best K. A turn measures each use once, with one seed and the same prompts; the next turn
+begins with another use, and of a run over many prompts takes the next ones. A use that no open
+question needs is measured no more. The rows are kept in OUT/beside, a row a pass.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 from mpissd.lab.measure.calibrate import best_k
 from mpissd.lab.measure.load import counters, disturbances
-from mpissd.lab.measure.verdict import FEWEST_TURNS, Comparison, Use
+from mpissd.lab.measure.verdict import FEWEST_TURNS, TRIMMED, UNKNOWN, Comparison, Use
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
 _OWN = "lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape".split()
 _WIDTH = 0.03  # of an interval that is small enough
 _TURNS = 4  # at least, before a small interval ends them
-_LATE_TURNS = FEWEST_TURNS  # at least, though the time is over
-_PASS_S = 0.35  # of a pass of the run's own, as far as its tokens allow
+_LATE_S = 20.0  # after the time is over, for the fewest turns
+_PASS_S = 0.25  # of a pass of the run's own, as far as its tokens allow
+_ANSWER = 0.05  # of the time: the longest pass over the next ones of many prompts
 _FEWEST, _MOST = 32, 4000  # tokens of a sequence in a pass
 _WARM_ROUNDS = 4  # of every pass
-_HOPELESS = 0.75  # a use on all ranks that is so far from the fastest is not measured again
 _SPARE_BYTES = 4 << 30  # of two machines at once: activations, graphs, libraries
 _MOST_SEED = 2**64
 
@@ -81,13 +82,16 @@ class _Beside:
         self._machine, self._run, self._measure = machine, run, measure
         self._say = say if machine.topology.is_lead else lambda _: None
         facts = None
-        if row is not None:  # more prompts than decode together: rounds limit a pass
-            count, is_long = tokens_of(row, run), job.workload.num_sequences > run.batch_size
-            rounds = int(count / row.acceptance_length) + 1 if is_long else None
-            facts = count, rounds, acceptance_rates(row)
-        self._tokens, self._rounds, self._rates = machine.topology.world.bcast(facts)
+        if row is not None:
+            count = job.workload.num_sequences
+            facts = *pass_of(row, run, count), count, acceptance_rates(row)
+        self._tokens, self._each, self._prompts, self._rates = machine.topology.world.bcast(facts)
         self._comparison = Comparison([], num_rounds=_MOST)
-        self._before = counters()  # from the first turn that counts
+        is_cut = row is not None and row.num_tokens > row.batch_size * self._tokens
+        if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
+            note = f"Passes decode at most the first {self._tokens} tokens of an answer."
+            self._comparison.notes.append(note)
+        self._probes: list[dict[str, float]] = []  # what disturbed each turn
 
     def compared(self) -> Comparison:
         """Measures the uses in turns; collective. Only rank 0 knows their speeds.
@@ -108,9 +112,6 @@ class _Beside:
         if own == Family("sd", own.tp, 0) and not run.tree:
             families.append(own)  # at its best K, too
         places = [self._place(machine, family) for family in families]
-        if self._rounds is not None:
-            note = f"Passes decode the first {self._rounds} rounds of the prompts: others may vary."
-            self._comparison.notes.append(note)
         if len(families) > len({*families}) and places[-1].use == places[0].use:
             places.pop()
             self._comparison.uses.pop()
@@ -129,9 +130,12 @@ class _Beside:
                 self._turns(places + more if is_whole else more, run.beside_s / (2 - is_whole))
                 note = "Memory holds one division of the ranks at a time: one after the other."
                 self._comparison.notes += [note] * (not is_whole)
-            else:
+            elif len(places) > 1:
                 self._turns(places, run.beside_s)
-            self._comparison.busy = sorted(disturbances(self._before, self._machine))
+        if self._each < self._prompts:
+            count = min(self._prompts, self._each * len(self._probes))
+            note = f"Each turn decoded other prompts, {count} of {self._prompts} in all."
+            self._comparison.notes.append(note)
         return self._comparison
 
     def _place(self, machine: Machine, family: Family) -> Place:
@@ -141,11 +145,10 @@ class _Beside:
         is_own = not self._comparison.uses  # it comes first
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
-        is_limited = self._rounds is not None and family.mode == "ar"
         values: dict[str, Any] = {
-            "num_tokens": self._tokens, "rounds": self._tokens if is_limited else self._rounds,
-            "warmup_rounds": _WARM_ROUNDS, "out": str(Path(run.out, "beside")), "progress": "off",
-            "show": False, "trace": None, "beside": "off",
+            "num_tokens": self._tokens, "rounds": None, "warmup_rounds": _WARM_ROUNDS,
+            "out": str(Path(run.out, "beside")), "progress": "off", "show": False, "trace": None,
+            "beside": "off",
         }  # fmt: skip
         config = replace(run if is_own else rival(run, family.mode), **values)
         try:
@@ -173,28 +176,34 @@ class _Beside:
     def _turns(self, places: Sequence[Place], budget_s: float) -> None:
         """Measures the places in turns until the interval of every answer is small; collective.
 
-        The first turn warms up and is not counted.
+        The first turn warms up and is not counted. A turn begins if it should end in time: in
+        twice the time if no verdict is there, and _LATE_S later if turns are too few for one.
         """
         begun, world = perf_counter(), self._machine.topology.world
         left, turn, is_over = [place for place in places if not place.use.refused], 0, False
         while left and not is_over:
-            start, count = perf_counter(), turn % len(left)
-            if turn == 1 and not self._comparison.uses[0].speeds:
-                self._before = counters()
+            start, count, before = perf_counter(), turn % len(left), counters()
             for place in left[count:] + left[:count]:
                 self._say(f"comparing: {f'turn {turn}' if turn else 'warm-up'}, {place.use}")
                 speed = self._speed(place, turn)
                 if turn:
                     place.use.speeds.append(speed)
+            if turn:
+                self._probes.append(disturbances(before, self._machine))
+                worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
+                is_busy = worst[-1 - int(TRIMMED * turn)]  # fewer disturbed turns are trimmed
+                self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
-            is_late = 2 * now - start > begun + budget_s
-            is_small = turn >= _TURNS and self._comparison.is_decided(_WIDTH)
-            is_over = is_small or (is_late and turn >= _LATE_TURNS)
-            least = _HOPELESS * max(place.use.mean for place in places) if turn > 1 else 0.0
-            tp = self._machine.topology.tp  # uses of the run's T decide whether speculation pays
-            kept = [place.use.family.tp == tp or place.use.mean >= least for place in left]
-            kept = [ok and not place.use.refused for ok, place in zip(kept, left, strict=True)]
-            is_over, kept = world.bcast((is_over, kept))  # only rank 0 knows them
+            is_open = UNKNOWN in {answer.verdict for answer in self._comparison.answers()}
+            more_s = budget_s * (is_open and not self._comparison.busy)
+            more_s = more_s if turn >= FEWEST_TURNS else _LATE_S
+            is_late = turn > 0 and 2 * now - start > begun + budget_s + more_s
+            needed = self._comparison.uses
+            if turn > 1:
+                is_part = turn < max(_TURNS, self._prompts / self._each)
+                needed = self._comparison.needed(-1 if is_part else _WIDTH)
+            kept = [place.use in needed and not place.use.refused for place in left]
+            is_over, kept = world.bcast((is_late, kept))  # only rank 0 knows them
             left = list(compress(left, kept))
             turn += 1
 
@@ -205,6 +214,8 @@ class _Beside:
         try:
             with agreed(machine.topology.world):
                 job = machine.resolve(replace(place.config, seed=seed))
+            if self._each < self._prompts and (machine.topology.is_lead or not self._run.is_text):
+                job.workload.keep((max(turn, 1) - 1) * self._each, self._each)
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
@@ -224,11 +235,20 @@ class _Beside:
         return speed(row)
 
 
-def tokens_of(row: Row, run: RunConfig) -> int:
-    """Returns the tokens of a sequence that a pass decodes: as many as the run does in .35 s."""
-    wanted = int(_PASS_S * row.tok_per_s / row.batch_size)
-    limits = [n for n in (run.token_limit, run.max_rounds) if n is not None and run.is_transformer]
-    return min(max(wanted, _FEWEST), _MOST, *limits)
+def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
+    """Returns the most tokens of a sequence in a pass, and the sequences of a pass.
+
+    It decodes as many tokens as the run does in .25 s; of more prompts than decode together, whole
+    answers that take up to a 20th of the comparison's time. prompts: of the run.
+    """
+    is_long, per_s = prompts > row.batch_size, row.tok_per_s / row.batch_size
+    seconds = max(_PASS_S, _ANSWER * run.beside_s) if is_long else _PASS_S
+    given = [run.token_limit, None if is_long else run.max_rounds]
+    limits = [n for n in given if n is not None and (is_long or run.is_transformer)]
+    tokens = min(max(int(seconds * per_s), _FEWEST), _MOST, *limits)
+    mean = tokens if run.max_rounds else min(tokens, row.num_tokens / prompts)
+    count = max(1, round(_PASS_S * per_s / mean)) * row.batch_size
+    return tokens, min(count, prompts) if is_long else prompts
 
 
 def acceptance_rates(row: Row) -> tuple[float, ...] | None:

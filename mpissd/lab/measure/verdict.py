@@ -1,7 +1,8 @@
 """Whether speculation pays, and whether a core or GPU for the draft does: sentences with intervals.
 
-Uses of the same ranks are measured in turns. The ratio of two uses is the mean of the logarithms of
-their turns' ratios, with Student's 95% interval over the turns: what slows a whole turn cancels.
+Uses of the same ranks are measured in turns. The ratio of two uses is the trimmed mean of the
+logarithms of their turns' ratios, with its 95% interval over the turns (Tukey, McLaughlin, 1963):
+what slows a whole turn cancels, and what slows single passes is trimmed, a fifth at each end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from mpissd.common.compare import bound, student_t
 from mpissd.common.rivals import Family
 
 FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
+TRIMMED = 0.2  # of the turns at each end
 _GAIN = 1.05  # the least ratio that counts as a gain
+_CLOSE = 0.85  # of the fastest speed: a use that may be as fast
 _NEAR = 1.05  # an upper bound within this ratio of a gain is near it
 _TELLING = 2  # the most by which an upper bound exceeds the mean in a text
 _COLUMNS = 100
@@ -38,11 +41,16 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
-        """Returns the geometric mean of a value a turn; the interval of one turn is unbounded."""
-        logs, count, half = np.log(values), len(values), 700.0
+        """Returns the trimmed geometric mean of a value a turn; the interval of one turn is
+        unbounded."""
+        logs, count, half = np.sort(np.log(values)), len(values), 700.0
+        trimmed = int(TRIMMED * count)
+        inner = logs[trimmed : count - trimmed]
         if count > 1:
-            half = min(half, student_t(count - 1) * float(logs.std(ddof=1)) / math.sqrt(count))
-        mean = math.exp(logs.mean())
+            spread = float(logs.clip(inner[0], inner[-1]).std(ddof=1))  # winsorized
+            error = spread * math.sqrt(count) / len(inner)
+            half = min(half, student_t(len(inner) - 1) * error)
+        mean = math.exp(inner.mean())
         return cls(mean, mean * math.exp(-half), mean * math.exp(half), count)
 
     def interval(self, text: Callable[[float], str]) -> str:
@@ -107,13 +115,17 @@ class Use:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question's answer: what may pay, the use that does it, and the strongest without."""
+    """A question's answer: what may pay, the use that does it, and the strongest without.
+
+    candidates: the uses of which one of the two is the fastest.
+    """
 
     what: str
     use: Use
     rival: Use
     ratio: Ratio
     verdict: str
+    candidates: Sequence[Use]
 
 
 @dataclass
@@ -133,47 +145,57 @@ class Comparison:
 
     def answers(self) -> list[Answer]:
         """Answers what can be judged. The strongest rival has the fastest mean."""
-        own, pairs = self.uses[0], list[tuple[str, Use, Use]]()
+        own, pairs = self.uses[0], list[tuple[str, Use, Use, Sequence[Use]]]()
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
         narrow = [use for use in plain if use.family.tp == own.family.tp]
-        inline = [use for use in narrow if use.family.mode != "ar"]
-        drafted = max(inline, key=lambda use: use.mean, default=own)
+        inline = [use for use in narrow if use.family.mode != "ar"] or [own]
+        drafted = max(inline, key=lambda use: use.mean)
         ranks = f"{own.family.tp} {own.unit}{'s' * (own.family.tp > 1)}"
         pairs += [
-            (f"Speculation on {ranks}", drafted, use) for use in narrow if use.family.mode == "ar"
+            (f"Speculation on {ranks}", drafted, use, inline)
+            for use in narrow
+            if use.family.mode == "ar"
         ]
         if own.family.num_drafts and plain:
             what = f"{'An' if own.unit[0] in 'aeiou' else 'A'} {own.unit} for the draft"
-            pairs.append((what, own, max(plain, key=lambda use: use.mean)))
+            pairs.append((what, own, max(plain, key=lambda use: use.mean), plain))
         answers = []
-        for what, use, rival in pairs:
+        for what, use, rival, candidates in pairs:
             if use is not rival and (ratio := use.over(rival)) is not None:
                 verdict = ratio.judgement(is_busy=bool(self.busy))
                 verdict = verdict if self.num_rounds >= self.FEWEST_ROUNDS else UNKNOWN
-                answers.append(Answer(what, use, rival, ratio, verdict))
+                answers.append(Answer(what, use, rival, ratio, verdict, candidates))
         return answers
 
-    def is_decided(self, width: float) -> bool:
-        """Returns whether every answer's interval is at most ±width, and tells."""
+    def needed(self, width: float) -> list[Use]:
+        """Returns the uses that a further turn needs: of answers that do not tell or are wider than
+        ±width, and of their candidates those that may be the fastest."""
         is_long = self.num_rounds >= self.FEWEST_ROUNDS  # more turns tell nothing of short answers
-        return all(
-            each.ratio.high <= (1 + width) * each.ratio.mean
-            and (each.verdict != UNKNOWN or not is_long)
-            for each in self.answers()
-        )
+        needed = list[Use]()
+        for answer in self.answers():
+            is_small = answer.ratio.high <= (1 + width) * answer.ratio.mean
+            if not is_small or (is_long and answer.verdict == UNKNOWN):
+                least = _CLOSE * max(use.mean for use in answer.candidates)
+                needed += [use for use in answer.candidates if use.mean >= least]
+                needed += [answer.use, answer.rival]
+        return needed
 
     def lines(self) -> list[str]:
         """Returns a table of the uses, what disturbed them, and a sentence on each question."""
-        turns = max((len(use.speeds) for use in self.uses), default=0)
-        lines = [f"tok/s in {turns} turns (95% interval):"]
+        counts = sorted({use.speed.turns for use in self.uses if use.speed})
+        turns = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]])) or "0"
+        lines = [f"tok/s in {turns} turn{'s' * (turns != '1')} (95% interval):"]
         width = max(len(str(use)) for use in self.uses)
         for use in sorted(self.uses, key=lambda use: -use.mean):
             text = f"not measured: {use.refused}" if use.refused else "not measured"
             if (speed := use.speed) is not None:
                 text = f"{speed.mean:.1f} ({speed.interval('{:.1f}'.format)})"
             lines.append(f"  {use!s:{width}}  {text}")
-        lines += [f"The machine is busy: {', '.join(self.busy)}."] * bool(self.busy)
-        lines += self.notes + [f"→ {self.sentence(answer)}" for answer in self.answers()]
+        busy = f"The machine is busy, in the worst turn: {', '.join(self.busy)}."
+        lines += [busy] * bool(self.busy)
+        alone = "Cannot tell what pays: no two uses were measured that can be compared."
+        sentences = [self.sentence(answer) for answer in self.answers()] or [alone]
+        lines += self.notes + [f"→ {sentence}" for sentence in sentences]
         return [part for x in lines for part in textwrap.wrap(x, _COLUMNS, subsequent_indent="  ")]
 
     def sentence(self, answer: Answer) -> str:
@@ -181,6 +203,9 @@ class Comparison:
         use, rival, ratio = answer.use, answer.rival, answer.ratio
         name = use.method if use.family.gpus == rival.family.gpus else str(use)
         makes = f"{name} makes {ratio.mean:.2f}× ({ratio.interval(bound)}) of {rival}"
+        kinds = list(dict.fromkeys(each.family.name for each in answer.candidates))
+        if rival in answer.candidates and len(kinds) > 1:
+            makes += f", best of {', '.join(kinds[:-1])} and {kinds[-1]}"
         later = f"{answer.what[0].lower()}{answer.what[1:]}"
         if answer.verdict != UNKNOWN:
             what = f"While it is busy, {later}" if self.busy else answer.what
@@ -192,7 +217,8 @@ class Comparison:
             why = " too few turns to show how much they differ:"
         if self.num_rounds < self.FEWEST_ROUNDS:
             why = f" an answer of fewer than {self.FEWEST_ROUNDS} rounds is too short:"
-        return f"Cannot tell whether {later} pays:{why} {makes}."
+        state = " while it is busy" * bool(self.busy)
+        return f"Cannot tell{state} whether {later} pays:{why} {makes}."
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as an object of the result's JSON."""
