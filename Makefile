@@ -1,5 +1,5 @@
 ## make run TP=2 MODE=ssd      set up what is missing; run TP target ranks and DRAFTS draft ranks; say
-##                             what pays here, in 20 s (ARGS=--beside=off: not)
+##                             whether it pays beside AR and SD inline, in 20 to 40 s (ARGS=--beside=off: not)
 ## make chat                   talk to a model in the terminal (docs/text.md)
 ## make serve PORT=8000        serve a model over HTTP, as OpenAI's API (docs/serving.md)
 ##                             (REGISTER=FOLDER: one of several, behind python -m mpissd replicas)

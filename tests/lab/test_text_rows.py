@@ -118,7 +118,7 @@ def test_rivals_answer_the_same_prompt(
     answered(pair, tmp_path, **flags, num_tokens=4)  # another configuration
     assert "an answer of fewer than 6 rounds" in capsys.readouterr().out
     answered(pair, tmp_path / "all", **flags | {"prompt_ids": "1,2;3;4;5,6"}, num_tokens=50)
-    assert "Each turn decoded other prompts, 3 of 4 in all." in capsys.readouterr().out
+    assert "core, on 3 of 4 prompts." in " ".join(capsys.readouterr().out.split())
     rows = [json.loads(x) for x in (tmp_path / "all/beside/runs.jsonl").read_text().splitlines()]
     turns = {(row["provenance"]["sweep"]["turn"], flat(row)["prompts_sha256"]) for row in rows}
     assert [turn for turn, _ in sorted(turns)] == [0, 1, 2, 3] and len(

@@ -134,8 +134,7 @@ class _Beside:
                 self._turns(places, run.beside_s)
         if self._each < self._prompts:
             count = min(self._prompts, self._each * len(self._probes))
-            note = f"Each turn decoded other prompts, {count} of {self._prompts} in all."
-            self._comparison.notes.append(note)
+            self._comparison.prompts = f"{count} of {self._prompts} prompts"
         return self._comparison
 
     def _place(self, machine: Machine, family: Family) -> Place:

@@ -133,13 +133,14 @@ class Comparison:
     """The uses, the run's own first.
 
     busy: why the machine was too busy to compare them. notes: how they were measured. num_rounds:
-    the fewest of a pass.
+    the fewest of a pass. prompts: how many of a run's the turns decoded, if each took others.
     """
 
     uses: list[Use]
     busy: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_rounds: int = 0
+    prompts: str = ""
 
     FEWEST_ROUNDS = 6  # of a pass, for a verdict
 
@@ -206,6 +207,7 @@ class Comparison:
         kinds = list(dict.fromkeys(each.family.name for each in answer.candidates))
         if rival in answer.candidates and len(kinds) > 1:
             makes += f", best of {', '.join(kinds[:-1])} and {kinds[-1]}"
+        makes += f", on {self.prompts}" * bool(self.prompts)
         later = f"{answer.what[0].lower()}{answer.what[1:]}"
         if answer.verdict != UNKNOWN:
             what = f"While it is busy, {later}" if self.busy else answer.what
@@ -231,4 +233,5 @@ class Comparison:
             | asdict(a.ratio)
             for a in self.answers()
         ]
-        return {"verdicts": verdicts, "busy": self.busy, "notes": self.notes, "uses": uses}
+        told = {"busy": self.busy, "notes": self.notes, "prompts": self.prompts or None}
+        return {"verdicts": verdicts, **told, "uses": uses}
