@@ -133,7 +133,8 @@ class _Beside:
             elif len(places) > 1:
                 self._turns(places, run.beside_s)
         if self._each < self._prompts:
-            count = min(self._prompts, self._each * len(self._probes))
+            turns = max(len(use.speeds) for use in self._comparison.uses)
+            count = min(self._prompts, self._each * turns)
             self._comparison.prompts = f"{count} of {self._prompts} prompts"
         return self._comparison
 
@@ -190,7 +191,7 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                is_busy = worst[-1 - int(TRIMMED * turn)]  # fewer disturbed turns are trimmed
+                is_busy = worst[-1 - int(TRIMMED * len(worst))]  # fewer disturbed turns are trimmed
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
             is_open = UNKNOWN in {answer.verdict for answer in self._comparison.answers()}

@@ -152,11 +152,8 @@ class Comparison:
         inline = [use for use in narrow if use.family.mode != "ar"] or [own]
         drafted = max(inline, key=lambda use: use.mean)
         ranks = f"{own.family.tp} {own.unit}{'s' * (own.family.tp > 1)}"
-        pairs += [
-            (f"Speculation on {ranks}", drafted, use, inline)
-            for use in narrow
-            if use.family.mode == "ar"
-        ]
+        plain_ar = [use for use in narrow if use.family.mode == "ar"]
+        pairs += [(f"Speculation on {ranks}", drafted, use, inline) for use in plain_ar]
         if own.family.num_drafts and plain:
             what = f"{'An' if own.unit[0] in 'aeiou' else 'A'} {own.unit} for the draft"
             pairs.append((what, own, max(plain, key=lambda use: use.mean), plain))
