@@ -356,14 +356,15 @@ def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
     terms = [f"{about['prompts']} prompts", *([f"{tokens:,} answered tokens"] if tokens else [])]
     terms.append(f"{at['rounds']} rounds of SD at K = {at['lookahead']}")
     part = "a prompt" if len(every) > about["prompts"] else f"1 in {GROUPS} prompts"
-    yield f"{', '.join(terms)} (±: 95%, by leaving out {part} at a time)"
+    yield ", ".join(terms)
     reached = [read("conditional", n) for n in range(at["lookahead"])]
     rates = ", ".join(f"{value:.2f} ±{half:.2f}" for value, half in reached)
-    yield f"accepted at position 1 … {at['lookahead']}, if the one before was: {rates}"
+    yield f"accepted at positions 1 to {at['lookahead']} (±: 95%): {rates}"
     yield (
         f"K = {at['lookahead']}, {at['rounds']} rounds: {bounded('tokens_a_round')} tokens a "
-        f"round, alpha {bounded('alpha')}   (in brackets: 95% intervals)"
+        f"round, alpha {bounded('alpha')}"
     )
+    yield f"   (±, in brackets: 95% intervals, by leaving out {part} at a time)"
     yield f"   position        {cells(range(1, at['lookahead'] + 1))}"
     yield f"   reached         {cells(at['marginal'])}"
     yield f"   given the last  {cells(at['conditional'])}"
