@@ -39,6 +39,7 @@ HEAD_S = 15.0  # time limit for a request's headers
 WRITE_S = 30.0  # time limit for a client to read some of its waiting data
 SEND_BYTES = 1 << 16
 _LONGEST_FOLDER = 70  # bytes of a folder's path, so that a socket in it has less than 104
+_TELL_S = 2.0  # time between two signs of life while the models load
 NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
 # Together with _LAST_WORDS_S at most 5 s, also if the launcher hangs.
 _GRACE_S = 1  # longest wait for connections to end
@@ -135,7 +136,11 @@ async def _serve(
         """Prints the address once the lead has connected; ends the server when the job is gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
-        await asyncio.wait([*over, ready], return_when=asyncio.FIRST_COMPLETED)
+        waits, begun, first = [*over, ready], loop.time(), asyncio.FIRST_COMPLETED
+        while not (await asyncio.wait(waits, timeout=_TELL_S, return_when=first))[0]:
+            if sys.stderr.isatty():  # the next line replaces this one
+                sys.stderr.write(f"\x1b[2Kmpissd: serve: loading, {loop.time() - begun:.0f} s\r")
+                sys.stderr.flush()
         if lead.is_serving:
             shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves no files
             if member is not None and draining is None:
