@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,6 +25,16 @@ def load(path: str) -> Any:
     sys.modules[name] = module  # a dataclass looks its module up there
     spec.loader.exec_module(module)
     return module
+
+
+def printed_command(out: str, name: str = "run") -> tuple[int, list[str]]:
+    """Returns (ranks, words after `mpissd`) of the command line that a plan prints."""
+    script = "COMMAND=probe launch" if name == "probe" else "(?m:^)    launch"
+    start = rf"(?:{script}/local.sh (\d+)|mpirun -np (\d+) python -m mpi4py -m mpissd {name})"
+    joined = re.sub(r" \\\n +", " ", out).replace("\\\n", "")
+    found = re.search(rf"{start} (.*)", joined)
+    assert found is not None, out
+    return int(found[1] or found[2]), [name, *shlex.split(found[3])]
 
 
 def fake_tools(folder: Path, program: str) -> None:

@@ -19,9 +19,12 @@ from mpissd.common.output import print_json
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
 from mpissd.lab.predict.advice import (
+    ALPHAS,
     CONTEXT,
     Screen,
     heading,
+    is_assumed,
+    measured_gains,
     measured_uses,
     with_best_tree,
     with_laws,
@@ -31,7 +34,7 @@ from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
 from mpissd.lab.predict.row import predict_row
 from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.verdict import Evidence
+from mpissd.lab.predict.verdict import Evidence, is_datasheet
 from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group, row_files
 from mpissd.lab.tables.pair import Pair
@@ -102,7 +105,13 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
         rows = load_rows(files, left_out)
     measured = measured_uses(run, profile, advice, rows)
     evidence = Evidence.of(run, profile, placed, advice.judged, measured)
-    screen = Screen(placed, advice, evidence, gpus, config.device)
+    at = {}
+    if is_assumed(run) and not is_datasheet(profile):
+        for alpha in ALPHAS:
+            changed = dataclasses.replace(run, alpha=alpha)
+            at[alpha] = advice_of(changed, placed.placements, gpus, placed.unjudged, config.trees)
+    gains = measured_gains(run, profile, gpus, rows)
+    screen = Screen(placed, advice, evidence, gpus, config.device, at, gains)
     lines = screen.lines(details=config.details)
     news.cancel()
     print("\n".join(lines))

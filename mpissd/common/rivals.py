@@ -25,6 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 
 LOOKUPS = ("lookup", "suffix")
+WORTH = 1.05  # the least gain that counts as one: a smaller one is not worth a rank
 TREE = "tree"  # SD whose drafts are trees: a use if it is measured, or if `plan` weighs it
 
 

@@ -21,7 +21,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of
 from mpissd.engine.job import resolve
-from tests.scripts import ROOT, python, refused
+from tests.scripts import ROOT, printed_command, python, refused
 from tests.tiny_pair import tiny_pair
 
 HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
@@ -247,10 +247,8 @@ def plan(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, 
 
 def command_line(out: str, name: str) -> tuple[int, Any]:
     """(ranks, configuration) of the line that a plan prints for a command."""
-    lines = out.replace(" \\\n", " ")
-    found = re.search(rf"mpirun -np (\d+) python -m mpi4py -m mpissd ({name} .*)", lines)
-    assert found is not None
-    return int(found[1]), cli.parse(shlex.split(found[2])).config
+    ranks, words = printed_command(out, name)
+    return ranks, cli.parse(words).config
 
 
 def test_a_mode_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +292,9 @@ def test_a_plan_is_made_for_what_was_probed(capfd: pytest.CaptureFixture[str]) -
 
 def test_what_is_derived_is_run_and_measured(capfd: pytest.CaptureFixture[str]) -> None:
     """The commands that run the fastest use and measure its times are both printed."""
-    told, out = plan(capfd, "--profile=h200", "--pair=70b/1b", "--gpus=3", "--alpha=.8")
+    told, out = plan(
+        capfd, "--profile=h200", "--pair=70b/1b", "--gpus=3", "--alpha=.8", "--details"
+    )
     assert told["best"] == told["judged"][0] and told["best"]["derived"]
     ranks, config = command_line(out, "run")
     assert (ranks, config.forward, config.context) == (3, "transformer", 512)
@@ -350,5 +350,5 @@ def test_a_plan_for_weights_can_be_run(capfd: pytest.CaptureFixture[str], tmp_pa
     """With weights, imposed acceptance needs --workload=gemm."""
     pair = tiny_pair(tmp_path, kv_heads=6)
     _, out = plan(capfd, f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7", A100)
-    words = shlex.split(re.findall(r"Run it:  (.*)", out.replace(" \\\n", ""))[0])
-    assert main([*words[words.index("run") :], "--dry_run", f"--out={tmp_path / 'out'}"]) == 0
+    _, words = printed_command(out)
+    assert main([*words, "--dry_run", f"--out={tmp_path / 'out'}"]) == 0

@@ -6,9 +6,8 @@ Statistical tests fix their seeds and allow five standard errors: false-alarm ra
 import json
 import random
 import re
-import shlex
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.pair.laws import Outcomes, Ranks, Source, measured
-from mpissd.lab.predict.advice import level_with, profile_of, with_best_tree
+from mpissd.lab.predict.advice import Screen, is_assumed, level_with, profile_of, with_best_tree
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
@@ -36,6 +35,7 @@ from mpissd.lab.predict.search import (
     Choice,
     Placement,
     Space,
+    Survey,
     candidates,
     runnable,
     survey,
@@ -44,6 +44,7 @@ from mpissd.lab.predict.search import (
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.predict.verdict import Evidence, number
 from tests.needs import has_smollm2, needs
+from tests.scripts import printed_command
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -338,6 +339,7 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
     assert trees and all(line.endswith("ed") for line in trees)  # those rows are of chains
 
 
+DEVICES = "h100", "h200", "a100-80", "v100-32"
 RATES = ".95,.9,.7,.4,.2,.1"
 
 
@@ -369,20 +371,79 @@ def test_an_advice_is_one_screen_and_its_command_runs(
     out, err = capfd.readouterr()
     *lines, last = out.splitlines()
     assert err == "" and len(lines) < 24 and max(map(len, lines)) <= 100
-    assert sum(bool(re.match(r" [→≈ ] \w+.* T=\d", line)) for line in lines) in range(5, 11)
     plain = " ".join(" ".join(lines).split())
     assert all(sentence in plain for sentence in sentences)
     assert ("datasheet" in plain) == (device == "v100-32")
     assert device != "v100-32" or not re.search(r"[Tt]he draft (pays|does|makes)", plain)
-    words = shlex.split(re.findall(r"Run it:  (.*)", out.replace(" \\\n", ""))[0])
+    ranks, words = printed_command(out)
     best = json.loads(last)["best"]
-    assert words[:3] == ["mpirun", "-np", str(best["tp"] + best["num_drafts"])]
-    config = parse(words[words.index("run") :]).config
+    assert ranks == best["tp"] + best["num_drafts"]
+    config = parse(words).config
     assert config.mode == (best["mode"] if best["mode"] in ("ar", "ssd") else "sd")
     kind, _, rates = config.acceptance_text.partition(":")
     assert kind == "alpha" or rates.split(",") == RATES.split(",")[: best["lookahead"]]
-    emulated = "--backend=emulated", f"--device={device}", f"--dry_run={words[2]}"
-    assert main([*words[words.index("run") :], *emulated, f"--out={tmp_path}"]) == 0
+    emulated = re.findall(r"append (\S+) (\S+)\)", plain)[0]
+    assert emulated == ("--backend=emulated", f"--device={device}")
+    assert main([*words, *emulated, f"--dry_run={ranks}", f"--out={tmp_path}"]) == 0
+
+
+def random_screen(seed: int) -> Screen:
+    """Uses with all kinds of names, settings, rates and sources, of many machines and pairs."""
+    rnd = random.Random(seed)
+    device, gpus, batch = rnd.choice(DEVICES), rnd.choice((1, 2, 3, 9, 16)), rnd.choice((1, 4096))
+    laws = {"alpha": 0.99}, {"p_hit": 0.7}, {"acceptance": "rates:" + ",".join(["0.8123"] * 16)}
+    flags: dict[str, Any] = rnd.choice([{}, {"fuse": True}, *laws])
+    run = RunConfig(pair=rnd.choice(["8b/1b", "65b/noft-1.3b"]), batch_size=batch, **flags)
+    uses = [Family(mode, tp, 0) for tp in range(1, gpus + 1) for mode in ("ar", "sd", "lookup")]
+    uses += [Family(mode, tp, 1) for tp in range(1, gpus) for mode in ("sd", "tree", "ssd")]
+
+    def choices() -> Iterator[Choice]:
+        for mode, tp, drafts in map(astuple, uses):
+            k, rate = rnd.randint(1, 16), rnd.lognormvariate(3, 2) * batch
+            tree = 16 if mode == "tree" and k < 16 else 12 if mode == "ssd" and k < 4 else None
+            fans = ("uniform:6" if tree else "geometric:64") if mode == "ssd" else None
+            backup = rnd.choice(["jit", "jit" if tree else "fast"])
+            use = Choice(mode, tp, drafts, batch, 0 if mode == "ar" else k, fans, backup, tree=tree)
+            served, source = k if tree else rnd.randint(1, k), rnd.choice((None, "derived: some"))
+            yield replace(use, backup_lookahead=served, tok_per_s=rate, round_us=1, derived=source)
+
+    missing = tuple(use for use in uses if rnd.random() < rnd.choice((0, 0.2)))
+    advice, *others = (Advice(tuple(by_speed(choices())), missing) for _ in range(3))
+    rows: Any = {Family.of(c): SimpleNamespace(tok_per_s=1.2 * c.tok_per_s) for c in advice.judged}
+    placed = Survey((), dict.fromkeys(missing, "no host costs of SSD"), tuple(uses[::4]))
+    evidence = Evidence(run, load_profile(device), rows if rnd.random() < 0.5 else {}, {})
+    names = rnd.sample(["smollm2-humaneval", "smollm2-chat", "law", "another"], rnd.randint(0, 4))
+    gains = {name: (rnd.uniform(0.8, 1.2), rnd.choice(("AR", "suffix"))) for name in names}
+    at = dict(zip((0.6, 0.9), others, strict=True)) if is_assumed(run) else {}
+    return Screen(placed, advice, evidence, gpus, device, at, gains)
+
+
+@given(st.integers(0, 10**6))
+@settings(deadline=None, max_examples=60)
+def test_every_screen_has_24_lines_of_100_columns(seed: int) -> None:
+    screen = random_screen(seed)
+    lines, details = screen.lines(), screen.lines(details=True)
+    assert len(lines) < 24 and max(map(len, (*lines, *details))) <= 100
+    assert sum(bool(re.match(r" [→≈ ] \w+.* T=\d", line)) for line in lines) >= 2
+    ranks, words = printed_command("\n".join(lines))
+    assert ranks == screen.chosen.gpus and parse(words).config.tree == screen.chosen.tree
+
+
+def test_an_assumed_alpha_gives_way_to_measured_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """README's ratios; where acceptance is given, rows of another one do not choose."""
+    flags = "plan", "--profile=h200", "--gpus=2", "--pair=8b/1b", "--measured=results/extra-gpu"
+    assert main([*flags]) == 0
+    _, first, second, *lines, last = capsys.readouterr().out.splitlines()
+    assert "does not pay, as measured with this pair on 2 GPUs: SSD makes .91 to" in first
+    assert second.startswith("  .97 times the strongest other use (tree, lookup), by rows of law, ")
+    assert "without it is SD with a tree on 2" in lines[0]
+    assert re.search(r"assumed: these gains are at .60 1\.\d+ and .9\d, at .90 1.", "".join(lines))
+    told = json.loads(last)
+    assert told["best"]["mode"] == "tree" and told["judged"][0]["mode"] == "ssd"
+    assert main([*flags, "--alpha=.8"]) == 0
+    out = capsys.readouterr().out
+    assert "With other acceptance, a GPU of its own" in out and "is assumed" not in out
+    assert json.loads(out.splitlines()[-1])["best"]["mode"] == "ssd"
 
 
 def test_the_first_line_and_the_details_name_what_is_assumed(

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.compare import bound, student_t
-from mpissd.common.rivals import Family
+from mpissd.common.rivals import WORTH, Family
 
 FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
 TRIMMED = 0.2  # of the turns at each end
-_GAIN = 1.05  # the least ratio that counts as a gain
 _CLOSE = 0.85  # of the fastest speed: a use that may be as fast
 _NEAR = 1.05  # an upper bound within this ratio of a gain is near it
 _TELLING = 2  # the most by which an upper bound exceeds the mean in a text
@@ -64,9 +63,9 @@ class Ratio:
         interval that is all gain, or all loss, is a verdict."""
         if self.turns < FEWEST_TURNS:
             return UNKNOWN
-        least_gain = _GAIN if is_busy else 1
-        most_loss = 1 / _GAIN if is_busy else _GAIN
-        if self.low > least_gain and self.mean >= _GAIN:
+        least_gain = WORTH if is_busy else 1
+        most_loss = 1 / WORTH if is_busy else WORTH
+        if self.low > least_gain and self.mean >= WORTH:
             return PAID
         return LOST if self.high < most_loss else UNKNOWN
 
@@ -209,7 +208,7 @@ class Comparison:
         if answer.verdict != UNKNOWN:
             what = f"While it is busy, {later}" if self.busy else answer.what
             return f"{what} {answer.verdict}: {makes}."
-        is_near = ratio.low < _GAIN < ratio.high < _GAIN * _NEAR
+        is_near = ratio.low < WORTH < ratio.high < WORTH * _NEAR
         why = " the gain is near 5%:" if is_near else " the turns differ too much:"
         why = "" if self.busy else why
         if ratio.turns < FEWEST_TURNS:

@@ -88,11 +88,6 @@ class Choice:
         return self.tp + self.num_drafts
 
     @property
-    def tok_per_s_per_gpu(self) -> float:
-        """Throughput divided by the number of GPUs."""
-        return self.tok_per_s / self.gpus
-
-    @property
     def method(self) -> tuple[str, int]:
         """(mode, D), which distinguishes SD inline from SD on a rank of its own."""
         return self.mode, self.num_drafts

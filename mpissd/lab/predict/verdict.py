@@ -73,7 +73,9 @@ class Estimate:
 
 
 def number(value: float) -> str:
-    """Returns a positive number with three digits, or all of its whole ones."""
+    """Returns a positive number with three digits, or all of its whole ones to a million."""
+    if value >= 999_999.5:
+        return f"{value / 1e6:.2f}M"
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}".removeprefix("0")
