@@ -103,7 +103,7 @@ class Rig:
         keys, values = self.stack.cache.arrays[:2]
         page = keys.shape[4]
         at = np.arange(length)
-        holder = self.stack.pages.seats.pages[slot, at // page]
+        holder = self.stack.pages.row_places.pages[slot, at // page]
         found = keys[:, holder, :, :, at % page], values[:, holder, :, at % page, :]
         return found[0].copy(), found[1].copy()
 

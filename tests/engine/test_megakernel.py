@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mpissd.engine.backend import chain_plan
-from mpissd.engine.backend.chain_plan import Geometry, Multiplication, Operand
+from mpissd.engine.backend.chain_plan import ChainGeometry, Multiplication, Operand
 from mpissd.engine.model.shard import TransformerShard
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import (
@@ -172,7 +172,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     def build(row_tiles: int) -> Any:
         if row_tiles not in built:
             path = folder / f"chain_{row_tiles}.so"
-            geometry = Geometry(row_tiles, 6, slots=3, ahead=3, flying=3)
+            geometry = ChainGeometry(row_tiles, 6, slots=3, ahead=3, flying=3)
             macros = [f"-D{name}={value}" for name, value in geometry.macros]
             includes = ["-I", str(ROOT / "mpissd/engine/backend/kernels")]
             source = str(ROOT / "tests/emulator/kernels.cpp")

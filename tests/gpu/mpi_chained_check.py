@@ -18,7 +18,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from tests.gpu.test_chained import PROMPTS, counting, decode
 from tests.text.test_chained import REPLAYS
 from tests.tiny_pair import config, tiny_pair
@@ -55,7 +55,7 @@ def main(backend: str, folder: Path) -> None:
         (folder / "shape.json").write_text(json.dumps(shape))
     COMM.Barrier()
     counts, pair = Counter[str](), {name: folder / name for name in ("target", "draft")}
-    ChainedForwards.launch = counting(counts)  # type: ignore[method-assign]
+    DeviceRounds.launch = counting(counts)  # type: ignore[method-assign]
     every = {"backend": backend, "deadline_s": 40}
     text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
     alone = check(counts, "AR", mode="ar", **text, target=pair["target"], batch_size=2)
@@ -76,7 +76,7 @@ def main(backend: str, folder: Path) -> None:
         print("passed")
 
 
-def spoil(self: ChainedForwards, _: object) -> None:
+def spoil(self: DeviceRounds, _: object) -> None:
     """Makes the LM head infinite, in bfloat16, before the first chained round."""
     self._target.weights.head.pieces[0][2].fill(0x7F807F80)
 
@@ -84,7 +84,7 @@ def spoil(self: ChainedForwards, _: object) -> None:
 if __name__ == "__main__":
     NumpyBackend.chains = True
     if len(sys.argv) > 2 and COMM.rank == COMM.size - 1:
-        ChainedForwards.begin = spoil  # type: ignore[method-assign]
+        DeviceRounds.begin = spoil  # type: ignore[method-assign]
     with TemporaryDirectory() as own:
         main(sys.argv[1], Path(COMM.bcast(own)))
         COMM.Barrier()

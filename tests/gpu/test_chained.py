@@ -12,7 +12,7 @@ from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.features.joined_growth import JoiningWorker
 from mpissd.engine.law.tree import Tree
-from mpissd.engine.model.transformer.chained import ChainedForwards
+from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from mpissd.engine.model.transformer.trees import Size
 from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import Sequences, TargetLoop
@@ -39,10 +39,10 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def counting(counts: Counter[str]) -> Callable[..., None]:
-    """ChainedForwards.launch that counts rounds, and those that began ahead of their outcome."""
-    launch = ChainedForwards.launch
+    """DeviceRounds.launch that counts rounds, and those that began ahead of their outcome."""
+    launch = DeviceRounds.launch
 
-    def counted(self: ChainedForwards, round_: int, forced: Any) -> None:
+    def counted(self: DeviceRounds, round_: int, forced: Any) -> None:
         counts["rounds"] += 1
         counts["ahead"] += bool(self._flying)
         launch(self, round_, forced)
@@ -53,7 +53,7 @@ def counting(counts: Counter[str]) -> Callable[..., None]:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found = Counter[str]()
-    monkeypatch.setattr(ChainedForwards, "launch", counting(found))
+    monkeypatch.setattr(DeviceRounds, "launch", counting(found))
     return found
 
 

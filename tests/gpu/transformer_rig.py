@@ -20,10 +20,10 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.chained import BEFORE, SLOT, Ends, Sheet, Stage
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
+from mpissd.engine.model.transformer.device_rounds import BEFORE, SLOT, Ends, RoundStage, Sheet
 from mpissd.engine.model.transformer.growing import GrowthSheet
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
@@ -218,10 +218,10 @@ def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:
     k, kept, twin, shapes = 3, list[Any](), None, None
     if dynamic:
         k, shapes = CHOICES, Shapes.made(dynamic, 4, target.ops.ids)
-        kept, twin = [shapes.found, shapes.copies, shapes.tables], Shapes.made(dynamic, 4, np.array)
+        kept, twin = [shapes.nodes, shapes.copies, shapes.tables], Shapes.made(dynamic, 4, np.array)
     parts = [sheet.ints]
     for rig in (draft, target):
-        parts += [rig.stack.buffers.tokens, rig.stack.pages.seats.rows]
+        parts += [rig.stack.buffers.tokens, rig.stack.pages.row_places.rows]
     firsts = np.array([0, 40], np.int32)  # as if the target had two ranks
     both, wide = (Best(*backend.top_buffers(2 * 64, n), None, None) for n in (1, k))
     ends = replace(Ends.of(draft.stack), best=wide), replace(Ends.of(target.stack), best=both)
@@ -246,21 +246,21 @@ def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:
             on_host = [backend.to_host(part) for part in (one.best.ids, one.best.values)]
             twins.append(replace(one, best=replace(one.best, ids=on_host[0], values=on_host[1])))
         before = [part.copy() for part in parts]
-        target.ops.chained(
-            Stage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables, shapes)
+        target.ops.run_stage(
+            RoundStage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables, shapes)
         )
         backend.synchronize()
         found = [part.copy() for part in parts]
         for part, value in zip(parts, before, strict=True):
             part[...] = value
         of = twins[0] if drafts else None
-        Stage(number, turn, sheet, of, twins[1], None, firsts, ids, twin).run()
+        RoundStage(number, turn, sheet, of, twins[1], None, firsts, ids, twin).run()
         assert all(map(np.array_equal, found, parts)), f"stage {number}"
         if twin is None:
             continue
-        for name, one in zip(("found", "copies", "tables"), kept, strict=True):
+        for name, one in zip(("nodes", "copies", "tables"), kept, strict=True):
             expected, known = getattr(twin, name), backend.to_host(one)
-            if name == "found":
+            if name == "nodes":
                 sure = known[:, SURE].view(np.float32), expected[:, SURE].view(np.float32)
                 assert np.allclose(*sure, rtol=1e-5, atol=1e-5), f"stage {number}"
                 known[:, SURE] = expected[:, SURE]
@@ -272,7 +272,7 @@ def check_growing(backend: Any) -> None:
     rig, rng = Rig(backend, tiny("llama"), max_rows=16), np.random.default_rng(0)
     sheet = GrowthSheet(backend.host_ints(1 + 9 * 11), 9)
     ids = np.arange(101, dtype=np.int32)[::-1].copy()
-    parts = sheet.ints, rig.stack.pages.seats.rows, rig.stack.buffers.tokens
+    parts = sheet.ints, rig.stack.pages.row_places.rows, rig.stack.buffers.tokens
     for k, known in product((1, 3), (None, ids)):
         ends = Ends.of(rig.stack, k)
         best = rng.permuted(np.tile(np.arange(4, dtype=np.int32), (16, 1)), axis=1)[:, :k]

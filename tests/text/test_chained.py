@@ -13,9 +13,9 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.features.device_rounds import DeviceTarget
-from mpissd.engine.model.transformer.chained import ChainedForwards
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
-from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.model.transformer.device_rounds import DeviceRounds
+from mpissd.engine.model.transformer.growing import DeviceGrowth
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.lab.measure import run
 from tests import transformer_reference
@@ -55,15 +55,15 @@ def imposed(folder: Path) -> dict[str, Any]:
 def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Chains rounds on the CPU, and counts those that began ahead of their outcome."""
     counts = {"rounds": 0, "ahead": 0}
-    launch = ChainedForwards.launch
+    launch = DeviceRounds.launch
 
-    def counted(self: ChainedForwards, round_: int, forced: Any) -> None:
+    def counted(self: DeviceRounds, round_: int, forced: Any) -> None:
         counts["rounds"] += 1
         counts["ahead"] += bool(self._flying)
         launch(self, round_, forced)
 
     monkeypatch.setattr(NumpyBackend, "chains", True)
-    monkeypatch.setattr(ChainedForwards, "launch", counted)
+    monkeypatch.setattr(DeviceRounds, "launch", counted)
     return counts
 
 
@@ -75,7 +75,7 @@ def test_a_row_has_the_time_that_chained_rounds_drafted(
     Rounds are chained only on GPUs, so that the gates do not expect it of a CPU's.
     """
     monkeypatch.setattr(run, "violations", lambda row, rounds: [])
-    monkeypatch.setattr(ChainedForwards, "draft_s", lambda self, round_: 1 + round_)
+    monkeypatch.setattr(DeviceRounds, "draft_s", lambda self, round_: 1 + round_)
     told = text(pair, out=str(tmp_path), lookahead=3, progress="off")
     assert run.execute(RunConfig(**{**PAIR, **told})) == 0
     (row,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
@@ -136,14 +136,14 @@ def test_chained_growth_has_the_rounds_of_stepwise_growth(
     if "draft" in flags:
         told |= {"prompt_ids": None, **imposed(tmp_path)}
     expected = decode(40, **told)
-    left, launch, dice = list[int](), ChainedGrowth.launch, Random(0)
+    left, launch, dice = list[int](), DeviceGrowth.launch, Random(0)
 
-    def counted(self: ChainedGrowth) -> None:
+    def counted(self: DeviceGrowth) -> None:
         launch(self)
         left.append(self.left)
 
     monkeypatch.setattr(NumpyBackend, "chains", True)
-    monkeypatch.setattr(ChainedGrowth, "launch", counted)
+    monkeypatch.setattr(DeviceGrowth, "launch", counted)
     monkeypatch.setattr(DraftEnd, "outcome_arrived", lambda self: dice.random() < 0.3)
     found = decode(40, **told)
     assert len(left) > 20 and (max(left) == 2 or told.get("lookahead") == 1)

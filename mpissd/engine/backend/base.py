@@ -1,8 +1,8 @@
 """The interface of a backend: arrays, products, and programs (one forward, run asynchronously).
 
-A model enqueues its operations once, inside the body of a program. The backend decides how to
-launch it again: NumPy calls the body, CuPy replays a captured CUDA graph, and the emulated backend
-lets the modelled duration pass without calling the body.
+A program's body enqueues the operations of a forward. NumPy calls the body at each launch, CuPy
+replays a CUDA graph that it captured once, and the emulated backend lets the modelled duration pass
+without calling the body.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from mpissd.common.wait import Waiter
 Array = Any  # A numpy.ndarray, a cupy.ndarray, or the emulated backend's placeholder.
 HostArray = Any  # A numpy.ndarray; page-locked on a GPU.
 # Multipliers of the row and of the column; constants of fmix32, the last step of MurmurHash3.
-ROW_PRIME, COLUMN_PRIME = 0x9E3779B1, 0x85EBCA77
-MIX_1, MIX_2 = 0x85EBCA6B, 0xC2B2AE35
+ROW_PRIME = 0x9E3779B1
+COLUMN_PRIME = 0x85EBCA77
+MIX_1 = 0x85EBCA6B
+MIX_2 = 0xC2B2AE35
 _SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.
 _CACHED = 1 << 17  # elements made at once, which stay in a core's cache
 
 
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Returns the matrix `key` at these rows and columns: float32 [rows, columns], uniform,
-    variance 1; the same on every backend, so that NumPy can check a GPU's values."""
+    """Returns elements of the random matrix `key`, float32 [rows, columns], uniform, variance 1."""
     r = rows.astype(np.uint32) * np.uint32(ROW_PRIME) ^ np.uint32(key & 0xFFFFFFFF)
     c = columns.astype(np.uint32) * np.uint32(COLUMN_PRIME)
     values = np.empty((len(r), len(c)), np.float32)
     step = max(1, _CACHED // max(1, len(c)))
     for start in range(0, len(r), step):
-        h, out = r[start : start + step, None] ^ c, values[start : start + step]
+        h = r[start : start + step, None] ^ c
+        out = values[start : start + step]
         for shift, factor in ((16, MIX_1), (13, MIX_2)):
             h ^= h >> np.uint32(shift)
             h *= np.uint32(factor)
@@ -61,10 +63,10 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A slice of one global weight matrix; a fused weight is a list of parts side by side.
+    """A slice of the random matrix `key`, [in_features, out_features], of all ranks.
 
-    The global matrix is [in_features, out_features]. Element (i, o) depends only on (key, i, o), so
-    that a shard on T ranks holds exactly the values of the whole matrix (see `element`).
+    Element (i, o) depends only on (key, i, o), so that T ranks together hold exactly the values of
+    the whole matrix (see `element`). A fused weight is a list of parts side by side.
     """
 
     key: int
@@ -83,16 +85,14 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class ForwardKey:
-    """Identifies the forward of a measured table; forwards with equal keys differ only in their
-    rows."""
+    """Identifies a forward in tables of measured times, where equal keys differ in rows only."""
 
     model: str  # The shape's name; a depth-scaled shape has its own.
     tp: int
     fuse: bool
     lm_head: bool
     kv_tokens: int  # Tokens of context read, summed over all sequences.
-    # Number of sequences that have these tokens; 0: bare matrix products.
-    sequences: int = 0
+    sequences: int = 0  # Those that have these tokens; 0: the model is bare matrix products.
 
     @property
     def context(self) -> int:
@@ -125,8 +125,7 @@ class Cost:
     all_reduce_bytes: int  # Bytes of each all-reduce.
     tp: int
     key: ForwardKey | None = None  # The forward's key in measured tables; None for a lone product.
-    # The most rows of any forward in the job, which decides the kernel; None: `rows`.
-    most_rows: int | None = None
+    most_rows: int | None = None  # Of the job's largest forward (None: this), decides the kernel.
     params: int = 0  # Weights that the forward reads; 0 for a lone product.
     candidates: int = 1  # Ids that are read out of each row.
     columns: int = 0  # Logits of a row on this rank, from which they are chosen; 0: no LM head.
@@ -152,28 +151,25 @@ class Program(ABC):
         """Returns the device time of the last finished launch, in seconds."""
 
     def after_s(self, earlier: Program) -> float:
-        """Returns the device time from the end of `earlier`'s last launch to the start of this
-        one's, in seconds; both are over."""
+        """Returns the seconds from the end of `earlier`'s last launch to this one's start."""
         raise NotImplementedError(f"{type(self).__name__} keeps no clock")
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
-        """Frees the device's part of the program (a graph).
-
-        Must be called before the group's communicator is closed.
-        """
+        """Frees the program's graph, which must not outlive the group's communicator."""
 
 
 class Backend(ABC):
-    """The interface of all backends; operations in a program's body are enqueued.
+    """The interface of all backends.
 
-    The methods below that are not abstract hold and compute nothing, as on an emulated device.
+    Operations of arrays are called in a program's body, which enqueues them. The methods that are
+    not abstract hold and compute nothing, as on an emulated device.
     """
 
     name: str
     info: DeviceInfo
     itemsize: int  # Bytes of one weight or activation element.
     dtype_name: str
-    chains: bool = False  # Whether rounds are chained where they can be (features.device_rounds).
+    chains: bool = False  # Whether the device decides rounds where it can (DeviceRounds).
     few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
     capture: bool = False  # Whether programs are replayed as captured graphs.
 
@@ -181,21 +177,18 @@ class Backend(ABC):
         """Makes this backend's device the current one of the calling thread."""
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
-        """Announces the most rows of products with the weights made from now on; None: not
-        known."""
+        """Announces the most rows of products with weights made from now on; None: unknown."""
 
     def kernel(self, weight: Array) -> str:
         """Returns the name of the kernel that multiplies by this weight inside a program."""
         return self.name
 
     def weight(self, parts: Sequence[WeightPart]) -> Array:
-        """Returns a weight [in, Σout] with deterministic random values, in this backend's own
-        layout."""
+        """Returns the parts side by side, [in, Σout], in this backend's own layout."""
         return None
 
     def activation(self, rows: int, width: int) -> Array:
-        """Returns a [rows, width] buffer filled with NaN, so that an unwritten element is
-        noticed."""
+        """Returns a buffer [rows, width] of NaN, which show elements that were never written."""
         return None
 
     def view(self, array: Array, rows: int, start: int, stop: int) -> Array:
@@ -203,34 +196,29 @@ class Backend(ABC):
         return None if array is None else array[:rows, start:stop]
 
     def host_ints(self, count: int) -> HostArray:
-        """Returns a host int32 buffer that `gather` reads and `read_out` writes asynchronously."""
+        """Returns an int32 buffer on the host, which programs read and write asynchronously."""
         return np.zeros(count, np.int32)
 
     def table(self, entries: int, width: int, key: int) -> Array:
-        """Returns an embedding-like table [entries, width] of unit-variance random rows."""
+        """Returns an embedding table [entries, width] of random rows with variance 1."""
         return None
 
     def gather(self, table: Array, tokens: HostArray, out: Array) -> None:  # noqa: B027
-        """Sets out[m] = table[tokens[m] mod entries]; the tokens are copied from host to device."""
+        """Sets out[m] = table[tokens[m] mod entries]; the tokens are read when the program runs."""
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:  # noqa: B027
         """Sets out = x @ weight, accumulated in float32; x may be a column view."""
 
     def read(self, num_bytes: int) -> Callable[..., None]:
-        """Returns an operation that reads a buffer of num_bytes, as a forward reads its KV cache.
-
-        Its optional argument is the number of bytes to read; the default is all.
-        """
+        """Returns an operation that reads num_bytes, or as many as its argument says, as a forward
+        reads its KV cache."""
         return lambda count=num_bytes: None
 
     def top_k(  # noqa: B027
         self, values: Array, k: int, out_ids: Array, out_values: Array
     ) -> None:
-        """Writes the k largest values of each row, descending, and their ids; ties to the smaller
-        id.
-
-        out_ids: int32 [rows, k]; out_values: [rows, k].
-        """
+        """Writes the k largest values of each row and their columns (int32), [rows, k], in falling
+        order; of equal values the lower column comes first."""
 
     def top_buffers(self, rows: int, k: int) -> tuple[Array, Array]:
         """Returns the device buffers for `top_k`: (int32 ids, float32 values), both [rows, k]."""
@@ -241,36 +229,30 @@ class Backend(ABC):
 
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
-        """Compiles a body into a program.
+        """Compiles a body into a program; all ranks must call it if the body has an all-reduce.
 
-        If the body contains the group's all-reduce, all ranks of the group must call this.
+        cost: of the forward. capturable: whether the body may be captured as a graph.
         """
 
     def synchronize(self) -> None:  # noqa: B027
         """Waits until everything launched is over."""
 
     def to_host(self, array: Array) -> Any:
-        """Returns a NumPy copy (float32 for activations); synchronises, so not for the hot path."""
+        """Returns a NumPy copy, float32 for activations; waits for the device."""
         raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
     def from_host(self, values: Any, out: Array) -> None:
-        """Writes NumPy values into a device array; synchronises, so not for the hot path."""
+        """Writes NumPy values into a device array; waits for the device."""
         raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures bytes a second when a buffer of num_bytes is read repeatedly; None if
-        unknown."""
+        """Measures the bytes a second of repeated reads of num_bytes; None if unknown."""
 
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Measures the flop a second of a large square product; None if unknown.
-
-        This bounds a forward of many rows. It takes at most 0.1 s.
-        """
+        """Measures the flop a second of a large square product, in at most 0.1 s; None if
+        unknown."""
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
-        """Frees programs, then buffers.
-
-        Must be called before the group's communicator is closed; afterwards it would hang.
-        """
+        """Frees programs, then buffers; hangs once the group's communicator is closed."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-TILE, PAIR = 16, 32  # Columns of a tile; rows of weights in a pair of steps.
-ROW_TILE, MAX_ROW_TILES = 8, 4
-MAX_ROWS = ROW_TILE * MAX_ROW_TILES  # The most rows of x in one product.
+TILE = 16  # Columns of a tile.
+PAIR = 32  # Rows of weights in a pair of steps.
+ROW_TILE = 8
+MAX_ROWS = 4 * ROW_TILE  # The most rows of x in one product.
 _WARPS = 8
 THREADS = 32 * (_WARPS + 1)  # Threads of a block.
-_SLOT_BYTES, _LANE_BYTES, _SUM_BYTES, _PEERS_BYTES = 16 << 10, 32, _WARPS * 4 * 130 * 4, 88
 PRODUCT = np.dtype(  # The layout of struct Product in plan.cu.
     [(name, np.uint64) for name in ("weight", "x", "out")]
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
@@ -28,12 +28,17 @@ PRODUCT = np.dtype(  # The layout of struct Product in plan.cu.
 # (below 8, or from 8), row of the half. A row of a pair is (c, h, half, row); a column is (block,
 # r).
 _PACKED = (2, 8, 4, 2, 2, 2)
-_ROW_AXES, _COLUMN_AXES = (1, 4, 2, 5, 7), (0, 6, 3)
+_ROW_AXES = (1, 4, 2, 5, 7)
+_COLUMN_AXES = (0, 6, 3)
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """The macros that chain.cu is compiled with for a number of row tiles."""
+class ChainGeometry:
+    """The macros that chain.cu is compiled with for a number of row tiles.
+
+    tiles: of columns in a block's unit of work. slots: of the ring that holds weights ahead. ahead:
+    slots of x. flying: copies of weights under way.
+    """
 
     row_tiles: int
     tiles: int
@@ -43,22 +48,22 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a block needs (CHAIN_BYTES)."""
-        columns = self.ahead * self.row_tiles * _LANE_BYTES * 32 * _WARPS
-        barriers = 2 * self.slots * 8
-        return self.slots * _SLOT_BYTES + columns + _SUM_BYTES + barriers + _PEERS_BYTES
+        """Bytes of shared memory that a block needs."""
+        weights = self.slots * ((16 << 10) + 2 * 8)  # With two barriers a slot.
+        columns = self.ahead * self.row_tiles * 32 * 32 * _WARPS
+        peers = 88
+        return weights + columns + _WARPS * 4 * 130 * 4 + peers
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
-        """The macros that the kernel is compiled with."""
         return tuple((name.upper(), value) for name, value in vars(self).items())
 
 
 GEOMETRIES = {  # By number of row tiles.
-    1: Geometry(1, tiles=8, slots=11, ahead=4, flying=3),
-    2: Geometry(2, tiles=8, slots=10, ahead=3, flying=4),
-    3: Geometry(3, tiles=6, slots=8, ahead=3, flying=4),
-    4: Geometry(4, tiles=4, slots=8, ahead=2, flying=4),
+    1: ChainGeometry(1, tiles=8, slots=11, ahead=4, flying=3),
+    2: ChainGeometry(2, tiles=8, slots=10, ahead=3, flying=4),
+    3: ChainGeometry(3, tiles=6, slots=8, ahead=3, flying=4),
+    4: ChainGeometry(4, tiles=4, slots=8, ahead=2, flying=4),
 }
 
 
@@ -87,18 +92,22 @@ class Operand(NamedTuple):
 
 
 class Multiplication(NamedTuple):
-    """One product, out = x @ the packed weight at an address; if `summed`, also added up over the
-    ranks."""
+    """One product, out = x @ the packed weight at an address, `summed` over the ranks or not."""
 
     weight: int
     x: Operand
     out: Operand
     summed: bool = False
 
+    def depends_on(self, other: Multiplication) -> bool:
+        """Returns whether the product has to wait for one that comes before it."""
+        reads = self.x.meets(other.out)
+        return reads or self.out.meets(other.x) or self.out.meets(other.out)
+
     def row_groups(self) -> list[Multiplication]:
         """Splits the product into parts of nearly equal rows that fit the kernel's registers."""
         count = -(-self.x.rows // MAX_ROWS)
-        edges = [self.x.rows * i // count for i in range(count + 1)]
+        edges = (self.x.rows * i // count for i in range(count + 1))
         return [
             self._replace(x=self.x.part(a, b - a), out=self.out.part(a, b - a))
             for a, b in pairwise(edges)
@@ -116,30 +125,38 @@ def aligned(x: Operand, out: Operand) -> bool:
 
 
 def row_tiles(table: NDArray[Any]) -> int:
-    """Returns the row tiles that the kernel needs for the table's product with the most rows."""
+    """Returns the row tiles of the table's largest product."""
     return -(-int(table["rows"].max()) // ROW_TILE)
 
 
 def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
-    """Makes the kernel's table, PRODUCT [n]: dependencies between products, and exchange numbers.
+    """Returns the kernel's table of a chain of products, PRODUCT [n].
 
     A product waits for the last one before it whose output it reads or overwrites, or whose input
-    it overwrites. Exchanges keep their order, because two of them may use the same slot of the
-    inboxes. Neighbouring products with the same x and no wait between them are divided among the
-    blocks as one product.
+    it overwrites. Sums over ranks keep their order, because two of them may use the same slot of
+    the inboxes. Neighbouring products with the same x and no wait between them are divided among
+    the blocks as one product.
     """
     parts = [part for product in chain for part in product.row_groups()]
     table = np.zeros(len(parts), PRODUCT)
-    exchanges, last_summed, group = 0, -1, 0
+    exchanges = 0
+    last_summed = -1
+    group = 0
     for i, part in enumerate(parts):
-        after = next((j for j in range(i - 1, -1, -1) if _depends(part, parts[j])), -1)
+        after = next((j for j in range(i - 1, -1, -1) if part.depends_on(parts[j])), -1)
         after = max(after, last_summed) if part.summed else after
         exchanges += part.summed
         row = table[i]
-        row["weight"], row["x"], row["out"] = part.weight, part.x.address, part.out.address
-        row["x_step"], row["out_step"], row["rows"] = part.x.step, part.out.step, part.x.rows
-        row["pairs"], row["tiles"] = part.x.width // PAIR, part.out.width // TILE
-        row["after"], row["exchange"] = after, exchanges if part.summed else 0
+        row["weight"] = part.weight
+        row["x"] = part.x.address
+        row["out"] = part.out.address
+        row["x_step"] = part.x.step
+        row["out_step"] = part.out.step
+        row["rows"] = part.x.rows
+        row["pairs"] = part.x.width // PAIR
+        row["tiles"] = part.out.width // TILE
+        row["after"] = after
+        row["exchange"] = exchanges if part.summed else 0
         if part.x != parts[group].x or after >= group:
             group = i
         row["before"] = table["tiles"][group:i].sum()
@@ -148,10 +165,6 @@ def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
     table["awaited"][table["after"][table["after"] >= 0]] = 1
     table["awaited"][-1] = 1
     return table
-
-
-def _depends(later: Multiplication, earlier: Multiplication) -> bool:
-    return later.x.meets(earlier.out) or later.out.meets(earlier.x) or later.out.meets(earlier.out)
 
 
 def pack(values: Any) -> Any:
@@ -166,5 +179,4 @@ def unpack(packed: Any) -> Any:
     """Reverses `pack`."""
     rows, columns = packed.shape
     axes = (columns // TILE, rows // PAIR, *_PACKED)
-    order = _ROW_AXES + _COLUMN_AXES
-    return packed.reshape(axes).transpose(*order).reshape(rows, columns).copy()
+    return packed.reshape(axes).transpose(*_ROW_AXES, *_COLUMN_AXES).reshape(rows, columns).copy()

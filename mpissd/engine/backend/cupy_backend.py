@@ -1,15 +1,14 @@
 """The cupy backend: float16 on one NVIDIA GPU, with forwards as captured CUDA graphs.
 
 Products are cuBLAS's, by the bindings of nvmath-python: CuPy refuses cuBLAS while its stream is
-captured (cupy#6290). From compute capability 9.0 on, products of up to 32 rows are chained into
+captured (cupy#6290). From compute capability 9.0 on, consecutive products of up to 32 rows run as
 one persistent kernel (ChainRunner), whose weights are stored in a special order.
 
 Everything is enqueued on one stream. A program is captured once and replayed; what differs between
-launches (token ids) is in page-locked buffers that its kernels read, never in captured values.
-Use it only from the thread that opened it.
+launches (token ids) is in page-locked buffers that its kernels read, never in captured values. A
+backend may be used only by the thread that opened it.
 
-Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory; `close`
-first destroys any graphs that its owner has left.
+Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory.
 """
 
 from __future__ import annotations
@@ -29,19 +28,7 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend import chain_plan, kernels
 from mpissd.engine.backend.base import Backend, Cost, WeightPart
-from mpissd.engine.backend.chain_plan import (
-    GEOMETRIES,
-    MAX_ROWS,
-    PAIR,
-    THREADS,
-    TILE,
-    Multiplication,
-    Operand,
-    aligned,
-    pack,
-    suits,
-    unpack,
-)
+from mpissd.engine.backend.chain_plan import Multiplication, Operand
 from mpissd.engine.backend.cupy_device import (
     HALF,
     CupyProgram,
@@ -56,36 +43,33 @@ from mpissd.engine.backend.kernels import ceil_div
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
 _FILL_COLUMNS = 4096  # The row length of a buffer that is only read.
-_READ_BLOCKS_PER_SM, _READ_THREADS = 8, 256
 _WORKSPACE_BYTES = 64 << 20
-# The values of CUDA_R_16F, CUDA_R_32F, CUBLAS_COMPUTE_32F and CUBLAS_GEMM_DEFAULT.
-_HALF, _SINGLE, _COMPUTE_FLOAT, _DEFAULT_ALGORITHM = 2, 0, 68, -1
+_HALF = 2  # CUDA_R_16F
+_SINGLE = 0  # CUDA_R_32F
+_COMPUTE_FLOAT = 68  # CUBLAS_COMPUTE_32F
+_DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
 # Without this, cuBLAS may add the parts of a split product in float16. It costs at most 1% (H200,
 # 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-# Measured rates: bytes of one timed sample, and of its buffer at most; seconds.
-_MIN_SAMPLE_BYTES, _MAX_READ_BYTES = 4 << 30, 4 * 10**9
-_WARM_UP_S, _PEAK_S = 0.05, 0.03
-_FIRST_CHAINED = 90  # The lowest compute capability that can run chains.
 _MAX_SHARED_BYTES = 97  # The number of the attribute cudaDevAttrMaxSharedMemoryPerBlockOptin.
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: row-major [in, out], or packed in the chain's order in an array of that shape."""
+    """A weight: row-major [in, out], or `packed` for chain.cu, in an array of that shape."""
 
     values: Any
     packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(in, out), for either order."""
+        """(in, out), packed or not."""
         rows, columns = self.values.shape
         return rows, columns
 
 
 class Inboxes(Protocol):
-    """The group's shared state that a chain needs to sum over the ranks by itself."""
+    """The memory through which the ranks' kernels exchange the parts of a sum."""
 
     everybody: int  # The address of struct Peers.
     capacity: int  # In messages of two float16 values.
@@ -93,12 +77,12 @@ class Inboxes(Protocol):
 
 
 def why_not(device_id: int) -> str | None:
-    """Returns why this GPU cannot run chains, or None if it can."""
+    """Returns why this GPU cannot run the chain kernel, or None if it can."""
     capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
-    if int(capability) < _FIRST_CHAINED:
+    if int(capability) < 90:
         return f"compute capability {capability[:-1]}.{capability[-1]}"
     room = runtime.deviceGetAttribute(_MAX_SHARED_BYTES, device_id)
-    wanted = max(geometry.shared_bytes for geometry in GEOMETRIES.values())
+    wanted = max(geometry.shared_bytes for geometry in chain_plan.GEOMETRIES.values())
     return f"{room} bytes of shared memory a block" if room < wanted else None
 
 
@@ -106,36 +90,34 @@ class ChainRunner:
     """Runs consecutive products as one persistent kernel (kernels/chain.cu), on one stream.
 
     While a program's body runs, products are only recorded; the next other operation, or the end of
-    the body, launches the recorded ones as one chain. Outside a body each product is its own chain.
-    stop: a page-locked int32. If it is set, every wait inside the kernels ends; the kernels set it
-    when a wait lasted `limit_s` seconds.
+    the body, launches the recorded ones. Outside a body each product is launched by itself. stop: a
+    page-locked int32. While it is set, no kernel waits; kernels set it when a wait lasted `limit_s`
+    seconds.
     """
 
     def __init__(self, launcher: Launcher, stop: NDArray[np.int32]) -> None:
         self.limit_s = 60.0
-        self._launcher, self._stop = launcher, stop
+        self._launcher = launcher
+        self._stop = stop
         self._noted: list[Multiplication] = []
         self._inboxes: Inboxes | None = None
         self._held = False
-        # By products: their table on the device, the counters of its launches, and the numbers of
-        # products, exchanges and row tiles.
+        # By products: their table and its counters on the device; how many products, sums over
+        # ranks, and row tiles.
         self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
-        """Records out = x @ the packed weight at an address; the operands' widths give its
-        shape."""
+        """Records out = x @ the packed weight at an address."""
         self._noted.append(Multiplication(weight, x, out))
         if not self._held:
             self.flush()
 
     def sum_last(self, out: Operand, inboxes: Inboxes) -> bool:
-        """Makes the chain sum `out` over the ranks.
-
-        Returns False if `out` is not the last recorded product's output, or exceeds the inboxes.
-        """
+        """Makes the kernel sum `out` over the ranks; returns False if `out` is not the last
+        recorded product's output, or exceeds the inboxes."""
         if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
             return False
-        if min(out.rows, MAX_ROWS) * out.width > 2 * inboxes.capacity:
+        if min(out.rows, chain_plan.MAX_ROWS) * out.width > 2 * inboxes.capacity:
             return False
         self._noted[-1] = self._noted[-1]._replace(summed=True)
         self._inboxes = inboxes
@@ -143,8 +125,7 @@ class ChainRunner:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Records products until the block ends, then launches them; after an error it drops
-        them."""
+        """Records products until the block ends, then launches them, or drops them on an error."""
         self._held = True
         try:
             yield
@@ -169,31 +150,25 @@ class ChainRunner:
                 chain_plan.row_tiles(planned),
             )
         table, finished, count, exchanges, row_tiles = self._chains[key]
-        geometry = GEOMETRIES[row_tiles]
-        everybody, done_counts = 0, 0
-        if exchanges:
-            assert self._inboxes is not None, "sums over ranks without inboxes"
-            everybody, done_counts = self._inboxes.everybody, self._inboxes.done_counts
-        args = (
-            table,
-            np.int32(count),
-            finished,
-            np.uintp(everybody),
-            np.int32(exchanges),
-            np.int32(done_counts),
-            np.uintp(self._stop.ctypes.data),
-            np.uint64(int(self.limit_s * 1e9)),
-        )
-        grid, how = (self._launcher.multiprocessors,), (geometry.shared_bytes, geometry.macros)
-        self._launcher.launch("chain", kernels.CHAIN, grid, (THREADS,), args, *how)
+        geometry = chain_plan.GEOMETRIES[row_tiles]
+        inboxes = self._inboxes if exchanges else None
+        assert inboxes is not None or not exchanges, "sums over ranks without inboxes"
+        everybody = np.uintp(inboxes.everybody if inboxes else 0)
+        done_counts = np.int32(inboxes.done_counts if inboxes else 0)
+        sums = (everybody, np.int32(exchanges), done_counts)
+        limit = (np.uintp(self._stop.ctypes.data), np.uint64(int(self.limit_s * 1e9)))
+        args = (table, np.int32(count), finished, *sums, *limit)
+        grid = (self._launcher.multiprocessors,)
+        how = (geometry.shared_bytes, geometry.macros)
+        self._launcher.launch("chain", kernels.CHAIN, grid, (chain_plan.THREADS,), args, *how)
 
     def close(self) -> None:
-        """Frees the tables; call it after the graphs that read them are destroyed."""
+        """Frees the tables, after the graphs that read them are destroyed."""
         self._chains.clear()
 
 
 def operand(array: Any) -> Operand:
-    """Returns a two-dimensional array as an address with its sizes and row step."""
+    """Returns a two-dimensional device array as an Operand."""
     return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
 
 
@@ -222,7 +197,7 @@ class CupyBackend(Backend):
         self._launcher = self.launcher(early=False)
         self._open_cublas()
         self.capture = self.chains = graph
-        self._read_blocks = _READ_BLOCKS_PER_SM * self._launcher.multiprocessors
+        self._read_blocks = 8 * self._launcher.multiprocessors
         self._sums = device_empty((self._read_blocks,), np.uint32)
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
@@ -233,22 +208,24 @@ class CupyBackend(Backend):
         self.no_chain_reason = why_not(local_rank)
         if self.no_chain_reason is None:
             self._chain = ChainRunner(self._launcher, self.stop)
-            self.few_rows = MAX_ROWS
+            self.few_rows = chain_plan.MAX_ROWS
 
     def use_here(self) -> None:
         cupy.cuda.Device(self.device_id).use()
 
     def _open_cublas(self) -> None:
-        """Raises ConfigError without nvmath-python, or a cuBLAS that it can load."""
+        """Raises ConfigError without nvmath-python, or without a cuBLAS that it can load."""
         try:
             from nvmath.bindings import cublas
 
-            self._cublas, self._handle = cublas, cublas.create()
+            self._cublas = cublas
+            self._handle = cublas.create()
         except (ImportError, RuntimeError) as error:  # RuntimeError: a library that does not load
             raise ConfigError(
                 f"backend 'cupy': nvmath-python: {error}; pip install '.[cuda12]' (or cuda13)"
             ) from error
-        self._one, self._zero = np.array(1, np.float32), np.array(0, np.float32)
+        self._one = np.array(1, np.float32)
+        self._zero = np.array(0, np.float32)
         self._workspace = device_empty((_WORKSPACE_BYTES,), np.uint8)
         cublas.set_stream(self._handle, self.stream.ptr)
         # set_stream resets the workspace, so it is set afterwards; without one, a captured product
@@ -257,8 +234,7 @@ class CupyBackend(Backend):
         cublas.set_math_mode(self._handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
 
     def plan_rows(self, max_rows: int | None) -> None:
-        """Stores weights in the chain's order if no product has more rows than its registers
-        hold."""
+        """Packs weights for chain.cu if its registers hold the rows of all products."""
         self._packs = max_rows is not None and max_rows <= self.few_rows
 
     def kernel(self, weight: Weight) -> str:
@@ -268,8 +244,9 @@ class CupyBackend(Backend):
         rows = parts[0].in_stop - parts[0].in_start
         widths = [part.out_stop - part.out_start for part in parts]
         values = device_empty((rows, sum(widths)), HALF)
-        tiled = suits(rows, sum(widths)) and all(width % TILE == 0 for width in widths)
-        packed, column = self._packs and tiled, 0
+        fits = [chain_plan.suits(rows, width) for width in widths]
+        packed = self._packs and all(fits)
+        column = 0
         for part, width in zip(parts, widths, strict=True):
             if packed:
                 self._fill_packed(values.data.ptr + values.itemsize * rows * column, part)
@@ -279,7 +256,6 @@ class CupyBackend(Backend):
         return Weight(values, packed)
 
     def _fill(self, out: Any, part: WeightPart) -> None:
-        """Fills a row-major array with the values of a part."""
         rows, columns = out.shape
         grid = (ceil_div(columns, 8 * 32), min(ceil_div(rows, 8), 65535))
         key, first, scale = _numbers(part)
@@ -287,14 +263,16 @@ class CupyBackend(Backend):
         self._launch("fill", grid, (32, 8), args)
 
     def _fill_packed(self, address: int, part: WeightPart) -> None:
-        rows, columns = part.in_stop - part.in_start, part.out_stop - part.out_start
-        lanes = rows * columns // 8
+        rows = part.in_stop - part.in_start
+        columns = part.out_stop - part.out_start
+        units = rows * columns // 8  # of 16 bytes
         key, (row, column), scale = _numbers(part)
-        halves = key, column, key, np.uint32(column + TILE // 2)
-        widths = np.int32(columns), np.int32(columns - TILE // 2), np.int32(TILE)
-        sizes = np.int64(lanes), np.int32(rows // PAIR), np.int32(rows)
+        half = chain_plan.TILE // 2
+        halves = key, column, key, np.uint32(column + half)
+        widths = np.int32(columns), np.int32(columns - half), np.int32(2 * half)
+        sizes = np.int64(units), np.int32(rows // chain_plan.PAIR), np.int32(rows)
         args = (np.uintp(address), *sizes, row, *halves, *widths, scale)
-        self._launch("pack_random", (min(ceil_div(lanes, 256), 1 << 16),), (256,), args)
+        self._launch("pack_random", (min(ceil_div(units, 256), 1 << 16),), (256,), args)
 
     def activation(self, rows: int, width: int) -> Any:
         return self._filled((rows, width), HALF, np.nan)
@@ -311,37 +289,29 @@ class CupyBackend(Backend):
         return values
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
-        """The kernel reads the ids from page-locked host memory, anew at every launch.
-
-        On an H200 it takes 2.4-3.9 us (1-64 rows), and 4.3-5.3 if a copy to the device comes first.
-        """
+        """Reads the ids from page-locked host memory, anew at every launch: on an H200 faster than
+        a copy to the device and a gather (2.4-3.9 us for 1-64 rows, and 4.3-5.3)."""
         entries, width = table.shape
-        host = np.uintp(tokens.ctypes.data)
         sizes = (np.int32(entries), np.int32(width))
-        args = (table, *sizes, host, out, np.int64(step(out)))
+        args = (table, *sizes, np.uintp(tokens.ctypes.data), out, np.int64(step(out)))
         self._launch("gather", (len(out),), (256,), args)
 
     def matmul(self, x: Any, weight: Weight, out: Any) -> None:
-        (m, k), (w_in, n), w = x.shape, weight.shape, weight.values
-        assert w_in == k and out.shape == (m, n), f"{x.shape} @ {weight.shape} -> {out.shape}"
+        sizes = f"{x.shape} @ {weight.shape} -> {out.shape}"
+        assert (x.shape[0], *weight.shape) == (out.shape[0], x.shape[1], out.shape[1]), sizes
         if self._chain is not None and weight.packed:
-            if not aligned(operand(x), operand(out)):
+            if not chain_plan.aligned(operand(x), operand(out)):
                 sizes = f"rows of {step(x)} and {step(out)} values"
                 raise ConfigError(f"backend 'cupy': {sizes}: allowed: multiples of 8")
-            self._chain.multiply(operand(x), w.data.ptr, operand(out))
-        else:
-            self._product(x, w, out)
-
-    def _product(self, x: Any, weight: Any, out: Any) -> None:
-        """Enqueues out[m, n] = x[m, k] @ weight[k, n].
-
-        cuBLAS is column-major, so it computes outᵀ = weightᵀ xᵀ with the operands swapped.
-        """
+            self._chain.multiply(operand(x), weight.values.data.ptr, operand(out))
+            return
         self.flush()
-        (m, k), n, kind = x.shape, out.shape[1], _SINGLE if out.dtype == np.float32 else _HALF
+        m, k = x.shape
+        kind = _SINGLE if out.dtype == np.float32 else _HALF
+        # cuBLAS is column-major, so it computes outᵀ = weightᵀ xᵀ with the operands swapped.
         self._cublas.gemm_ex(
-            self._handle, 0, 0, n, m, k, self._one.ctypes.data,
-            weight.data.ptr, _HALF, step(weight), x.data.ptr, _HALF, step(x),
+            self._handle, 0, 0, out.shape[1], m, k, self._one.ctypes.data,
+            weight.values.data.ptr, _HALF, step(weight.values), x.data.ptr, _HALF, step(x),
             self._zero.ctypes.data, out.data.ptr, kind, step(out), _COMPUTE_FLOAT,
             _DEFAULT_ALGORITHM,
         )  # fmt: skip
@@ -356,7 +326,8 @@ class CupyBackend(Backend):
         assert out_ids.shape == (rows, k) == out_values.shape, f"{out_ids.shape} for {rows}x{k}"
         assert out_ids.flags.c_contiguous and out_values.flags.c_contiguous
         chunk = _CHUNK_COLUMNS * ceil_div(width, 32 * _CHUNK_COLUMNS)
-        chunks, warps = ceil_div(width, chunk), min(16, ceil_div(width, 256))
+        chunks = ceil_div(width, chunk)
+        warps = min(16, ceil_div(width, 256))
         kind, words = ("_float32", 2) if values.dtype == np.float32 else ("", 1)
         count = rows * chunks * k * words
         if count not in self._scratches:  # kept, because a captured graph may hold its address
@@ -375,26 +346,21 @@ class CupyBackend(Backend):
         return self._filled(shape, np.int32, -1), self._filled(shape, np.float32, np.nan)
 
     def read_out(self, ids: Any, host: Any) -> None:
-        """A kernel writes the ids to page-locked host memory before the program is done.
-
-        A device-to-host copy as a graph's last node ends up to 60 us later (H200: 74 us from launch
-        to done, 15 with the kernel).
-        """
+        """Enqueues a kernel that writes the ids to page-locked host memory: a copy as a graph's
+        last node ends up to 60 us later (H200: 74 us from launch to done, not 15)."""
         assert ids.flags.c_contiguous and ids.size <= host.size, f"{ids.shape} to {host.size}"
-        at = np.uintp(host.ctypes.data)
-        args = (at, ids, np.int32(ids.size))
+        args = (np.uintp(host.ctypes.data), ids, np.int32(ids.size))
         self._launch("copy_ints", (ceil_div(ids.size, 256),), (256,), args)
 
     def program(
         self, body: Callable[[], None], cost: Cost, *, capturable: bool = True
     ) -> CupyProgram:
-        def whole() -> None:
-            """Runs the body with its products chained."""
+        def recorded() -> None:
             assert self._chain is not None
             with self._chain.held():
                 body()
 
-        run = body if self._chain is None else whole
+        run = body if self._chain is None else recorded
         program = CupyProgram(self.stream, run, capturable and self.capture, self.stop)
         self._programs.add(program)
         return program
@@ -405,7 +371,7 @@ class CupyBackend(Backend):
     def to_host(self, array: Any) -> Any:
         if isinstance(array, Weight):
             host = cupy.asnumpy(array.values, stream=self.stream)
-            host = unpack(host) if array.packed else host
+            host = chain_plan.unpack(host) if array.packed else host
         else:
             host = cupy.asnumpy(array, stream=self.stream)
         return host.astype(np.float32) if host.dtype == HALF else host
@@ -413,43 +379,41 @@ class CupyBackend(Backend):
     def from_host(self, values: Any, out: Any) -> None:
         target = out.values if isinstance(out, Weight) else out
         if isinstance(out, Weight) and out.packed:
-            values = pack(np.asarray(values))
+            values = chain_plan.pack(np.asarray(values))
         with self.stream:
             target[...] = cupy.asarray(np.ascontiguousarray(values, dtype=target.dtype))
         self.stream.synchronize()
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures reading a buffer of num_bytes (at most 4 GB, or half of the free memory).
+        """Measures the median of seven samples, of at least 4 GiB each, after a warm-up of 50 ms.
 
-        Takes the median of seven samples of at least 4 GiB each, timed by events, after a warm-up
-        of 50 ms: after memory was allocated or freed, an H200 read at 3.9 TB/s for some
-        milliseconds, and at 4.5 TB/s from then on.
+        The buffer has num_bytes, but at most 4 GB or half of the free memory. After memory was
+        allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and then at 4.5.
         """
-        room = min(_MAX_READ_BYTES, runtime.memGetInfo()[0] // 2)
+        room = min(4 * 10**9, runtime.memGetInfo()[0] // 2)
         size = max(16, min(num_bytes, room) // 16 * 16)
-        passes, buffer = ceil_div(_MIN_SAMPLE_BYTES, size), self.random_words(size)
+        passes = ceil_div(4 << 30, size)
+        buffer = self.random_words(size)
         body = partial(self.read_words, buffer, size, passes)
-        program, warm_s = CupyProgram(self.stream, body, capture=True), 0.0
-        while warm_s < _WARM_UP_S:
+        program = CupyProgram(self.stream, body, capture=True)
+        warm_s = 0.0
+        while warm_s < 0.05:
             warm_s += self._timed_s(program)
         return float(size * passes / np.median([self._timed_s(program) for _ in range(7)]))
 
     def peak_flops(self) -> float | None:
-        """Measures a square product, of side 8192 if memory allows; None if 1024 does not fit.
-
-        It is launched for 30 ms (at least three times) and timed by events. The fastest launch
-        counts, because chips slow down when they get hot.
-        """
-        # Half of the free memory, for x, the weight and the output.
-        room = runtime.memGetInfo()[0] // 2
+        """Measures the fastest of the launches of a square product in 30 ms, as hot chips slow
+        down; its side is 8192 if memory allows. None if 1024 does not fit."""
+        room = runtime.memGetInfo()[0] // 2  # for x, the weight and the output
         sides = (n for n in (8192, 4096, 2048, 1024) if 3 * n * n * HALF.itemsize <= room)
         if (side := next(sides, None)) is None:
             return None
-        x, weight = self.table(side, side, 1), Weight(self.table(side, side, 2))
+        x = self.table(side, side, 1)
+        weight = Weight(self.table(side, side, 2))
         body = partial(self.matmul, x, weight, device_empty((side, side), HALF))
         program = CupyProgram(self.stream, body, capture=self.capture)
         seconds = [self._timed_s(program)]
-        while sum(seconds) < _PEAK_S or len(seconds) < 3:
+        while sum(seconds) < 0.03 or len(seconds) < 3:
             seconds.append(self._timed_s(program))
         return float(2 * side**3 / min(seconds))
 
@@ -476,7 +440,7 @@ class CupyBackend(Backend):
             self._chain.flush()
 
     def sum_last(self, out: Any, inboxes: Inboxes) -> bool:
-        """Has the chain sum `out` over ranks; returns False unless its last product writes it."""
+        """Sums `out` over the ranks in the product that writes it (ChainRunner.sum_last)."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 
     def limit_waits(self, seconds: float) -> None:
@@ -485,7 +449,7 @@ class CupyBackend(Backend):
             self._chain.limit_s = seconds
 
     def fence(self) -> Callable[[], bool]:
-        """Returns a function that returns whether everything enqueued so far is over."""
+        """Returns a function that tells whether everything enqueued so far is over."""
         self.flush()
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
@@ -512,7 +476,7 @@ class CupyBackend(Backend):
 
     def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:
         args = (buffer, np.int64(ceil_div(num_bytes, 16)), np.int32(passes), self._sums)
-        self._launch("read_words", (self._read_blocks,), (_READ_THREADS,), args)
+        self._launch("read_words", (self._read_blocks,), (256,), args)
 
     def _filled(self, shape: tuple[int, int], dtype: Any, value: float) -> Any:
         array = device_empty(shape, dtype)
@@ -531,6 +495,6 @@ class CupyBackend(Backend):
 
 
 def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:
-    """Returns the hash key, the first (row, column) and the scale, as kernels take them."""
+    """Returns a part's key, its first (row, column) and its scale, as kernels take them."""
     first = (np.uint32(part.in_start), np.uint32(part.out_start))
     return np.uint32(part.key & 0xFFFFFFFF), first, np.float32(part.scale)

@@ -19,7 +19,6 @@ from mpissd.engine.backend.base import DeviceInfo, Program
 
 HALF = np.dtype(np.float16)
 _NOT_READY = 600  # The error code cudaErrorNotReady.
-_FIRST_EARLY_CAPABILITY = 90
 
 
 def device_info(device_id: int) -> DeviceInfo:
@@ -39,11 +38,8 @@ def device_info(device_id: int) -> DeviceInfo:
 
 
 def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns an uninitialised array in its own allocation.
-
-    CuPy's pool is not used, because it rounds sizes up and keeps freed blocks. Raises ConfigError
-    if the device is full, with the bytes wanted and free.
-    """
+    """Returns an uninitialised array of its own memory; raises ConfigError if it does not fit."""
+    # CuPy's pool would round sizes up and keep freed blocks.
     size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
     try:
         memory = cupy.cuda.Memory(size)
@@ -54,12 +50,12 @@ def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def step(array: Any) -> int:
-    """Returns the elements from one row to the next (the leading dimension)."""
+    """Returns a matrix's leading dimension: the elements from one row to the next."""
     return max(int(array.strides[0]) // int(array.itemsize), int(array.shape[1]))
 
 
 def reached(event: Any) -> bool:
-    """Returns whether an event is over; raises FaultError if the device has failed meanwhile."""
+    """Returns whether an event is over; raises FaultError if the device has failed."""
     status = runtime.eventQuery(event.ptr)
     if status not in (0, _NOT_READY):
         raise FaultError(f"GPU: {runtime.CUDARuntimeError(status)}")
@@ -69,9 +65,9 @@ def reached(event: Any) -> bool:
 class Launcher:
     """Compiles kernels at first use, and launches them on one stream.
 
-    With `early`, a kernel's blocks may start while the kernel before it still runs; a kernel
-    launched so must call wait_for_last (ampere.cu) before it reads what others wrote. Ignored below
-    compute capability 9.0 and without cuda-bindings.
+    early: whether a kernel's blocks may start while the kernel before it still runs. Then it must
+    call wait_for_last (ampere.cu) before it reads what others wrote. Below compute capability 9.0,
+    and without cuda-bindings, none starts early.
     """
 
     def __init__(self, stream: Any, device_id: int, *, early: bool) -> None:
@@ -80,7 +76,7 @@ class Launcher:
         self._functions: dict[tuple[Any, ...], Any] = {}
         device = cupy.cuda.Device(device_id)
         self._driver: Any = None
-        if early and int(device.compute_capability) >= _FIRST_EARLY_CAPABILITY:
+        if early and int(device.compute_capability) >= 90:
             with suppress(ImportError):
                 from cuda.bindings import driver
 
@@ -106,7 +102,7 @@ class Launcher:
         return self._functions[key]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns an uninitialised device array; raises ConfigError if it does not fit."""
+        """Returns an uninitialised device array (device_empty)."""
         return device_empty(shape, dtype)
 
     def uploaded(self, values: Any, dtype: Any) -> Any:
@@ -121,7 +117,7 @@ class Launcher:
         self._stream.synchronize()
 
     def copy(self, source: Any, to: Any) -> None:
-        """Copies a device array into another one of its shape, in the stream's order; waits."""
+        """Copies a device array, or a scalar, to an array in the stream's order, and waits."""
         with self._stream:
             to[...] = source
         self._stream.synchronize()
@@ -143,10 +139,10 @@ class Launcher:
         shared_mem: int = 0,
         macros: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Launches the kernel `name` of these sources, compiled with these macros.
+        """Launches the kernel `name` of the sources `files`, compiled with these macros.
 
         args: device arrays, NumPy scalars, or None for a null pointer. shared_mem: bytes of dynamic
-        shared memory; above 48 KiB the first launch's is the most.
+        shared memory; if above 48 KiB, later launches may not ask for more than the first.
         """
         function = self._function(name, files, macros, shared_mem)
         values = [_value(arg) for arg in args]
@@ -157,7 +153,8 @@ class Launcher:
             return
         held = [np.array(value) for value in values]
         pointers = (ctypes.c_void_p * len(held))(*(value.ctypes.data for value in held))
-        early, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+        early = driver.CUlaunchAttribute()
+        value = driver.CUlaunchAttributeValue()
         kinds = driver.CUlaunchAttributeID
         early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         value.programmaticStreamSerializationAllowed = 1
@@ -165,8 +162,10 @@ class Launcher:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
-        config.sharedMemBytes, config.hStream = shared_mem, self._stream.ptr
-        config.attrs, config.numAttrs = [early], 1
+        config.sharedMemBytes = shared_mem
+        config.hStream = self._stream.ptr
+        config.attrs = [early]
+        config.numAttrs = 1
         address = ctypes.addressof(pointers)
         (error,) = driver.cuLaunchKernelEx(config, function.kernel.ptr, address, 0)
         if int(error):
@@ -181,18 +180,17 @@ def _value(arg: Any) -> Any:
 
 
 class CupyProgram(Program):
-    """A captured graph of a body, or the body itself if it cannot be captured.
-
-    It keeps the body, and so the buffers that the graph reads, alive.
-    """
+    """A captured graph of a body, or the body itself; it keeps the body's buffers alive."""
 
     def __init__(
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
-        """Takes `stop`: a launch raises FaultError once a kernel has set stop[0], having given up a
-        wait."""
-        self._stream, self._body, self._stop = stream, body, stop
-        self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
+        """stop: kernels that gave up a wait set its first element, which raises FaultError."""
+        self._stream = stream
+        self._body = body
+        self._stop = stop
+        self._start = cupy.cuda.Event()
+        self._end = cupy.cuda.Event()
         # The first run loads kernels, connects peers and allocates, which a capture must not do.
         body()
         stream.synchronize()

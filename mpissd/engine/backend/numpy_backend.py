@@ -104,38 +104,32 @@ class NumpyBackend(Backend):
         out[...] = values
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures reading a buffer of num_bytes (at most 4 GB) repeatedly, 1 GB in all.
-
-        Returns the fastest of 4 to 100,000 reads, because the floor is a bound and other processes
-        disturb some; with only a few bytes the time is the call's. It reads by max(): one
-        vectorised load and compare for each element, and nothing is written.
-        """
+        """Measures the fastest of 4 to 100,000 reads (by max) of up to 4 GB; of 1 GB in all."""
         buffer = np.ones(max(1, min(num_bytes, 4 * 10**9) // 4), np.float32)
         count = min(10**5, max(4, -(-(10**9) // buffer.nbytes)))
         return buffer.nbytes / _fastest_s(buffer.max, count)
 
     def peak_flops(self) -> float | None:
-        """Measures a square product, sized by powers of two to take 5 ms at most, for 50 ms.
-
-        Returns the fastest of these short products, because other processes on the core disturb
-        only some.
-        """
+        """Measures the fastest of some square products of a power of two, of 5 ms each at most."""
 
         def fastest(side: int, count: int) -> float:
-            x, out = np.full((side, side), 0.5, np.float32), np.empty((side, side), np.float32)
+            x = np.full((side, side), 0.5, np.float32)
+            out = np.empty((side, side), np.float32)
             multiply = partial(np.matmul, x, x.copy(), out=out)
             multiply()  # loads the library
             return _fastest_s(multiply, count)
 
-        side, once_s = 256, fastest(256, 1)
+        side = 256
+        once_s = fastest(256, 1)
         while 8 * once_s <= 5e-3:
-            side, once_s = 2 * side, fastest(2 * side, 1)
+            once_s = fastest(2 * side, 1)
+            side = 2 * side
         count = max(3, min(100, int(0.05 / once_s)))
         return float(2 * side**3 / min(once_s, fastest(side, count)))
 
 
 def _fastest_s(operation: Callable[[], object], count: int) -> float:
-    """Returns the least seconds of an operation that is repeated."""
+    """Returns the seconds of the fastest of `count` calls, since others may be disturbed."""
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
@@ -145,7 +139,7 @@ def _fastest_s(operation: Callable[[], object], count: int) -> float:
 
 
 def _reported(file: str, name: str) -> str:
-    """Returns what Linux reports under a name in a file of /proc; "" if it does not."""
+    """Returns the value of the first line in a file of /proc that begins with `name`, or ""."""
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(name):
@@ -154,14 +148,13 @@ def _reported(file: str, name: str) -> str:
 
 
 def available_memory_bytes() -> int | None:
-    """Returns the bytes available without swapping, or None if the system does not report them."""
+    """Returns the bytes available without swapping; None if the system does not report them."""
     kilobytes = _reported("meminfo", "MemAvailable")
     return int(kilobytes.split()[0]) * 1024 if kilobytes else None
 
 
 def last_level_cache_bytes() -> int | None:
-    """Returns the bytes of the first core's last-level cache; None if the system does not report
-    them."""
+    """Returns the bytes of a core's last-level cache; None if the system does not report them."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):

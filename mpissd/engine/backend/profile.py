@@ -1,13 +1,12 @@
 """A device profile: the costs of a forward on one machine, each number with its source.
 
-docs/profile.md describes the file. "from" is measured, modelled, datasheet, assumed or defined. The
-tables "forwards", "shards" and "read_outs" are read; the others, and the spread of each entry, are
-for human readers. Where a measured table covers a forward, the table is used; otherwise the forward
-is modelled from the rates. The emulated backend and the predictor take their durations from here.
+docs/profile.md describes the file. Of its tables "forwards", "shards" and "read_outs" are read; the
+others are for human readers. Where a measured table covers a forward, the table is used; otherwise
+the forward is modelled from the rates.
 
-`EmulatedBackend` allocates nothing and runs no body: ranks sleep until the modelled end of a
-forward, so a machine with many GPUs can be rehearsed on two cores. Forwards of the `null` profile
-take 0 s, which measures the framework itself.
+`EmulatedBackend` allocates nothing and computes nothing: ranks sleep until a forward's end by the
+profile, so that a machine with many GPUs can be rehearsed on two cores. Forwards of the profile
+`null` take 0 s, which measures the framework itself.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ _SIZES = ("A100", "V100")  # devices that come with two sizes of memory
 class Curve:
     """Seconds at measured points, interpolated linearly between them and constant before the first.
 
-    After the last point the slope of the last two points continues, if it is positive. At a
-    measured point the value is exact. Raises ValueError if points do not rise from 1 on, or seconds
-    are negative or infinite.
+    After the last point the slope of the last two points continues, if it is positive. Raises
+    ValueError if points do not rise from 1 on, or seconds are negative or infinite.
     """
 
     points: tuple[int, ...]
@@ -59,14 +57,14 @@ class Curve:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> Curve:
-        """Reads the curve from one entry of a table."""
         measured = {int(point): float(s) for point, s in entry["seconds"].items()}
         points = tuple(sorted(measured))
         return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
 
     def __call__(self, at: int) -> float:
-        """Returns the seconds at point `at`, which need not be a measured one."""
-        points, seconds = self.points, self.seconds
+        """Returns the seconds at any point."""
+        points = self.points
+        seconds = self.seconds
         right = bisect.bisect_left(points, at)
         if right == 0 or (right < len(points) and points[right] == at):
             return seconds[right]
@@ -83,13 +81,13 @@ class Curve:
 class Forward:
     """Seconds of a whole forward by rows, with all-reduces, on a rank that holds `params` weights.
 
-    most_rows: the kernel is used in jobs whose forwards have at most so many rows; None: in any
-    job.
+    kernel: of the products; "" in old profiles. most_rows: jobs whose forwards have at most so many
+    rows use this kernel; None: all jobs.
     """
 
     params: int
     seconds: Curve
-    kernel: str = ""  # The kernel of the products; "" in profiles older than this field.
+    kernel: str = ""
     most_rows: int | None = None
 
 
@@ -111,10 +109,7 @@ class HostEntry:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """Reads an entry of a profile's "host".
-
-        Raises KeyError, TypeError or ValueError if it is malformed.
-        """
+        """Reads an entry of "host"; raises KeyError, TypeError or ValueError if it is malformed."""
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
@@ -126,14 +121,12 @@ class HostEntry:
 
 
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
-    """Returns a transformer's forward at a context and a number of sequences b, interpolated.
+    """Interpolates a transformer's forward at the context and the number of sequences b of `key`.
 
-    measured: the same model's forwards at other contexts and b. At each number of rows, seconds go
-    along straight lines over the context, and then over min(rows, b), the sequences whose keys and
-    values the rows read; both as in Curve. Outside the measured range, the source begins with
-    "derived".
+    measured: the same model's forwards at other contexts and b. Seconds are interpolated (Curve)
+    over the context, and then over min(rows, b), the sequences whose keys and values the rows read.
     """
-    batches = sorted({known.sequences for known in measured})
+    batches = sorted({other.sequences for other in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
     rows = sorted(points | {min(key.sequences, max(points))})  # from b rows on, no more KV is read
 
@@ -147,30 +140,26 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
         seconds = {min(number, batch): over_context(batch, number) for batch in batches}
         return Curve(tuple(seconds), tuple(seconds.values()))(min(number, key.sequences))
 
-    one = next(iter(measured.values()))
-    most = max(known.context for known in measured), batches[-1]
-    source = one.seconds.source
-    if key.context > most[0] or key.sequences > most[1]:
-        source = f"derived: {key}, measured up to context={most[0]} b={most[1]}"
-    return replace(one, seconds=Curve(tuple(rows), tuple(map(over_sequences, rows)), source))
+    forward = next(iter(measured.values()))
+    longest = max(other.context for other in measured)
+    source = forward.seconds.source
+    if key.context > longest or key.sequences > batches[-1]:
+        source = f"derived: {key}, measured up to context={longest} b={batches[-1]}"
+    return replace(forward, seconds=Curve(tuple(rows), tuple(map(over_sequences, rows)), source))
 
 
 def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups a table's forwards by key, with the fewest rows first; of duplicates the last entry
-    counts.
-
-    Raises KeyError, TypeError or ValueError for a malformed entry.
-    """
-    every: dict[ForwardKey, dict[float, Forward]] = {}
+    """Groups a table's forwards by key, in order of most_rows; of duplicates the last counts."""
+    by_key: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         tp, kv_tokens, params = (int(entry[name]) for name in ("tp", "kv_tokens", "params"))
-        fuse, lm_head, most = entry["fuse"], entry["lm_head"], entry.get("most_rows")
-        key = ForwardKey(
-            str(entry["model"]), tp, fuse, lm_head, kv_tokens, int(entry.get("sequences", 0))
-        )
-        forward = Forward(params, Curve.parse(entry), str(entry.get("kernel", "")), most)
-        every.setdefault(key, {})[most or math.inf] = forward
-    return {key: tuple(forward[most] for most in sorted(forward)) for key, forward in every.items()}
+        options = entry["fuse"], entry["lm_head"]
+        sequences = int(entry.get("sequences", 0))
+        key = ForwardKey(str(entry["model"]), tp, *options, kv_tokens, sequences)
+        rows = entry.get("most_rows")
+        forward = Forward(params, Curve.parse(entry), str(entry.get("kernel", "")), rows)
+        by_key.setdefault(key, {})[rows or math.inf] = forward
+    return {key: tuple(by_rows[n] for n in sorted(by_rows)) for key, by_rows in by_key.items()}
 
 
 def _number(value: Any, *, is_rate: bool = False) -> float:
@@ -185,10 +174,13 @@ def _number(value: Any, *, is_rate: bool = False) -> float:
 class Profile:
     """Rates of one device and of the links inside its node, and measured tables if there are any.
 
-    all_reduce_*: by number of ranks; {} means free by definition, None means unknown (probed on one
-    rank). hosts: the host's work, measured for some configurations; () if not measured.
-    models_others: whether forwards without a table are modelled; if False, a profile with tables
-    has no value for them.
+    all_reduce_*: by number of ranks; {}: free by definition; None: unknown. forwards: each key's
+    forwards, one a kernel, by rising most_rows; shards: the same for one rank's share of a model,
+    without all-reduces. read_outs: by (logits of a row, kind of forward, candidates). hosts: the
+    host's work in the configurations that were measured. busy: what disturbed the machine
+    meanwhile, and the share of the time that it took. models_others: whether forwards without a
+    table are modelled. other_kernels: commits whose kernels differ from the measured ones.
+    other_lists: commits whose draft forwards all read top_k candidates.
     """
 
     name: str
@@ -201,35 +193,27 @@ class Profile:
     all_reduce_latency_s: Mapping[int, float] | None
     all_reduce_bytes_per_s: Mapping[int, float] | None
     sources: Mapping[str, str]
-    # The kernels of each key, for jobs with the fewest rows first; shards: the same for one rank's
-    # share of a model, without all-reduces.
     forwards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
     shards: Mapping[ForwardKey, tuple[Forward, ...]] = field(default_factory=dict)
-    # By (logits of a row, kind of forward, candidates), then rows.
     read_outs: Mapping[tuple[int, str, int], Curve] = field(default_factory=dict)
     hosts: tuple[HostEntry, ...] = ()
-    # What disturbed the machine while it was measured, and the share of its time that this took.
     busy: Mapping[str, float] = field(default_factory=dict)
     models_others: bool = False
-    # Commits whose kernels differ from those that this profile measured.
     other_kernels: frozenset[str] = frozenset()
-    # Commits whose draft forwards all read as many candidates as a glue.
     other_lists: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> str:
-        """The kind of device that the profile describes (device_kind)."""
         return device_kind(self.device_name)
 
     @property
     def few_rows(self) -> int:
         """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
-        every = (kernel.most_rows for kernels in self.forwards.values() for kernel in kernels)
-        return max((most for most in every if most is not None), default=0)
+        kernels = (kernel for kernels in self.forwards.values() for kernel in kernels)
+        return max((kernel.most_rows or 0 for kernel in kernels), default=0)
 
     def joined(self, other: Profile) -> Profile:
-        """Returns this profile with what only another one measured; raises ConfigError if that is
-        of another kind of device."""
+        """Returns this profile with what only another one, of the same kind of device, measured."""
         if other.kind != self.kind:
             unlike = f"profile {other.name!r} is of {other.device_name}"
             raise ConfigError(f"{unlike}: allowed with {self.name!r}: {self.device_name}")
@@ -248,55 +232,48 @@ class Profile:
         )
 
     def measured(self, cost: Cost) -> Curve | None:
-        """Returns the measured curve of a cost's forward with the kernel that its job would run, or
-        None."""
-        most = cost.most_rows or cost.rows
+        """Returns a forward's measured seconds by rows with the kernel that its job runs."""
         for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
-            if kernel.most_rows is None or most <= kernel.most_rows:
+            if kernel.most_rows is None or (cost.most_rows or cost.rows) <= kernel.most_rows:
                 return kernel.seconds
         return None
 
     def lists_s(self, cost: Cost) -> float:
-        """Returns the seconds by which a cost's forward is longer than with one candidate a row.
-
-        They go along straight lines over the candidates and the rows; 0 where none was measured.
-        """
-        if cost.key is None or cost.candidates == 1:
+        """Returns the seconds that reading more candidates than one adds; 0 if not measured."""
+        curves = self.candidates(cost)
+        if cost.key is None or cost.candidates == 1 or not curves:
             return 0.0
-        known = sorted(self.candidates(cost).items())
-        if not known:
-            return 0.0
-        by_candidates = Curve(tuple(k for k, _ in known), tuple(at(cost.rows) for _, at in known))
-        return max(0.0, by_candidates(cost.candidates) - by_candidates(1))
+        counts = sorted(curves)
+        seconds = Curve(tuple(counts), tuple(curves[count](cost.rows) for count in counts))
+        return max(0.0, seconds(cost.candidates) - seconds(1))
 
     def candidates(self, cost: Cost) -> dict[int, Curve]:
-        """Returns {candidates of a row: seconds by rows} of read-outs like this cost's."""
+        """Returns {candidates of a row: seconds by rows} of read-outs with as many logits."""
         like = cost.columns, "" if cost.key is None else cost.key.forward
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns a forward with each kernel that it was measured with, for few rows first.
+        """Returns a forward with each kernel that it was measured with, by rising most_rows.
 
         params: its number of weights, which distinguishes models of one name. alone: of one rank's
-        share, without all-reduces. A transformer's forward is interpolated over context and
-        sequences (between).
+        share, without all-reduces. A transformer's forward may be interpolated (between).
         """
-        every = self.shards if alone else self.forwards
-        if key.sequences and key not in every:
-            alike = [k for k in every if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
-            measured = {k: one for k in alike for one in every[k] if one.params == params}
+        table = self.shards if alone else self.forwards
+        if key.sequences and key not in table:
+            alike = [k for k in table if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
+            measured = {k: kernel for k in alike for kernel in table[k] if kernel.params == params}
             return (between(measured, key),) if measured else ()
-        return tuple(kernel for kernel in every.get(key, ()) if kernel.params == params)
+        return tuple(kernel for kernel in table.get(key, ()) if kernel.params == params)
 
     def forward_s(self, cost: Cost) -> float:
         """Returns the duration of one forward in seconds, all-reduces included.
 
-        If a table covers this forward, the value is measured. Otherwise it is modelled: the
-        roofline (floor_s) plus the overheads of products, all-reduces and the launch. What more
-        than one candidate a row takes is added (lists_s). Raises ConfigError if an
-        all-reduce's time is not known.
+        Without a measured table it is modelled: the roofline (floor_s) plus the overheads of
+        products, all-reduces and the launch. Raises ConfigError if an all-reduce's time is not
+        known.
         """
-        measured, lists = self.measured(cost), self.lists_s(cost)
+        measured = self.measured(cost)
+        lists = self.lists_s(cost)
         if measured is not None:
             return measured(cost.rows) + lists
         floor = self.floor_s(cost) or 0.0
@@ -312,12 +289,10 @@ class Profile:
         return max(moved, cost.flops / self.peak_flops_per_s)
 
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
-        """Returns the seconds of one all-reduce over `ranks` ranks.
-
-        If that number was not measured, the rates of the next larger one are used. Raises
-        ConfigError if all-reduces are not known.
-        """
-        latencies, rates = self.all_reduce_latency_s, self.all_reduce_bytes_per_s
+        """Returns the seconds of one all-reduce over `ranks` ranks, by the rates of the next number
+        that was measured; raises ConfigError if all-reduces are not known."""
+        latencies = self.all_reduce_latency_s
+        rates = self.all_reduce_bytes_per_s
         if ranks == 1:
             return 0.0
         if latencies is None or rates is None:
@@ -327,22 +302,19 @@ class Profile:
             )
         if not latencies:
             return 0.0
-        known = sorted(latencies)
-        nearest = next((n for n in known if n >= ranks), known[-1])
+        nearest = min((n for n in latencies if n >= ranks), default=max(latencies))
         return latencies[nearest] + num_bytes / rates[nearest]
 
     def require(self, key: ForwardKey, params: int) -> None:
-        """Raises ConfigError, which lists the measured forwards, unless this one is among them.
-
-        params: its number of weights.
-        """
+        """Raises ConfigError, which lists the measured forwards, unless a forward of this key and
+        number of weights is among them."""
         if self.kernels(key, params):
             return
         if key in self.forwards:
             gap = f"profile {self.name!r} doesn't cover this {key.model}"
             raise ConfigError(f"{gap}: it was probed with another number of weights")
-        known = (str(key).partition(" context=")[0] for key in self.forwards)
-        covered = "; ".join(dict.fromkeys(known)) or "none"
+        names = (str(key).partition(" context=")[0] for key in self.forwards)
+        covered = "; ".join(dict.fromkeys(names)) or "none"
         raise ConfigError(
             f"profile {self.name!r} doesn't cover {key}: it has measured forwards of: {covered}"
         )
@@ -360,7 +332,8 @@ def device_kind(name: str | None) -> str:
     family = _FAMILY.search(plain)
     if family is None or "MIG" in plain or "slowed" in plain:
         return plain
-    model, parts = family.group(), [family.group()]
+    model = family.group()
+    parts = [family.group()]
     form = next((form for mark, form in _FORMS.items() if mark in plain.upper()), None)
     parts += filter(None, [form or _USUAL_FORM.get(model)])
     size = re.search(r"\d+ ?GB", plain)
@@ -376,11 +349,8 @@ def known_profiles() -> dict[str, Path]:
 
 
 def load_profile(text: str) -> Profile:
-    """Loads a profile by name or by path, or several of one device, separated by commas.
-
-    Raises ConfigError for an unknown name, an unreadable file, another schema, a missing number, or
-    profiles of unlike devices.
-    """
+    """Loads a profile by name or path, or several of one device, separated by commas; raises
+    ConfigError for an unknown name, a bad file, or unlike devices."""
     if "," in text:
         return reduce(Profile.joined, map(load_profile, text.split(",")))
     builtin = known_profiles()
@@ -409,7 +379,8 @@ def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profi
 
 def _profile(data: dict[str, Any]) -> Profile:
     """Reads a profile's JSON; raises KeyError, TypeError, ValueError or AttributeError."""
-    numbers, values = data["numbers"], dict[str, Any]()
+    numbers = data["numbers"]
+    values = dict[str, Any]()
     tables = data.get("tables") or {}
     for name in ("product_overhead_s", "launch_s"):
         values[name] = _number(numbers[name]["value"])
@@ -419,7 +390,8 @@ def _profile(data: dict[str, Any]) -> Profile:
     if values["memory_bytes"] is not None:
         values["memory_bytes"] = int(values["memory_bytes"])
     reduces = data.get("all_reduce") or {"from": "none", "latency_s": {}, "bytes_per_s": {}}
-    latencies, rates = reduces["latency_s"], reduces["bytes_per_s"]
+    latencies = reduces["latency_s"]
+    rates = reduces["bytes_per_s"]
     if (latencies, rates) != (None, None):
         latencies = {int(n): _number(s) for n, s in latencies.items()}
         rates = {int(n): _number(rate, is_rate=True) for n, rate in rates.items()}
@@ -434,8 +406,8 @@ def _profile(data: dict[str, Any]) -> Profile:
         forwards=forwards_of(tables.get("forwards", ())),
         shards=forwards_of(tables.get("shards", ())),
         read_outs={
-            (each["columns"], each["forward"], each["candidates"]): Curve.parse(each)
-            for each in tables.get("read_outs", ())
+            (entry["columns"], entry["forward"], entry["candidates"]): Curve.parse(entry)
+            for entry in tables.get("read_outs", ())
         },
         busy={text: _number(share) for text, share in (data.get("busy") or {}).items()},
         models_others="others" in data,
@@ -447,10 +419,8 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 
 class ModelledProgram(Program):
-    """A forward without work: it is over its modelled duration after it starts.
-
-    It starts at its launch, or when the forward before it is over.
-    """
+    """A forward that computes nothing: it begins at its launch, or when the one before it is over,
+    and ends its modelled duration later."""
 
     def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
         self._backend = backend

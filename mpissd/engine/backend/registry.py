@@ -53,11 +53,8 @@ def unopened(name: str) -> str:
 
 
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
-    """Opens the backend `name` (not `auto`) on this rank's device.
-
-    Raises ConfigError for an unknown name or profile, without CuPy or a GPU, or with more ranks
-    than GPUs.
-    """
+    """Opens the backend `name` (not `auto`) on this rank's device; raises ConfigError for an
+    unknown name or profile, without CuPy, or with more ranks than GPUs."""
     if name == "numpy":
         from mpissd.engine.backend.numpy_backend import NumpyBackend
 

@@ -1,7 +1,7 @@
 """AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
 It runs the target's loop (round.target). A target worker launches a whole round, drafting included,
-and the next round before this one is over (ChainedForwards). The host reads the outcome after the
+and the next round before this one is over (DeviceRounds). The host reads the outcome after the
 device has acted on it. A round begins on the host if it admits sequences, if its batch is not full,
 or shortly before a sequence or the cache ends.
 
@@ -24,7 +24,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.chained import NOT_FINITE, ChainedForwards, Index
+from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
 from mpissd.engine.round.branches import Branches
@@ -43,7 +43,7 @@ def chained_forwards(
     target: TargetWorker | None,
     draft: DraftWorker | None,
     leads: Callable[[bool], bool] = bool,
-) -> ChainedForwards | None:
+) -> DeviceRounds | None:
     """Returns the programs of chained rounds, or None if the host must decide.
 
     leads: returns the lead's argument on every target rank. Collective over them.
@@ -57,7 +57,7 @@ def chained_forwards(
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
     verifies: Any = target.stepper
     tree = job.tree if job.tree.num_lanes else Tree(range(job.lookahead))
-    return ChainedForwards(drafts, verifies, job.config.batch_size, tree, job.dynamic)
+    return DeviceRounds(drafts, verifies, job.config.batch_size, tree, job.dynamic)
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
@@ -88,7 +88,7 @@ class DeviceSpeculator(InlineSpeculator):
 
     branches: Branches | None = None
 
-    def __init__(self, drafter: Drafter, forwards: ChainedForwards) -> None:
+    def __init__(self, drafter: Drafter, forwards: DeviceRounds) -> None:
         super().__init__(drafter)
         self.oracle = drafter.worker.oracle
         self._forwards = forwards
@@ -139,7 +139,7 @@ class DeviceTarget(TargetWorker):
         self,
         worker: TargetWorker,
         draft: DeviceSpeculator | None,
-        forwards: ChainedForwards,
+        forwards: DeviceRounds,
         limit: Callable[[int], int | None],
         waiter: Waiter,
         start: Start = lambda round_, forced: forced(),
@@ -156,7 +156,7 @@ class DeviceTarget(TargetWorker):
         self._batch: Batch
         self._speculation: Speculation
         self._imposed: tuple[Ints, Ints] | None = None  # the outcome of this round, if imposed
-        self._decision: Ints  # rows of ChainedForwards.outcome
+        self._decision: Ints  # rows of DeviceRounds.outcome
         self._was_ahead = False
 
     def enter(self, batch: Batch, change: Change) -> None:

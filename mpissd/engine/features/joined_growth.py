@@ -10,7 +10,7 @@ from mpissd.engine.features.device_rounds import device_decides
 from mpissd.engine.job import Job
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.growing import ChainedGrowth
+from mpissd.engine.model.transformer.growing import DeviceGrowth
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.sequence import Batch
@@ -25,14 +25,14 @@ def joining(job: Job, worker: DraftWorker) -> DraftWorker:
         return worker
     assert isinstance(stepper, Stepper)
     counts = {job.config.batch_size * sum(fan_out) for fan_out in job.fan_outs.lists}
-    return JoiningWorker(worker, ChainedGrowth(stepper, counts, job.lookahead))
+    return JoiningWorker(worker, DeviceGrowth(stepper, counts, job.lookahead))
 
 
 class JoiningWorker(DraftWorker):
     """A draft worker that launches the first growth step behind the scoring forward, and each
     further one while the one before it runs."""
 
-    def __init__(self, worker: DraftWorker, growth: ChainedGrowth) -> None:
+    def __init__(self, worker: DraftWorker, growth: DeviceGrowth) -> None:
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._growth = growth
         self._begun: Branches | None = None  # branches that grow already, with unknown first tokens

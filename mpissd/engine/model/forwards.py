@@ -1,4 +1,4 @@
-"""The interface between workers and models: a forward's rows, results and draws."""
+"""The interface of a model: what its forwards (batched runs of the network) take and return."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
-SPAN = 1 << 20  # more lanes than 4,096 sequences may have, at most 255 each
-MOST_SPAN = (1 << 31) // SPAN  # lanes that a row may be stored in: their sum is an int32
+SPAN = 1 << 20  # above the number of lanes of any cache (see Places)
+MOST_SPAN = (1 << 31) // SPAN  # lanes that one row may be stored in: Places.lanes is int32
 
 
 @dataclass(frozen=True)
 class Places:
-    """Positions of a forward's n rows in the KV cache, for models that keep one.
+    """Where a forward's n rows (tokens) lie in the KV cache of a model that keeps one.
 
-    All are int32 [n]. slots: the cache slot of each row's sequence. positions: the row's position
-    in its sequence, from 0. lanes: −1 for a *trunk row*, whose K and V are stored in the slot's
-    cache, and which attends cache positions 0 … position. A *lane row* stores K and V in
-    scratch[lane][position − trunk] and attends cache positions 0 … trunk − 1 and its lane's
-    scratch. A lane plus n · SPAN stores K and V in the n lanes after it as well. trunks: the tokens
-    in the cache before the lane, read for lane rows only. K and V of all rows of a forward are
-    stored before any row attends.
-    reads: whether candidates or logits of this forward are read; without, the LM head may be left
-    out (chunks of a prompt).
+    A *slot* is one sequence's part of the cache. A *lane* is scratch memory for the K and V of one
+    branch: tokens after a sequence that may still be rejected. A *trunk row* (lane −1) stores its K
+    and V in its slot and attends the slot's positions up to its own. A *lane row* stores them in
+    scratch[lane][position − trunk], and attends the slot's positions below its trunk and the lane's
+    up to its own. All rows store their K and V before any of them attends.
+
+    All arrays are int32 [n]. slots: of each row's sequence. positions: of the row in its sequence,
+    from 0. lanes: as above; a lane plus n · SPAN is stored in the n lanes after it as well. trunks:
+    the tokens that the slot holds before a lane row's branch. reads: whether the candidates or
+    logits of some row are read; without, the LM head may be left out (chunks of a prompt).
     """
 
     slots: Ints
@@ -37,22 +38,24 @@ class Places:
     trunks: Ints
     reads: bool = True
 
+    @property
+    def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """The four arrays, in the order of cache.RowPlaces.rows."""
+        return self.slots, self.positions, self.lanes, self.trunks
+
     def part(self, rows: slice) -> Places:
-        """Returns the places of some rows of a prompt, whose candidates are not read."""
-        slots, positions = self.slots[rows], self.positions[rows]
-        return Places(slots, positions, self.lanes[rows], self.trunks[rows], False)
+        """Returns the places of these rows of a prompt, whose candidates are not read."""
+        slots, positions, lanes, trunks = (column[rows] for column in self.columns)
+        return Places(slots, positions, lanes, trunks, reads=False)
 
 
 def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
-    """Returns the concatenated places of several groups of rows.
-
-    reads: whether candidates of the rows are read, if they are of any part.
-    """
+    """Returns the concatenated places of several groups of rows; reads=False: none is read."""
     if len(parts) == 1 and reads:
         return parts[0]
-    names = "slots", "positions", "lanes", "trunks"
-    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return Places(**columns, reads=reads and any(part.reads for part in parts))
+    columns = zip(*(part.columns for part in parts), strict=True)
+    slots, positions, lanes, trunks = map(np.concatenate, columns)
+    return Places(slots, positions, lanes, trunks, reads and any(part.reads for part in parts))
 
 
 @dataclass(frozen=True)
@@ -79,49 +82,43 @@ class PrefixPages(Protocol):
 
 
 class Forwards(Protocol):
-    """A model as its worker uses it: forwards that are uploaded, launched and awaited."""
+    """A model that computes one forward at a time: upload, launch, wait, then read its results."""
 
     @property
     def most_rows(self) -> int:
-        """The rows of the largest forward."""
+        """The most rows that one forward may have."""
 
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the size and the input tokens of the next forward.
+        """Sets the number of rows and the input tokens of the next forward.
 
-        tokens: int32 [n], the token that each of the first n rows reads. The other rows − n rows
-        are padding. lists: whether each row's ForwardOptions.top_k best candidates are read, or the
-        best one.
+        tokens: int32 [n], of the first n rows; the other rows − n rows are padding. places: of
+        these n rows. lists: whether ForwardOptions.top_k candidates are read of each row, or one.
         """
 
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until the last launched forward is over."""
+        """Returns when the last launched forward is over."""
 
     def elapsed_s(self) -> float:
         """Returns the device time of the last finished forward, in seconds."""
 
     def results(self) -> Results:
-        """Returns the candidates that the last finished forward computed.
-
-        Must be called before the next upload. Raises NotImplementedError where nothing is computed.
-        """
+        """Returns the last finished forward's candidates; must be called before the next upload.
+        Raises NotImplementedError where nothing is computed."""
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns the logits of these rows of the last finished forward.
-
-        float32 [len(rows), columns]: this rank's share of the LM head. Must be called before the
-        next upload. Raises NotImplementedError where nothing is computed.
-        """
+        """Returns this rank's logits of these rows, float32 [len(rows), columns], under the same
+        conditions as `results`."""
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
-        """Copies the first K and V of a lane to positions start … stop − 1 of a slot."""
+        """Copies the first stop − start K and V of a lane to positions start … of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the cache of these slots, whose sequences have ended."""
+        """Frees the cache of these slots, because their sequences have ended."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
@@ -130,17 +127,18 @@ def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
     ids, values: [heads, T, n, k], each shard's own k best. The lower id wins a tie.
     """
     heads, shards, count, k = ids.shape
-    every = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
+    tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
-    order = np.lexsort((every, -scores), axis=-1)[..., :k]
-    return Results(np.take_along_axis(every, order, -1), np.take_along_axis(scores, order, -1))
+    order = np.lexsort((tokens, -scores), axis=-1)[..., :k]
+    return Results(np.take_along_axis(tokens, order, -1), np.take_along_axis(scores, order, -1))
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Asks for a draft's next token from a row of logits, with u in [0, 1).
+    """Asks a draft to sample the next token from the logits of a row of its last forward.
 
-    top: the largest logits whose weights Saguaro's sampling damps; 0: none.
+    u: the uniform number in [0, 1) that decides the token. top: of how many of the largest logits
+    Saguaro's sampling reduces the weights; 0: none.
     """
 
     row: int
@@ -151,9 +149,9 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A drafted token, its probability q, and the row that both were drawn from.
+    """A sampled draft token, and the probability q that it had.
 
-    kept: the row on the device; numpy.asarray copies it to the host, float32 [columns].
+    kept: the distribution on the device; numpy.asarray copies it to the host, float32 [columns].
     """
 
     token: int
@@ -163,11 +161,12 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Judging:
-    """Asks whether a drafted token is accepted, and draws its replacement with u in [0, 1) if not.
+    """Asks the target whether a drafted token is accepted, and for a replacement if it is not.
 
-    q: the probability with which the token was drafted; 1: it was certain; 0: none was drafted, so
-    the target's token is drawn. coin: uniform in [0, 1). kept: the row that the token was drafted
-    from, read only if the token is rejected and q < 1.
+    row: of the target's last forward. coin, u: the uniform numbers in [0, 1) that decide acceptance
+    and the replacement. q: the token's probability in the draft; 1: it was certain; 0: nothing was
+    drafted, so the target's token is sampled. kept: the draft's distribution (Proposed.kept), read
+    only if the token is rejected and q < 1.
     """
 
     row: int
@@ -180,10 +179,11 @@ class Judging:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A row's decision: `token` replaces a rejected draft, or is drawn if nothing was drafted.
+class Judgement:
+    """The answer to a Judging: `token` is the accepted draft, its replacement, or the target's own.
 
-    needs_row: the drafted token is rejected, and `kept` was missing.
+    is_replaced: the draft was rejected. needs_row: it was, but without `kept` no replacement was
+    sampled.
     """
 
     token: int

@@ -37,14 +37,14 @@ class ForwardOptions:
     values: bool = False  # read out the candidates' logits with their ids
     # These size a KV cache, and stay 0 for a model that has none.
     capacity: int = 0  # the most tokens that a sequence may have
-    lanes: int = 0  # how many lanes have room for tokens of their own
+    lanes: int = 0  # scratch memories for branches (forwards.Places)
     steps: int = 0  # tokens that each lane has room for
     pool: int = 0  # tokens of all sequences together; 0: each may have `capacity`
     states: bool = False  # keep each position's last hidden state, for a draft that reads it
 
 
 class _Costs:
-    """The costs of a share, from its widths."""
+    """Computes what a forward costs, from the counts that a share of a model gives."""
 
     def cost(
         self: Any,
@@ -56,10 +56,11 @@ class _Costs:
     ) -> Cost:
         """Returns the cost of a forward of `rows` rows over `sequences` sequences on this rank.
 
-        itemsize: bytes of an activation, and of a transformer's keys and values. most_rows: rows of
-        the job's largest forward, which decides the kernel of all forwards (None: this is it).
+        itemsize: bytes of an activation, and of a transformer's keys and values. most_rows: of the
+        job's largest forward, which decides the kernel of all forwards (None: this one is it).
         """
-        params, columns = self.num_params(options), self.columns(options)
+        params = self.num_params(options)
+        columns = self.columns(options)
         return Cost(
             rows=rows,
             weight_bytes=self.read_bytes(params, itemsize),
@@ -83,8 +84,9 @@ class _Costs:
 
 @dataclass(frozen=True)
 class Shard(_Costs):
-    """The share of a model that rank `rank` of `tp` holds.
+    """The share of a model of bare products that rank `rank` of `tp` holds.
 
+    q_width, kv_width (of k, and of v), ffn (of gate, and of up), vocab: columns on this rank.
     Raises ConfigError if `tp` does not divide the heads or the FFN, and for a head-sized draft with
     tp > 1.
     """
@@ -106,38 +108,35 @@ class Shard(_Costs):
 
     @property
     def q_width(self) -> int:
-        """Columns of q on this rank: heads · head_dim / T."""
         return self.shape.q_width // self.tp
 
     @property
     def kv_width(self) -> int:
-        """Columns of k, and of v, on this rank."""
         return self.shape.kv_width // self.tp
 
     @property
     def ffn(self) -> int:
-        """Columns of gate, and of up, on this rank."""
         return self.shape.ffn // self.tp
 
     @property
     def vocab(self) -> int:
-        """Vocabulary entries on this rank: V / T."""
         return self.shape.vocab_size // self.tp
 
-    def layer_products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of one layer's products on this rank, in forward order."""
-        hidden, q, kv = self.shape.hidden, self.q_width, self.kv_width
-        qkv, gate_up = [q, kv, kv], [self.ffn] * (2 if self.shape.gated else 1)
+    def _products(self, options: ForwardOptions) -> list[tuple[int, int]]:
+        """Returns the (in, out) sizes of a forward's products on this rank."""
+        hidden = self.shape.hidden
+        qkv = [self.q_width, self.kv_width, self.kv_width]
+        gate_up = [self.ffn] * (2 if self.shape.gated else 1)
         if options.fuse:
-            qkv, gate_up = [sum(qkv)], [sum(gate_up)]
+            qkv = [sum(qkv)]
+            gate_up = [sum(gate_up)]
         before, after = ([(hidden, width) for width in widths] for widths in (qkv, gate_up))
-        return [*before, (q, hidden), *after, (self.ffn, hidden)]
+        layer = [*before, (self.q_width, hidden), *after, (self.ffn, hidden)]
+        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
+        return layer * self.shape.num_layers + around
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of the product that joins a head-sized draft's inputs.
-
-        Only EAGLE and MTP drafts have one; the list is empty otherwise.
-        """
+        """Returns the (in, out) sizes of the product that joins an EAGLE or MTP draft's inputs."""
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
@@ -148,24 +147,18 @@ class Shard(_Costs):
         """Returns the (in, out) sizes of each LM head's shard, in drafting order."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
-    def _read(self, options: ForwardOptions) -> tuple[int, int]:
-        layer, num_layers = self.layer_products(options), self.shape.num_layers
-        around = [*self.before_layers(), *self.behind_layers(), *self.lm_heads(options)]
-        params = num_layers * sum(k * n for k, n in layer) + sum(k * n for k, n in around)
-        return params, num_layers * len(layer) + len(around)
-
     def num_params(self, options: ForwardOptions) -> int:
         """Returns the number of weights that one forward reads on this rank."""
-        return self._read(options)[0]
+        return sum(k * n for k, n in self._products(options))
 
     def num_products(self, options: ForwardOptions) -> int:
         """Returns the number of matrix products that one forward issues."""
-        return self._read(options)[1]
+        return len(self._products(options))
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
         """Returns the key of this kind of forward in tables of measured times."""
-        read = options.context * sequences
-        return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, read)
+        tokens = options.context * sequences
+        return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, tokens)
 
     def kv_bytes(self, context: int, sequences: int) -> int:
         """Returns the bytes of 16-bit KV cache that `sequences` contexts take on this rank."""
@@ -175,10 +168,10 @@ class Shard(_Costs):
         """Returns the KV bytes that a forward reads on this rank, 16 bits on any device.
 
         Each sequence's prefix counts once for all of its rows, as a tree attention kernel reads it,
-        and each row's own suffix counts separately.
+        and each row's own suffix (options.own_tokens) counts separately.
         """
-        own = rows * options.own_tokens if options.context else 0
-        return self.kv_bytes(options.context, sequences) + self.kv_bytes(own, 1)
+        suffixes = rows * options.own_tokens if options.context else 0
+        return self.kv_bytes(options.context, sequences) + self.kv_bytes(suffixes, 1)
 
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of weights that this rank keeps."""
@@ -205,6 +198,9 @@ class Shard(_Costs):
 class TransformerShard(_Costs):
     """The share of a transformer that rank `rank` of `tp` holds.
 
+    kv, q, ffn, vocab_range: this rank's rows of k_proj and v_proj, of q_proj, of gate_proj and
+    up_proj, and of the LM head. o_proj and down_proj have as many columns as q and ffn have rows.
+    q_width, kv_width, ffn_width, vocab: how many rows these are. heads, kv_heads: on this rank.
     Raises ConfigError if `tp` is above the number of KV heads.
     """
 
@@ -221,49 +217,40 @@ class TransformerShard(_Costs):
 
     @property
     def shape(self) -> ModelShape:
-        """The whole model's widths and depth."""
         return self.config.shape
 
     @property
     def kv(self) -> slice:
-        """This rank's rows of the whole k_proj and v_proj."""
         heads = _range(self.shape.num_kv_heads, self.tp, self.rank, block=1)
         return slice(heads.start * self.shape.head_dim, heads.stop * self.shape.head_dim)
 
     @property
     def q(self) -> slice:
-        """This rank's rows of the whole q_proj, and columns of o_proj."""
         group = self.shape.num_heads // self.shape.num_kv_heads
         return slice(self.kv.start * group, self.kv.stop * group)
 
     @property
     def ffn(self) -> slice:
-        """This rank's rows of gate_proj and up_proj, and columns of down_proj."""
         return _range(self.shape.ffn, self.tp, self.rank)
 
     @property
     def vocab_range(self) -> slice:
-        """This rank's rows of the LM head."""
         return _range(self.config.head_vocab, self.tp, self.rank)
 
     @property
     def q_width(self) -> int:
-        """Columns of q on this rank."""
         return int(self.q.stop - self.q.start)
 
     @property
     def kv_width(self) -> int:
-        """Columns of k, and of v, on this rank."""
         return int(self.kv.stop - self.kv.start)
 
     @property
     def ffn_width(self) -> int:
-        """Columns of gate, and of up, on this rank."""
         return int(self.ffn.stop - self.ffn.start)
 
     @property
     def vocab(self) -> int:
-        """Rows of the LM head on this rank."""
         return int(self.vocab_range.stop - self.vocab_range.start)
 
     @property
@@ -278,93 +265,72 @@ class TransformerShard(_Costs):
 
     @property
     def heads(self) -> int:
-        """Query heads on this rank."""
         return self.q_width // self.shape.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """KV heads on this rank."""
         return self.kv_width // self.shape.head_dim
 
     def layer_params(self) -> int:
         """Returns the number of weights of one layer on this rank, norms and biases included."""
-        shape, kv = self.shape, self.kv_width
-        matrices = 2 * self.q_width + 2 * kv + 3 * self.ffn_width
-        biases = (self.q_width + 2 * kv) * self.config.qkv_bias
-        return shape.hidden * (matrices + 2) + biases + 2 * shape.head_dim * self.config.qk_norm
+        shape = self.shape
+        columns = 2 * self.q_width + 2 * self.kv_width + 3 * self.ffn_width
+        biases = (self.q_width + 2 * self.kv_width) * self.config.qkv_bias
+        return shape.hidden * (columns + 2) + biases + 2 * shape.head_dim * self.config.qk_norm
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Returns the number of weights that one forward reads on this rank, its LM head included.
-
-        The few rows of the embedding that it reads are left out.
-        """
-        behind = self.shape.hidden * (self.vocab + 1)
-        return self.shape.num_layers * self.layer_params() + behind
+        """Returns how many weights a forward reads on this rank, without rows of the embedding."""
+        return self.shape.num_layers * self.layer_params() + self.shape.hidden * (self.vocab + 1)
 
     def num_products(self, options: ForwardOptions) -> int:
-        """Returns the number of matrix products that one forward issues; attention counts as one.
-
-        q, k and v are one product, gate and up another.
-        """
+        """Returns the number of matrix products of a forward: qkv, attention, o, gate_up, down."""
         return 5 * self.shape.num_layers + 1
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
         """Returns the key of this kind of forward in tables of measured times."""
-        read = options.context * sequences
-        return ForwardKey(self.shape.name, self.tp, True, True, read, sequences)
+        tokens = options.context * sequences
+        return ForwardKey(self.shape.name, self.tp, True, True, tokens, sequences)
 
     def kv_bytes(self, context: int, sequences: int, itemsize: int = 2) -> int:
         """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
         return sequences * context * self.kv_layers * 2 * self.kv_width * itemsize
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int = 2) -> int:
-        """Returns the KV bytes that a forward reads on this rank.
-
-        Each sequence's prefix counts once for all of its rows, and each row's own suffix counts
-        separately. With fewer rows than sequences, only `rows` prefixes are read.
-        """
+        """Returns the KV bytes that a forward reads on this rank, counted as by Shard.kv_read, but
+        with at most `rows` prefixes."""
         shared = self.kv_bytes(options.context, min(rows, sequences), itemsize)
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)
 
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of weights and embedding that this rank keeps.
-
-        Every rank keeps the whole embedding: a CPU in float32, of the tokens that it has read.
-        """
+        """Returns the bytes of the weights that this rank keeps, with the whole embedding."""
         embedding = self.shape.vocab_size * self.shape.hidden * itemsize
         return self.read_bytes(self.num_params(options), itemsize) + embedding
 
     def read_bytes(self, params: int, itemsize: int) -> int:
-        """Returns the bytes of the weights that a forward reads.
-
-        itemsize: of activations; 4 on CPUs, which keep ggml's blocks as they are stored.
-        """
+        """Returns the bytes of `params` weights; itemsize: of activations, 4 on CPUs."""
         is_cpu = itemsize == CPU_ITEMSIZE
         return int(params * self.config.bits) // 8 if is_cpu else params * WEIGHT_BYTES
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the KV cache that this rank keeps, with the scratch of lanes.
-
-        itemsize: bytes of a key or value.
-        """
+        """Returns the bytes of this rank's KV cache and lanes; itemsize: of a key or value."""
         tokens = options.pool or sequences * options.capacity
         tokens += options.lanes * options.steps
         return self.kv_bytes(tokens, 1, itemsize)
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes in which a GPU's attention keeps the sums of each row's splits."""
-        if itemsize > WEIGHT_BYTES:  # a CPU has none
+        """Returns the bytes of the partial sums of a GPU's attention, one for each split of a row;
+        itemsize: of activations, 4 on CPUs, which keep none."""
+        if itemsize > WEIGHT_BYTES:
             return 0
         splits = -(-options.capacity // _SPLIT)
         return rows * self.heads * splits * (self.shape.head_dim + 2) * 4
 
     def flops(self, rows: int, options: ForwardOptions) -> int:
-        """Returns the operations of a forward; each Medusa head computes its row of the LM head,
-        which is read once."""
-        more = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
+        """Returns the operations of a forward; each Medusa head multiplies by the whole LM head."""
+        repeated = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
         scored = rows * (options.context + options.own_tokens)
         attended = 4 * scored * self.q_width * self.kv_layers
-        return 2 * rows * (self.num_params(options) + more) + attended
+        return 2 * rows * (self.num_params(options) + repeated) + attended
 
     def columns(self, options: ForwardOptions) -> int:
         """Returns the logits of a row on this rank."""
@@ -373,35 +339,30 @@ class TransformerShard(_Costs):
 
 @dataclass(frozen=True)
 class StateShard(TransformerShard):
-    """The whole of a draft that reads hidden states, with the costs of its forwards.
-
-    heads_used: Medusa heads that a forward computes (0: all of the file).
-    """
+    """A draft that reads its target's hidden states, and is never sharded; heads_used: Medusa heads
+    that a forward computes (0: all of the file)."""
 
     heads_used: int = 0
 
     @property
     def num_heads_used(self) -> int:
         """Tokens of a sequence that one forward drafts: one, or one for each Medusa head."""
-        is_medusa = self.config.kind == "medusa"
-        return (self.heads_used or self.shape.num_layers) if is_medusa else 1
+        return (self.heads_used or self.shape.num_layers) if self.config.kind == "medusa" else 1
 
     def layer_params(self) -> int:
-        """Returns the number of weights of one layer, or of one Medusa head; norms included."""
+        """Returns the number of weights of one layer, or of one Medusa head, with its norms."""
         if self.config.kind == "eagle":
             return super().layer_params()
         return self.shape.hidden * (3 * self.shape.ffn + 1 + (self.config.kind == "medusa"))
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Returns the number of weights that one forward reads, its LM head included once."""
+        """Returns the number of weights that one forward reads, with its LM head once."""
         hidden = self.shape.hidden
-        behind = hidden * (self.vocab + 1)
         if self.config.kind == "medusa":
             return self.num_heads_used * self.layer_params() + hidden * self.vocab
-        return 2 * hidden * (hidden + 1) + self.layer_params() + behind
+        return 2 * hidden * (hidden + 1) + self.layer_params() + hidden * (self.vocab + 1)
 
     def num_products(self, options: ForwardOptions) -> int:
-        """Returns the number of matrix products that one forward issues."""
         return {"medusa": 2 * self.num_heads_used + 1, "mlp": 5, "eagle": 8}[self.config.kind]
 
     @property
@@ -410,15 +371,16 @@ class StateShard(TransformerShard):
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of keys, values and the states of both models, by slot."""
+        """Returns the bytes of the KV cache, and of both models' hidden states at each position."""
         states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
         return super().cache_bytes(rows, sequences, options, itemsize) + states
 
 
 def _range(total: int, tp: int, rank: int, block: int | None = None) -> slice:
-    """Returns a rank's share of 0..total: whole blocks, of which the first ranks get one more."""
+    """Returns a rank's share of 0 … total − 1 in blocks, of which the first ranks may get one more;
+    block: its size (None: the largest of _BLOCKS that is balanced)."""
     if block is None:
         block = next((size for size in _BLOCKS if size * tp * _BALANCED <= total), 1)
-    each, more = divmod(-(-total // block), tp)
-    start, stop = (block * (each * n + min(n, more)) for n in (rank, rank + 1))
+    blocks, rest = divmod(-(-total // block), tp)
+    start, stop = (block * (blocks * n + min(n, rest)) for n in (rank, rank + 1))
     return slice(min(start, total), min(stop, total))

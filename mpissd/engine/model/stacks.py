@@ -1,16 +1,15 @@
-"""One rank's forward of a model: what all stacks are, and the stack of bare products.
+"""One rank's forward of a model: the interface `Stack`, and a model of bare matrix products.
 
 Almost every forward needs one candidate a row; only SSD's first draft forward of a round reads
-lists (the bonus tokens to prepare for). On an H200 19 more candidates of 128,256 logits take 20 µs
-for 4 rows, and 190 µs for 48 (results/h200-tuned), so both ways are programs of their own.
+lists, the bonus tokens to prepare for. On an H200 19 more candidates of 128,256 logits take 20 µs
+for 4 rows, and 190 µs for 48 (results/h200-tuned), so each way has a program of its own.
 
 `GemmStack` is a transformer reduced to its matrix products: seven a layer, or six without a gated
 FFN: x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
 activation functions are left out: q replaces the attention's output, and gate the FFN's inner
-vector. Nothing reads k, v and up, because only their memory traffic matters; tests check that they
-are written. A head-sized draft (mpissd.common.shapes) begins with a product that joins its inputs,
-or ends in several heads on the hidden vector, each with its own LM head and read out separately.
-Weights are random: a rank has its slice of the whole model's matrices. Their scales preserve the
+vector. Nothing reads k, v and up, because only their memory traffic matters. A head-sized draft
+(common/shapes.py) begins with a product that joins its inputs, or ends in several heads on the
+hidden vector, each with its own LM head. Weights are random, and their scales preserve the
 variance, so that values neither overflow nor vanish in 80 layers.
 """
 
@@ -44,9 +43,9 @@ Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes this rank's k
 class Stack(ABC):
     """One rank's operations over its weights, with the buffers that they need.
 
-    weights: other stacks may share them. buffers.tokens: host int32 [max_rows], the
-    input of a forward. pages: the pages of its KV cache, None without one. draws: what draws tokens
-    from the last forward's logits on the device; None: the host does.
+    weights: other stacks may share them. buffers.tokens: host int32 [max_rows], a forward's input.
+    candidates: a forward's output. pages: the page table of its KV cache; None without one. draws:
+    samples tokens from the last forward's logits on the device; None: the host does.
     """
 
     pages: PageTable | None = None
@@ -58,38 +57,31 @@ class Stack(ABC):
     def __init__(
         self, backend: Backend, group: Group, shard: AnyShard, options: ForwardOptions
     ) -> None:
-        self.backend, self.group, self.options = backend, group, options
+        self.backend = backend
+        self.group = group
+        self.options = options
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets the cache positions of the next forward's rows; called at every upload.
-
-        None: the rows have no place, so they store nothing and attend nothing.
-        """
+        """Sets the places of the next forward's rows; None: they store and attend nothing."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the cache of these slots."""
 
     @abstractmethod
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that issues one forward of `rows` rows.
-
-        k: candidates a row that it reads out, 1 or ForwardOptions.top_k (None: the latter).
-        """
+        """Returns a function that enqueues one forward; k: candidates of each row to read out, 1 or
+        ForwardOptions.top_k (None: the latter)."""
 
     @abstractmethod
     def best(self, rows: int) -> Find:
-        """Returns a function that enqueues the choice among the logits of the last forward's rows.
-
-        Needs an LM head.
-        """
+        """Returns a function that chooses among the logits of the last forward, of `rows` rows;
+        needs an LM head."""
 
     @abstractmethod
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Any | None]:
-        """Returns the (token ids, logits) that the last forward of this bucket read out.
-
-        Both are [heads, T, rows, k]; logits may be None without ForwardOptions.values.
-        """
+        """Returns (token ids, logits) of the last forward's candidates, [heads, T, rows, k]; the
+        logits are None without ForwardOptions.values. rows, k: as in `body`."""
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -98,7 +90,8 @@ class Stack(ABC):
 
 @dataclass(frozen=True)
 class Best:
-    """Device buffers for k candidates a row: of this rank, and of all ranks."""
+    """Device buffers for k candidates of each row, int32 ids and float32 logits: of this rank
+    [max_rows, k], and of all T ranks [T · max_rows, k]."""
 
     ids: Any
     values: Any
@@ -107,10 +100,10 @@ class Best:
 
 
 class ReadOut:
-    """The candidates of up to max_rows rows and several heads, from every rank of a group.
+    """The candidates of up to max_rows rows and several heads, from all T ranks of a group.
 
-    ids, values: on the host, [heads, T, rows, k] of the last forward, without gaps. by_k: the
-    device buffers by k.
+    ids, values: the last forward's on the host, [heads, T, rows, k] without gaps. by_k: the device
+    buffers by k.
     """
 
     def __init__(
@@ -118,46 +111,45 @@ class ReadOut:
         backend: Backend,
         group: Group,
         max_rows: int,
-        most: int,
+        top_k: int,
         *,
         heads: int = 1,
         values: bool = True,
     ) -> None:
-        """Allocates the buffers for 1 and for `most` candidates a row.
-
-        heads: outputs of a forward, read out one after the other. values: whether the candidates'
-        logits are read out, too.
-        """
-        self._backend, self._group, self._heads = backend, group, heads
+        """Allocates buffers for 1 and for top_k candidates a row; heads: outputs of a forward;
+        values: whether the candidates' logits are read."""
+        self._backend = backend
+        self._group = group
+        self._heads = heads
         buffers = backend.top_buffers
         self.by_k = {
-            k: Best(*buffers(max_rows, k), *buffers(max_rows * group.size, k)) for k in {1, most}
+            k: Best(*buffers(max_rows, k), *buffers(max_rows * group.size, k)) for k in {1, top_k}
         }
-        length = heads * group.size * max_rows * most
+        length = heads * group.size * max_rows * top_k
         self.ids = backend.host_ints(length)
         self.values = backend.host_ints(length).view(np.float32) if values else None
 
     def issue(self, find: Find, rows: int, k: int, head: int = 0) -> None:
-        """Enqueues the choice of k candidates of each row, on every rank, and their copies."""
-        view, memory, ranks = self._backend.view, self.by_k[k], self._group.size
-        ids, values = view(memory.ids, rows, 0, k), view(memory.values, rows, 0, k)
-        find(k, ids, values)
-        if ranks > 1:
-            ids, local = view(memory.all_ids, ranks * rows, 0, k), ids
-            self._group.all_gather(local, ids)
-            values, local = view(memory.all_values, ranks * rows, 0, k), values
-            self._group.all_gather(local, values)
-        count = ranks * rows * k
-        part = slice(head * count, (head + 1) * count)
-        self._backend.read_out(ids, self.ids[part])
+        """Enqueues `find` for k candidates of each row, and brings those of all ranks to the host,
+        to the part of output number `head`."""
+        view = self._backend.view
+        memory = self.by_k[k]
+        total = self._group.size * rows
+        best = [view(memory.ids, rows, 0, k), view(memory.values, rows, 0, k)]
+        find(k, *best)
+        if self._group.size > 1:
+            gathered = [view(memory.all_ids, total, 0, k), view(memory.all_values, total, 0, k)]
+            for local, out in zip(best, gathered, strict=True):
+                self._group.all_gather(local, out)
+            best = gathered
+        part = slice(head * total * k, (head + 1) * total * k)
+        self._backend.read_out(best[0], self.ids[part])
         if self.values is not None:
-            self._backend.read_out(values, self.values[part])
+            self._backend.read_out(best[1], self.values[part])
 
     def read(self, rows: int, k: int) -> tuple[Ints, Any]:
-        """Returns (ids, values or None) of the last forward of so many rows, [heads, T, rows, k].
-
-        ids count from the first column of each rank.
-        """
+        """Returns (ids, values or None) of the last forward, [heads, T, rows, k]; ids count from
+        the first column of each rank."""
         shape = self._heads, self._group.size, rows, k
         size = math.prod(shape)
         values = None if self.values is None else self.values[:size].reshape(shape)
@@ -165,8 +157,7 @@ class ReadOut:
 
 
 TABLE_ENTRIES = 1024
-_Q, _K, _V, _O, _GATE, _UP, _DOWN = range(7)
-_MATRICES = 7
+_Q, _K, _V, _O, _GATE, _UP, _DOWN = range(_MATRICES := 7)
 # LM head n has this key − 2n; the product below it, in a head-sized draft, this key − 2n − 1.
 _HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
@@ -186,32 +177,36 @@ class Product(NamedTuple):
 class GemmWeights:
     """One rank's weights, as the products that read them, and its embedding table.
 
-    layers: a list of products each; with the option `fuse`, q, k, v are one and gate, up another.
-    fusion: of a head-sized draft, what joins its inputs. heads, lm_heads: by output. Stacks that
-    differ only in their buffers (rows, sequences, outputs) may share them.
+    layers: the products of each layer; with ForwardOptions.fuse, q, k, v are one and gate, up
+    another. fusion: the product that joins a head-sized draft's inputs, or none. heads, lm_heads:
+    the products of each output. Stacks that differ only in their buffers may share the weights.
     """
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> None:
-        """Makes the weights; `max_rows`, of their largest forward, decides a GPU's layout."""
-        self.backend, self.shard, self.options = backend, shard, options
-        self._seed, self.max_rows, shape = seed, max_rows, shard.shape
+        """Makes random weights; max_rows: of the largest forward, which decides a GPU's layout."""
+        self.backend = backend
+        self.shard = shard
+        self.options = options
+        self.max_rows = max_rows
+        self._seed = seed
+        shape = shard.shape
         hidden = "hidden", 0, shape.hidden
         backend.plan_rows(max_rows)
         self.layers = [self._layer(n) for n in range(shape.num_layers)]
         self.fusion = [
-            self._whole(_FUSION_KEY, size, ("entry", 0, shape.fused_width), hidden)
+            self._product(_FUSION_KEY, size, ("entry", 0, shape.fused_width), hidden)
             for size in shard.before_layers()
         ]
         self.heads: list[Product] = []
         for n, size in enumerate(shard.behind_layers()):
             start = sum(shape.head_widths[:n])
             out = "states", start, start + size[1]
-            self.heads.append(self._whole(_HEAD_KEY - 2 * n - 1, size, hidden, out))
+            self.heads.append(self._product(_HEAD_KEY - 2 * n - 1, size, hidden, out))
         states = [head.out for head in self.heads] or [hidden] * len(shape.lm_head_inputs)
         self.lm_heads = [
-            self._whole(_HEAD_KEY - 2 * n, size, state, ("logits", 0, shard.vocab))
+            self._product(_HEAD_KEY - 2 * n, size, state, ("logits", 0, shard.vocab))
             for n, (size, state) in enumerate(zip(shard.lm_heads(options), states, strict=False))
         ]
         backend.plan_rows(None)
@@ -221,20 +216,20 @@ class GemmWeights:
     @property
     def kernel(self) -> str:
         """Names of the kernels that multiply by these weights, joined by "+" if they differ."""
-        layers = [product for layer in self.layers for product in layer]
-        every = [*self.fusion, *layers, *self.heads, *self.lm_heads]
-        return "+".join(sorted({self.backend.kernel(product.weight) for product in every}))
+        products = [*self.fusion, *self.heads, *self.lm_heads]
+        for layer in self.layers:
+            products += layer
+        return "+".join(sorted({self.backend.kernel(product.weight) for product in products}))
 
-    def key(self, which: int) -> int:
-        """Returns the random key of matrix `which`, which determines its elements."""
-        return (self._seed * 0x9E3779B9 + which * 0x85EBCA77) & 0xFFFFFFFF
+    def key(self, matrix: int) -> int:
+        """Returns the key of a matrix's random elements; matrix: its number in the model."""
+        return (self._seed * 0x9E3779B9 + matrix * 0x85EBCA77) & 0xFFFFFFFF
 
     def _layer(self, n: int) -> list[Product]:
-        """Makes attention's and the FFN's products: by columns, then by rows and summed.
-
-        Scales are computed for the whole matrix, not for a rank's share.
-        """
-        shard, hidden, rank = self.shard, self.shard.shape.hidden, self.shard.rank
+        """Makes layer n's products: q, k, v and gate, up by columns; o and down by rows, summed."""
+        shard = self.shard
+        hidden = shard.shape.hidden
+        rank = shard.rank
         qkv = {_Q: shard.q_width, _K: shard.kv_width, _V: shard.kv_width}
         gate_up = {_GATE: shard.ffn} | ({_UP: shard.ffn} if shard.shape.gated else {})
         products = []
@@ -243,9 +238,9 @@ class GemmWeights:
             ("middle", gate_up, "gate_up", _DOWN, "hidden"),
         ):
             parts = []
-            for which, width in widths.items():
+            for matrix, width in widths.items():
                 columns = rank * width, (rank + 1) * width
-                key = self.key(n * _MATRICES + which + 1)
+                key = self.key(n * _MATRICES + matrix + 1)
                 parts.append(WeightPart(key, 0, hidden, *columns, hidden**-0.5))
             start = 0
             for group in [parts] if self.options.fuse else [[part] for part in parts]:
@@ -254,27 +249,27 @@ class GemmWeights:
                 products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
                 start = stop
             width = next(iter(widths.values()))  # k, v and up are only written
-            key, rows = self.key(n * _MATRICES + last + 1), (rank * width, (rank + 1) * width)
-            weight = self.backend.weight(
-                [WeightPart(key, *rows, 0, hidden, (width * shard.tp) ** -0.5)]
-            )
+            rows = (rank * width, (rank + 1) * width)
+            scale = (width * shard.tp) ** -0.5  # of the matrix of all ranks
+            part = WeightPart(self.key(n * _MATRICES + last + 1), *rows, 0, hidden, scale)
+            weight = self.backend.weight([part])
             products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))
         return products
 
-    def _whole(self, which: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
-        """Makes a product outside the layers: all rows, and this rank's share of the columns."""
-        (rows, width), rank = size, self.shard.rank
-        columns = rank * width, (rank + 1) * width
-        part = WeightPart(self.key(which), 0, rows, *columns, rows**-0.5)
+    def _product(self, matrix: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
+        """Makes a product outside the layers: this rank has all rows and its share of columns."""
+        rows, width = size
+        columns = self.shard.rank * width, (self.shard.rank + 1) * width
+        part = WeightPart(self.key(matrix), 0, rows, *columns, rows**-0.5)
         return Product(self.backend.weight([part]), x, out)
 
 
 class GemmStack(Stack):
-    """One rank's weights and buffers of the GEMM-only model; `body(rows)` is its forward.
+    """One rank's weights and buffers of a model of bare products; `body(rows)` is its forward.
 
-    buffers: tokens, on the host, int32 [max_rows]; on the device [max_rows, …] entry (the joined
-    inputs of a head-sized draft), hidden, qkv, middle (after o), gate_up, states (outputs of a
-    draft's heads), logits (of each LM head in turn). None if the model has none.
+    buffers.tokens: on the host, int32 [max_rows]. The other buffers are on the device, [max_rows,
+    width], or None: entry (the joined inputs of a head-sized draft), hidden, qkv, middle (after o),
+    gate_up, states (outputs of a draft's heads), logits (of each LM head in turn).
     """
 
     def __init__(
@@ -288,9 +283,11 @@ class GemmStack(Stack):
         max_rows: int,
         max_sequences: int,
     ) -> None:
-        """Allocates the buffers; `weights` must be of this shard, options and max_rows."""
+        """Allocates the buffers; `weights` must be of this shard, options and max_rows.
+        max_sequences: the sequences whose KV caches a forward reads."""
         super().__init__(backend, group, shard, options)
-        self.weights, shape = weights, shard.shape
+        self.weights = weights
+        shape = shard.shape
         widths = {
             "entry": shape.fused_width,
             "hidden": shape.hidden,
@@ -323,21 +320,19 @@ class GemmStack(Stack):
         return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a forward, as Stack.body.
-
-        It reads the top-k of the logits out to the host, one head after the other; without an LM
-        head, of the hidden vector. With T shards every rank gets the top-k of each shard, in rank
-        order; ids count from the shard's first column.
-        """
+        """Returns a forward, as Stack.body; without an LM head, it chooses among hidden columns."""
         k = k or self.options.top_k
-        backend, shape, weights, memory = self.backend, self.shard.shape, self.weights, self.buffers
+        backend = self.backend
+        weights = self.weights
+        memory = self.buffers
 
         @cache
         def view(name: str, start: int, stop: int) -> Any:
             return backend.view(getattr(memory, name), rows, start, stop)
 
-        entry = view("entry", 0, shape.fused_width) if weights.fusion else None
+        shape = self.shard.shape
         hidden = view("hidden", 0, shape.hidden)
+        entry = view("entry", 0, shape.fused_width) if weights.fusion else hidden
 
         def multiply(product: Product) -> None:
             out = view(*product.out)
@@ -346,7 +341,7 @@ class GemmStack(Stack):
                 self.group.all_reduce(out)
 
         def forward() -> None:
-            backend.gather(weights.table, memory.tokens[:rows], hidden if entry is None else entry)
+            backend.gather(weights.table, memory.tokens[:rows], entry)
             for product in weights.fusion:
                 multiply(product)
             for number, layer in enumerate(weights.layers):

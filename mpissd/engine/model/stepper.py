@@ -1,8 +1,8 @@
-"""The stepper: runs a model's forwards with one compiled program for each bucket of rows.
+"""Runs a model's forwards with programs that are compiled for some row counts, the *buckets*.
 
-A bucket's programs are compiled once, before the first round: compiling is collective over the
-target ranks, so every rank prepares the same buckets in the same order. A bucket has one program
-that reads out the best candidate of each row, and one for the top_k best if that is more.
+Programs are compiled before the first round. Compiling is collective over the target ranks, so all
+ranks prepare the same buckets in the same order. A bucket has one program that reads out the best
+candidate of each row, and one for the top_k best if that is more.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Weights = GemmWeights | TransformerWeights
 class ModelSource:
     """Where a model's weights come from; equal sources make equal weights.
 
-    where: as open_checkpoint takes it; "": random weights of a stack of products. target: the
-    target's, for a draft that reads the target's embedding. page: positions of a page (None: the
-    backend's own). heads: StateShard.num_heads_used of Medusa heads, which decides the buffers.
+    where: the name that open_checkpoint takes; "": random weights of bare matrix products. target:
+    the target's name, for a draft that reads the target's embedding. page: positions of a page of
+    the KV cache (None: the backend's default). heads: the Medusa heads that a forward computes.
     """
 
     where: str = ""
@@ -59,7 +59,8 @@ class ModelSource:
         max_rows: int,
         seed: int,
     ) -> Weights:
-        """Returns one rank's weights; raises MemoryError or ConfigError if they do not fit."""
+        """Returns one rank's weights for forwards of up to max_rows rows; raises MemoryError or
+        ConfigError if they do not fit. seed: of random weights."""
         if isinstance(shard, Shard):
             return GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
         checkpoint = open_checkpoint(self.where, seed, self.target)
@@ -72,9 +73,9 @@ _PRODUCTS = ModelSource()
 class Stepper(Forwards):
     """Runs one model's forwards on one rank, asynchronously and one at a time.
 
-    buckets: the compiled row counts, rising. pages: of the model's KV cache, None for a model that
-    keeps none. draws: what draws tokens from the last forward's logits on the device; None: the
-    host does. current: the program that was launched last, or the one to wait for.
+    buckets: the compiled row counts, rising. pages: the page table of the KV cache; None without a
+    cache. draws: samples tokens from the last forward's logits on the device; None: the host does.
+    current: the program that `launch` and `wait` use.
     """
 
     def __init__(
@@ -92,19 +93,21 @@ class Stepper(Forwards):
         source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
-        """Makes the stack and its programs.
+        """Allocates the model's buffers and compiles its programs.
 
-        buckets: the row counts to compile. weights: of `model`, to share (None: makes its
-        own). source: the model whose hidden states this one reads. compiled: whether to compile
-        now; if not, the caller calls compile later.
+        num_sequences: slots of the KV cache. weights: of `model`, if another stepper has them
+        already. source: the target whose hidden states a draft reads. compiled: False leaves the
+        call of `compile` to the caller.
         """
-        self.backend, self.shard, self.options = backend, shard, options
+        self.backend = backend
+        self.shard = shard
+        self.options = options
         self._num_sequences = num_sequences
         self.buckets = sorted(set(buckets))
         self._shares = False
-        most = self.buckets[-1]
-        weights = weights or model.weights(backend, shard, options, max_rows=most, seed=seed)
-        sizes = {"max_rows": most, "max_sequences": num_sequences}
+        max_rows = self.buckets[-1]
+        weights = weights or model.weights(backend, shard, options, max_rows=max_rows, seed=seed)
+        sizes = {"max_rows": max_rows, "max_sequences": num_sequences}
         self.stack: Stack
         if isinstance(weights, GemmWeights):
             assert isinstance(shard, Shard)
@@ -124,21 +127,18 @@ class Stepper(Forwards):
             self.compile()
 
     def compile(self) -> None:
-        """Compiles the programs of each bucket; collective over the group."""
-        capturable = self.stack.group.capturable
+        """Compiles the programs of all buckets; all ranks of the group must call it."""
         for rows in self.buckets:
             for k in sorted({1, self.options.top_k}):
-                body, cost = self.stack.body(rows, k), self.cost(rows, k)
-                program = self.backend.program(body, cost, capturable=capturable)
-                self._programs[rows, k] = program
+                self._programs[rows, k] = self.backend.program(
+                    self.stack.body(rows, k),
+                    self.cost(rows, k),
+                    capturable=self.stack.group.capturable,
+                )
         self.current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
-        """Returns a stepper that shares this one's programs but uses only these buckets.
-
-        It rounds row counts up as a stepper made for these buckets would. Closing the returned
-        stepper does nothing; the owner of this one closes the programs.
-        """
+        """Returns a stepper that uses these buckets' programs of this one, which closes them."""
         part = copy.copy(self)
         part.buckets = sorted(set(buckets))
         part._shares = True
@@ -162,9 +162,9 @@ class Stepper(Forwards):
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""
-        itemsize, most = self.backend.itemsize, self.stack.weights.max_rows
+        max_rows = self.stack.weights.max_rows
         options = replace(self.options, top_k=k)
-        return self.shard.cost(rows, self._num_sequences, itemsize, options, most)
+        return self.shard.cost(rows, self._num_sequences, self.backend.itemsize, options, max_rows)
 
     def bucket(self, rows: int) -> int:
         """Returns the smallest compiled row count that is at least `rows`."""
@@ -174,13 +174,11 @@ class Stepper(Forwards):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the size and tokens [<= rows] of the next forward, as Forwards.
-
-        The device reads the tokens from a page-locked host buffer when the forward begins.
-        """
+        # The device reads the tokens from this page-locked buffer when the forward begins.
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
-        bucket, k = self.bucket(rows), self.options.top_k if lists else 1
+        bucket = self.bucket(rows)
+        k = self.options.top_k if lists else 1
         self._uploaded = bucket, k, tokens
         self.current = self._programs[bucket, k]
 
@@ -194,21 +192,18 @@ class Stepper(Forwards):
         return self.current.elapsed_s()
 
     def results(self) -> Results:
-        """Returns the candidates of the last uploaded rows, from the last finished forward.
-
-        Raises NotImplementedError on the emulated backend, and for several shards read out without
-        values, because their candidates cannot be compared.
-        """
+        """Returns the last uploaded rows' candidates; raises NotImplementedError also for several
+        shards without ForwardOptions.values, which cannot be compared."""
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
         bucket, k, tokens = self._uploaded
         ids, values = self.stack.read(bucket, k)
-        if ids.shape[1] > 1 and values is None:
-            raise NotImplementedError("the best of several shards need ForwardOptions.values")
         ids = ids[:, :, : len(tokens)]
-        if values is None:
-            return Results(ids[:, 0])
-        return merged(ids, values[:, :, : len(tokens)])
+        if values is not None:
+            return merged(ids, values[:, :, : len(tokens)])
+        if ids.shape[1] > 1:
+            raise NotImplementedError("the best of several shards need ForwardOptions.values")
+        return Results(ids[:, 0])
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         if self.backend.info.kind == "emulated":
@@ -216,7 +211,7 @@ class Stepper(Forwards):
         return self.stack.logits(rows)
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces tensors of a transformer in place, part by part; see TransformerStack.reload."""
+        """Replaces a transformer's tensors in place; yields between parts (TransformerStack)."""
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
         return self.stack.reload(arrays)
 
@@ -229,8 +224,5 @@ class Stepper(Forwards):
 
     def close(self) -> None:
         """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
-        if self._shares:
-            return
-        for program in self._programs.values():
-            if program is not None:
-                program.close()
+        for program in () if self._shares else self._programs.values():
+            program.close()

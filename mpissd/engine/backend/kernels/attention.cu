@@ -143,7 +143,7 @@ extern "C" __global__ void begin(const int* host, int* seats, int most_rows, int
 }
 
 // Copies the first nodes of accepted lanes to the pages, all layers at once. grid (layers, sequences).
-// moves: like Sheet.moves of chained.py, of one cache, in page-locked host memory.
+// moves: like Sheet.moves of device_rounds.py, of one cache, in page-locked host memory.
 extern "C" __global__ void adopt(const int* moves, CACHE, long long page_layer,
                                  long long lane_layer) {
   may_start_next();

@@ -1,5 +1,5 @@
-// What happens between two forwards of a greedy round that the device decides by itself: see
-// model/transformer/chained.py, whose NumPy twin says the same. One block.
+// A stage between two forwards of a greedy round that the device decides: see
+// model/transformer/device_rounds.py, whose RoundStage does the same in NumPy. One block.
 //
 // state [sequences][4]: slot (-1: none), position of the last committed token, that token, and the
 // token before it (-1: its keys and values are stored). moves [2][sequences][4]: see Sheet.

@@ -3,7 +3,7 @@
 // One block a row. A warp sums neighbouring columns in a fixed order, so that a row's token depends on
 // nothing but the row and what is asked of it. Everything is float64.
 constexpr int DRAW_WARPS = DRAW_THREADS / 32;  // DRAW_THREADS is a macro
-constexpr double EMPTY = 1e-14;  // as in spec/sampling.py
+constexpr double EMPTY = 1e-14;  // as in law/sampling.py
 enum { ACCEPTED, REPLACED, UNKNOWN, NOT_FINITE };
 
 struct Ask {  // 64 bytes, in page-locked host memory

@@ -1,8 +1,8 @@
-"""The KV cache as the host knows it: sizes, pages, and the places of a forward's rows.
+"""The KV cache as the host sees it: its sizes, its pages, and the places of a forward's rows.
 
-A page holds the K and V of PAGE consecutive positions of one sequence, in all layers. Attention is
-split at absolute multiples of PAGE positions, so the numbers of a row do not depend on which pages
-its sequence got. A lane (a branch that a draft grows) keeps its K and V in a scratch of its own.
+A page holds the K and V of `page` consecutive positions of one sequence, in all layers. Attention
+is split at absolute multiples of `page`, so that a row's numbers do not depend on which pages its
+sequence has. Beside the pages, lanes hold the K and V of branches (forwards.Places).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import SPAN, Places
 
-_FIRST = 0  # the name before a sequence's first page
+_START = 0  # in place of the name of the page before a sequence's first one
 _Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
 PADDING = -1  # the slot of a padding row, which stores and attends nothing
 
@@ -27,8 +27,8 @@ class CacheSizes:
     """Sizes of one rank's KV cache.
 
     slots: sequences at once. capacity: tokens that a sequence may have. page: positions of a page.
-    lanes, steps: lanes of the scratch, and tokens that each may grow. pool: tokens of all sequences
-    together (0: each may have `capacity`).
+    lanes, steps: how many lanes there are, and tokens that each has room for. pool: tokens of all
+    sequences together (0: each may have `capacity`).
     """
 
     layers: int
@@ -43,27 +43,27 @@ class CacheSizes:
 
     @property
     def pages_per_slot(self) -> int:
-        """The largest number of pages that a sequence may have."""
+        """The pages of a sequence that has `capacity` tokens."""
         return -(-max(1, self.capacity) // self.page)
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool: enough for all slots at their capacity, or `pool` tokens' if fewer."""
-        most = self.slots * self.pages_per_slot
-        return min(most, max(self.pages_per_slot, self.pool // self.page)) if self.pool else most
+        """All pages: enough for all slots at their capacity, or for `pool` tokens if those need
+        fewer."""
+        total = self.slots * self.pages_per_slot
+        return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
     @property
     def num_positions(self) -> int:
-        """Positions that a row can have, lanes included."""
+        """The number of positions that a row can have, lane rows included."""
         return self.pages_per_slot * self.page + self.steps
 
 
 class RowPlaces:
-    """Host arrays of the places of a forward's rows; views of one int32 buffer.
+    """The places of a forward's rows, in host arrays that are views of one int32 buffer.
 
-    rows: [4, max_rows], each row's slot (PADDING: none), position, lane (the branch that it belongs
-    to) and trunk (tokens before the lane), as in forwards.Places. pages: [slots, pages_per_slot],
-    the pages of each slot in rising order of positions.
+    rows: [4, max_rows], each row's slot (PADDING: none), position, lane and trunk, as in
+    forwards.Places. pages: [slots, pages_per_slot], each slot's pages in rising order of positions.
     """
 
     def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:
@@ -83,11 +83,11 @@ class RowPlaces:
 class PagePool:
     """The pages of one cache, of `page` positions each, which sequences share.
 
-    A page whose positions are all stored may be *named* by its tokens and those before it. A
-    sequence that begins with the same tokens takes it over instead of computing it again: the K and
-    V of a position depend on the tokens up to it only, bit for bit. A named page without a holder
-    keeps its numbers until the pool needs it; the page that was given back first goes first. Names
-    are compared as they are and never only hashed, so that no two texts can be made to share one.
+    A full page may be *named* by its tokens and all tokens before it. A sequence that begins with
+    the same tokens reads it instead of computing it again: the K and V of a position depend on the
+    tokens up to it only, bit for bit. A named page that no sequence holds stays valid until the
+    pool needs it; the one that was given back first is needed first. Names are compared token by
+    token and never only hashed, so that no two texts can be made to share a page.
     """
 
     def __init__(self, pages: int, page: int) -> None:
@@ -97,15 +97,15 @@ class PagePool:
         self._holders = [0] * pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
         self._keys: dict[int, _Key] = {}  # by page
-        self._serial = counted(_FIRST + 1)
+        self._serial = counted(_START + 1)
 
     @property
     def free(self) -> list[int]:
-        """The pages without a holder; the last page without a name is taken first."""
+        """The pages that no sequence holds; the last one without a name is taken first."""
         return [*self._blank, *self._kept]
 
     def take(self) -> int:
-        """Returns a page for new positions; only the caller holds it."""
+        """Returns a page for new positions, which only the caller holds."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -115,7 +115,7 @@ class PagePool:
         return page
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Takes a sequence's pages back, the first positions' first: they are kept longest."""
+        """Takes a sequence's pages back, in rising order; the first ones stay valid longest."""
         for page in reversed([*pages]):
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -124,10 +124,10 @@ class PagePool:
                 else:
                     self._blank.append(page)
 
-    def found(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the pages that store the first of these tokens, as many as are known; they are
-        the caller's as well."""
-        pages, name = [], _FIRST
+    def matching(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the named pages that store the first of these tokens, held by the caller, too."""
+        pages = []
+        name = _START
         for part in self._parts(tokens):
             page, name = self._names.get((name, part), (-1, -1))
             if page < 0:
@@ -139,27 +139,30 @@ class PagePool:
         return pages
 
     def name(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Names the pages that store these tokens, the last part of a page left out."""
-        name = _FIRST
+        """Names the pages that these tokens fill."""
+        name = _START
         for page, part in zip(pages, self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
                 if page in self._keys:  # follows a page that another one has replaced
                     return
-                self._names[key], self._keys[page] = (page, next(self._serial)), key
+                self._names[key] = (page, next(self._serial))
+                self._keys[page] = key
             name = self._names[key][1]
 
     def _parts(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        every = np.asarray(tokens, np.int32)
-        for start in range(0, len(every) - self._page + 1, self._page):
-            yield every[start : start + self._page].tobytes()
+        ints = np.asarray(tokens, np.int32)
+        for start in range(0, len(ints) - self._page + 1, self._page):
+            yield ints[start : start + self._page].tobytes()
 
 
 class PageTable:
-    """Takes pages from the pool as sequences grow, and gives them back when they end."""
+    """Takes pages from the pool as sequences grow, and gives them back when they end; held: the
+    number of pages of each slot."""
 
-    def __init__(self, seats: RowPlaces, sizes: CacheSizes) -> None:
-        self.seats, self.sizes = seats, sizes
+    def __init__(self, row_places: RowPlaces, sizes: CacheSizes) -> None:
+        self.row_places = row_places
+        self.sizes = sizes
         self._pool = PagePool(sizes.num_pages, sizes.page)
         self.held = [0] * sizes.slots
 
@@ -169,25 +172,25 @@ class PageTable:
         return self._pool.free
 
     def place(self, places: Places | None) -> int:
-        """Writes the places of a forward's rows into the seats; returns how many rows (None: 0).
-
-        Reserves the pages that trunk rows write. All other rows become padding.
-        """
-        rows, sizes, held = self.seats.rows, self.sizes, self.held
+        """Writes the places of a forward's rows into `row_places`, and reserves the pages that
+        trunk rows write; all other rows become padding. Returns the number of rows (None: 0)."""
+        rows = self.row_places.rows
+        sizes = self.sizes
         if places is None:
             rows[0] = PADDING
             return 0
         count = len(places.slots)
         rows[0, count:] = PADDING
-        parts = places.slots, places.positions, places.lanes, places.trunks
-        for to, part in zip(rows, parts, strict=True):
-            to[:count] = part
-        for slot, position, lane, trunk in zip(*(part.tolist() for part in parts), strict=True):
+        for row, part in zip(rows, places.columns, strict=True):
+            row[:count] = part
+        lists = (part.tolist() for part in places.columns)
+        for slot, position, lane, trunk in zip(*lists, strict=True):
+            stored = self.held[slot] * sizes.page
             if lane < 0:
-                if position >= held[slot] * sizes.page:
+                if position >= stored:
                     self._grow(slot, position)
                 continue
-            step, stored = position - trunk, held[slot] * sizes.page
+            step = position - trunk
             fits = lane % SPAN < sizes.lanes and 0 <= step < sizes.steps and trunk <= stored
             assert fits, f"lane {lane}, step {step}, trunk {trunk}: no such place in {sizes}"
         return count
@@ -201,10 +204,10 @@ class PageTable:
     def _grow(self, slot: int, position: int) -> None:
         sizes = self.sizes
         assert position < sizes.capacity, f"position {position} of a cache of {sizes.capacity}"
-        wanted = position // sizes.page + 1
-        for index in range(self.held[slot], wanted):
-            self.seats.pages[slot, index] = self._pool.take()
-        self.held[slot] = wanted
+        count = position // sizes.page + 1
+        for index in range(self.held[slot], count):
+            self.row_places.pages[slot, index] = self._pool.take()
+        self.held[slot] = count
 
     def release(self, slots: Sequence[int]) -> None:
         """Gives the pages of these slots back to the pool."""
@@ -213,24 +216,24 @@ class PageTable:
             self.held[slot] = 0
 
     def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Gives an empty slot the pages that store the first of these tokens; returns how many
-        tokens."""
-        pages = self._pool.found(tokens)
-        self.seats.pages[slot, : len(pages)] = pages
+        """Lets an empty slot share stored pages of its first tokens; returns how many tokens."""
+        pages = self._pool.matching(tokens)
+        self.row_places.pages[slot, : len(pages)] = pages
         self.held[slot] = len(pages)
         return len(pages) * self.sizes.page
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Lets later sequences adopt the pages of a slot, which stores these tokens."""
+        """Lets later sequences share the pages of a slot, which stores these tokens."""
         self._pool.name(self._pages(slot), tokens)
 
     def _pages(self, slot: int) -> list[int]:
-        pages: list[int] = self.seats.pages[slot, : self.held[slot]].tolist()
+        pages: list[int] = self.row_places.pages[slot, : self.held[slot]].tolist()
         return pages
 
 
 def trunk_rows(slot: int, start: int, stop: int, *, reads: bool = True) -> Places:
-    """Returns the places of positions start … stop − 1 of one sequence, as trunk rows."""
+    """Returns the places of positions start … stop − 1 of one slot, as trunk rows; reads: whether
+    candidates of some row are read."""
     count = stop - start
     positions = np.arange(start, stop, dtype=np.int32)
     none = np.full(count, -1, np.int32)

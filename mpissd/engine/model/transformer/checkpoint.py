@@ -3,13 +3,12 @@
 Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
 all give such a table, each with its own kind of Tensor. A Part of a tensor is the share that one
 rank packs (Ops). Matrices may be stored in ggml's blocks; int8 with a float16 scale for each 32
-inputs is its Q8_0.
+inputs is ggml's Q8_0.
 
-A row of results names weights by a digest: files up to 512 MiB are read whole. Reading 140 GB would
-take minutes at every start, so the digest of a larger file covers its size, its first 16 MiB (with
-the header, and a GGUF's tokenizer) and 64 blocks spread over the rest. Such a digest distinguishes
-other models, other training runs, other quantisations and truncated files; it may miss a few bytes
-changed on purpose.
+Results name weights by a digest. It covers all of a file up to 512 MiB. Reading 140 GB would take
+minutes at every start, so of a larger file it covers the size, the first 16 MiB (with the header,
+and a GGUF's tokenizer) and 64 blocks spread over the rest. That distinguishes other models,
+training runs and quantisations, and truncated files; it may miss a few bytes changed on purpose.
 """
 
 from __future__ import annotations
@@ -37,7 +36,9 @@ PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml's types that a C
 INT8_BITS = 8.5  # of an int8 weight, with its share of a scale
 Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
-EMBEDDING, HEAD, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+LAST_NORM = "model.norm.weight"
 # What joins a token's embedding and a hidden state in a draft that reads its target's.
 JOINED = ("model.embed_norm.weight", "model.state_norm.weight")
 JOINS = ("model.embed_proj.weight", "model.state_proj.weight")
@@ -46,18 +47,19 @@ HEAD_IDS = "head_ids"
 WHOLE = "whole files"
 SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; others whole"
 LARGEST = 1 << 29  # bytes of a file that is read whole
-_HEAD, _SAMPLE, _SAMPLES = 1 << 24, 1 << 16, 64
+_HEAD = 1 << 24
+_SAMPLE = 1 << 16
+_SAMPLES = 64
 _PIECE = 1 << 24  # bytes read at once
 _SPREAD = 0.1  # standard deviation of random norms' weights around 1, and of biases around 0
 
 
 def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name, shape) of every tensor; matrices are [outputs, inputs].
-
-    The LM head is left out where it is the embedding. The layers of "medusa" are its heads.
-    """
-    shape, kind = config.shape, config.kind
-    hidden, ffn = shape.hidden, shape.ffn
+    """Yields (name, shape) of all tensors; matrices are [outputs, inputs], Medusa heads layers."""
+    shape = config.shape
+    kind = config.kind
+    hidden = shape.hidden
+    ffn = shape.ffn
     yield EMBEDDING, (shape.vocab_size, hidden)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
@@ -91,9 +93,8 @@ def quantize(
     """Returns int8 [outputs, inputs] and its scales, float16 [outputs, inputs / 32].
 
     A weight is its integer times its block's scale, which makes the largest of the block ±127.
-    dither: float32 [outputs, inputs] in [0, 1): x is rounded up where that is less than x − ⌊x⌋, to
-    x on average over a uniform dither (stochastic rounding: 1502.02551, section 3); default: to
-    nearest.
+    dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551,
+    section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the nearest.
     """
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
@@ -118,11 +119,12 @@ def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
 class Tensor:
     """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read.
 
-    The methods take slices with a start and a stop; a vector has rows only.
+    rows, columns: of the part, slices with a start and a stop; a vector has rows only. bits: of a
+    weight in a CPU's memory.
     """
 
     shape: tuple[int, ...]
-    bits = 16.0  # of a weight in a CPU's memory
+    bits = 16.0
 
     def part(self, rows: slice = ALL, columns: slice = ALL) -> Part:
         """Returns these rows and columns; nothing is read yet."""
@@ -134,17 +136,12 @@ class Tensor:
         raise NotImplementedError
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        """Returns a matrix's part in ggml's blocks, as it is stored.
-
-        None if it is stored otherwise, or if the part's columns are no whole blocks.
-        """
+        """Returns a matrix's part in ggml's blocks; None if it is not stored so, or if its columns
+        are not whole blocks."""
         return None
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
-        """Describes a part of random weights, so that a device can make it by itself.
-
-        Its [in, out] are the matrix's columns and rows. None if the weights are not random.
-        """
+        """Describes a part of random weights, so that a device can make it; None: not random."""
         return None
 
 
@@ -158,7 +155,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
+        """The numbers of outputs and inputs."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
     def outputs(self, first: int, last: int) -> Part:
@@ -171,11 +168,11 @@ class Part:
         return self.tensor.read(self.rows, self.columns)
 
     def blocks(self) -> Blocks | None:
-        """Returns ggml's blocks if they are stored so; see Tensor.blocks."""
+        """Returns the part in ggml's blocks, or None, as Tensor.blocks."""
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Describes random weights; see Tensor.recipe."""
+        """Describes random weights, or returns None, as Tensor.recipe."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
@@ -183,12 +180,11 @@ class ArrayTensor(Tensor):
     """A tensor in memory, or in a file that is mapped into it."""
 
     def __init__(self, values: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
-        """Takes values of any type; uint16 are the bits of bfloat16.
-
-        scales: of int8 values, float16 [outputs, ⌈inputs / 32⌉].
-        """
+        """Takes values of any type, uint16 for the bits of bfloat16; scales: of int8 values,
+        float16 [outputs, ⌈inputs / 32⌉]."""
         self.shape = values.shape
-        self._values, self._scales = values, scales
+        self._values = values
+        self._scales = scales
         self.bits = Tensor.bits if scales is None else INT8_BITS
 
     def read(self, rows: slice, columns: slice) -> Floats:
@@ -203,93 +199,89 @@ class ArrayTensor(Tensor):
         return floats * scales[:, columns.start % BLOCK :][:, : floats.shape[1]]
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        start, stop = columns.start, columns.stop
-        if self._scales is None or start % BLOCK or stop % BLOCK:
+        if self._scales is None or columns.start % BLOCK or columns.stop % BLOCK:
             return None
-        scales = np.asarray(self._scales[rows, start // BLOCK : stop // BLOCK, None], np.float16)
+        blocks = slice(columns.start // BLOCK, columns.stop // BLOCK)
+        scales = np.asarray(self._scales[rows, blocks, None], np.float16)
         values = np.ascontiguousarray(self._values[rows, columns])
         groups = values.reshape(*scales.shape[:2], BLOCK)
         return Q8_0, np.concatenate([scales.view(np.uint8), groups.view(np.uint8)], axis=-1)
 
 
 class LentRows(Tensor):
-    """Rows of a target's LM head that its draft shares, in its blocks or else as an int8 head."""
+    """Rows of a target's LM head that its draft shares, in its blocks or else quantised as int8."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
-        """Takes the target's head, and the rising tokens of the draft's rows."""
+        """Takes the target's head, and the tokens of the draft's rows, rising."""
         self.shape = len(ids), head.shape[1]
         self.bits = head.bits if head.bits < Tensor.bits else INT8_BITS
-        self._head, self._ids = head, ids
+        self._head = head
+        self._ids = ids
 
-    def _whole(self, rows: slice) -> tuple[Part, Ints]:
-        """Returns the span of the target's head that holds these rows, and their places in it."""
+    def _parts(self, rows: slice, columns: slice) -> tuple[Part, Ints | slice]:
+        """Returns a part that holds these rows, in blocks, and their places in it."""
         ids = self._ids[rows]
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
-        return self._head.part(slice(first, last + 1)), ids - first
-
-    def _quantized(self, rows: slice) -> ArrayTensor:
-        whole, places = self._whole(rows)
-        return ArrayTensor(*quantize(whole.read()[places]))
+        span = self._head.part(slice(first, last + 1))
+        if span.blocks() is None:
+            return ArrayTensor(*quantize(span.read()[ids - first])).part(columns=columns), ALL
+        return replace(span, columns=columns), ids - first
 
     def read(self, rows: slice, columns: slice) -> Floats:
-        whole, places = self._whole(rows)
-        if whole.blocks() is None:
-            return self._quantized(rows).part(columns=columns).read()
-        return replace(whole, columns=columns).read()[places]
+        part, places = self._parts(rows, columns)
+        return part.read()[places]
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        whole, places = self._whole(rows)
-        if whole.blocks() is None:
-            return self._quantized(rows).part(columns=columns).blocks()
-        stored = replace(whole, columns=columns).blocks()
+        part, places = self._parts(rows, columns)
+        stored = part.blocks()
         return None if stored is None else (stored[0], stored[1][places])
 
 
 class Resized(Tensor):
     """A matrix cut to its first rows, or continued by rows of zeros."""
 
-    def __init__(self, whole: Tensor, count: int) -> None:
-        self.shape, self.bits = (count, whole.shape[1]), whole.bits
-        self._whole = whole
+    def __init__(self, matrix: Tensor, count: int) -> None:
+        self.shape = (count, matrix.shape[1])
+        self.bits = matrix.bits
+        self._matrix = matrix
 
     def read(self, rows: slice, columns: slice) -> Floats:
-        known = self._whole.shape[0]
-        part = self._whole.read(slice(min(rows.start, known), min(rows.stop, known)), columns)
+        count = self._matrix.shape[0]
+        part = self._matrix.read(slice(min(rows.start, count), min(rows.stop, count)), columns)
         lacking = np.zeros((rows.stop - rows.start - len(part), part.shape[1]), np.float32)
         return np.concatenate([part, lacking]) if len(lacking) else part
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        return self._whole.blocks(rows, columns) if rows.stop <= self._whole.shape[0] else None
+        return self._matrix.blocks(rows, columns) if rows.stop <= self._matrix.shape[0] else None
 
 
+@dataclass(eq=False)
 class RandomTensor(Tensor):
-    """A tensor whose elements are hashes of its name and their places, uniform around `mean`.
+    """A tensor whose elements are hashes of `key` and their places, so that each rank makes its own
+    part; uniform around `mean` with standard deviation `scale`."""
 
-    A part therefore holds the values of the whole, whatever T is. scale: standard deviation.
-    """
-
-    def __init__(self, key: int, shape: tuple[int, ...], scale: float, mean: float = 0.0) -> None:
-        self.shape = shape
-        self._key, self._scale, self._mean = key, scale, mean
+    key: int
+    shape: tuple[int, ...]
+    scale: float
+    mean: float = 0.0
 
     def read(self, rows: slice, columns: slice) -> Floats:
         values = np.asarray(self.recipe(rows, columns).values().T)
-        return values if len(self.shape) == 2 else values[:, 0] + np.float32(self._mean)
+        return values if len(self.shape) == 2 else values[:, 0] + np.float32(self.mean)
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart:
-        return WeightPart(
-            self._key, columns.start, columns.stop, rows.start, rows.stop, self._scale
-        )
+        sizes = columns.start, columns.stop, rows.start, rows.stop
+        return WeightPart(self.key, *sizes, self.scale)
 
 
 @dataclass(eq=False)
 class Checkpoint:
     """One model's weights: its configuration, and a tensor for each name of `tensors`.
 
-    The LM head is the embedding where config.tied. Rotated pairs of q and k are
-    (i, i + head_dim / 2), as in Hugging Face's layout. paths: the files that the digest covers; ()
-    for random or replaced weights. head_ids: int32, the token of each row of the LM head, rising;
-    None where row i is token i. shares_head: whether the target lends the head.
+    The LM head is the embedding where config.tied. The rotated pairs of q and k are (i, i +
+    head_dim / 2), as in Hugging Face's layout. paths: the files that the digest covers; () for
+    random or replaced weights. head_ids: int32, the token of each row of the LM head, rising; None
+    where row i is token i. shares_head: whether the target lends the head.
     """
 
     config: TransformerConfig
@@ -300,7 +292,6 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The model's name."""
         return self.config.shape.name
 
     @cached_property
@@ -314,7 +305,7 @@ class Checkpoint:
 
     @property
     def sha256_of(self) -> str | None:
-        """What of the files the digest covers; None without files."""
+        """What the digest covers of the files, WHOLE or SAMPLED; None without files."""
         return self._digest[1]
 
     def part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Part:
@@ -327,17 +318,13 @@ class Checkpoint:
 
 
 def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
-    """Returns random weights; equal seeds give equal weights, also at another depth.
-
-    The scales keep activations near 1 at any depth: what o and down add to the residual stream over
-    all layers has variance 1 together.
-    """
+    """Returns random weights; equal seeds give a layer equal weights at any number of layers."""
 
     def tensor(name: str, size: tuple[int, ...]) -> RandomTensor:
         key = zlib.crc32(f"{seed} {name}".encode())
         if len(size) == 1:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
-        scale = float(size[1] ** -0.5)
+        scale = float(size[1] ** -0.5)  # keeps activations near 1, as o and down add up over layers
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             scale *= float((2 * config.shape.num_layers) ** -0.5)
         return RandomTensor(key, size, scale)
@@ -349,24 +336,27 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
 
 
 def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Returns (name: shape) of the tensors that a version of this model replaces: all but the
+    """Returns {name: shape} of the tensors that a version of this model replaces: all but the
     embedding, and the LM head where the target lends it."""
     lent = {EMBEDDING, HEAD} if checkpoint.shares_head else {EMBEDDING}
     return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
 
 
 def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
-    """Returns a checkpoint with the tensors of `replaced` taken from arrays.
+    """Returns a checkpoint whose tensors of `replaced` are these arrays.
 
-    arrays: matrices in a float type, or in int8 with a float16 scale for each 32 inputs ("X.weight"
-    and "X.scale"); vectors. Raises ProtocolError unless each array has the shape of a tensor of
-    `base` and is finite, and none is missing.
+    arrays: matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for each
+    32 inputs; vectors. Raises ProtocolError if one is missing, has another shape than its tensor in
+    `base`, or is not finite.
     """
-    where, sizes, by_name = f"version of {base.name}", replaced(base), dict(base.by_name)
+    where = f"version of {base.name}"
+    sizes = replaced(base)
+    by_name = dict(base.by_name)
     for name, values in arrays.items():
         if values.dtype != np.int8 and not np.isfinite(values).all():
             raise ProtocolError(f"{where}: {name}: a number is not finite")
-        scales, wanted = None, sizes.get(name)
+        scales = None
+        wanted = sizes.get(name)
         if name.endswith(".scale"):
             outputs, inputs = sizes.get(name.removesuffix("scale") + "weight", (0, 0))
             wanted = outputs, inputs // BLOCK
@@ -384,14 +374,14 @@ def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
 
 
 def packed(arrays: Arrays) -> bytes:
-    """Returns a version's arrays as bytes of safetensors."""
+    """Returns arrays as bytes in the format safetensors."""
     from safetensors.numpy import save
 
     return bytes(save({name: np.ascontiguousarray(values) for name, values in arrays.items()}))
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
-    """Returns the arrays of a version; raises ProtocolError for bytes that are none."""
+    """Returns the arrays in bytes of safetensors; raises ProtocolError for other bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -403,24 +393,21 @@ def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
-    """Returns (the SHA-256 of one file, or of the lines "digest  name" of several; its coverage:
-    WHOLE or SAMPLED)."""
+    """Returns the SHA-256 of one file, or of the lines "digest  name" of several; and what it
+    covers, WHOLE or SAMPLED."""
     stats = [(path, path.stat()) for path in paths]
     digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
     covers = SAMPLED if any(at.st_size > LARGEST for _, at in stats) else WHOLE
     if len(digests) == 1:
         return digests[0][0], covers
-    lines = "".join(f"{each}  {name}\n" for each, name in digests)
+    lines = "".join(f"{sha256}  {name}\n" for sha256, name in digests)
     return hashlib.sha256(lines.encode()).hexdigest(), covers
 
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Returns a file's digest. It is read again if its time or size differs: a sweep asks often.
-
-    Of a large file it covers the size in decimal, the beginning, and blocks of which the last ends
-    the file.
-    """
+    """Returns a file's digest, read again if its time or size has changed: of a large file that of
+    its size in decimal, its beginning, and blocks up to its end."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         if size <= LARGEST:

@@ -73,12 +73,11 @@ class TransformerConfig:
 
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
     tied: the LM head is the embedding. rope_divisor: divides all frequencies (linear scaling).
-    max_positions: the longest context in tokens. head_vocab:
-    rows of the LM head; fewer than shape.vocab_size for a draft with a reduced vocabulary. bits: of
-    a weight of the matrices that a forward reads, as CPUs keep them; the mean. kind: of a
-    draft that reads its target's hidden state, one of shapes.STATE_KINDS; "" for a model that reads
-    only tokens. The layers of "medusa" are its heads. Raises ConfigError for positions that cannot
-    be rotated (an odd head_dim).
+    max_positions: the longest context in tokens. head_vocab: rows of the LM head, fewer than
+    shape.vocab_size if a draft can give some of its target's tokens only. bits: the mean size of a
+    weight that a forward reads, in a CPU's memory. kind: one of shapes.STATE_KINDS, for a draft
+    that reads its target's hidden state; "" for others. Medusa heads count as layers. Raises
+    ConfigError for an odd head_dim, which cannot be rotated.
     """
 
     shape: ModelShape
@@ -144,18 +143,16 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 def of_preset(shape: ModelShape) -> TransformerConfig:
-    """Returns the transformer's configuration for a named preset or a generated shape (`gen:…`).
-
-    Raises ConfigError for an architecture that the transformer does not support.
-    """
+    """Returns the configuration of a named preset or a generated shape (`gen:…`); raises
+    ConfigError for an architecture that is not supported."""
     if shape.head is not None or not shape.gated:
         kind = "a head-sized draft" if shape.head is not None else "no gated FFN (OPT)"
         raise ConfigError(
             f"{shape.name} with forward=transformer: it has {kind}, which is not supported"
         )
     name = shape.name.partition("@")[0]
-    known = {"max_positions": 131072} if name.startswith("gen:") else _PRESETS.get(name, {})
-    return TransformerConfig(shape, **{"family": "llama", **known})
+    fields = {"max_positions": 131072} if name.startswith("gen:") else _PRESETS.get(name, {})
+    return TransformerConfig(shape, **{"family": "llama", **fields})
 
 
 # (key, its value, whether a model with it can be computed, the values that are supported)
@@ -171,18 +168,19 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
             )
 
 
-def _unknown(prefix: str, keys: Mapping[str, Any], known: Iterable[str]) -> list[Rule]:
-    """Returns the rules of keys that are not known: null, or a private name (_name_or_path)."""
+def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
+    """Returns rules that allow no other keys than these, but null and private ones (_…)."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
-        for key in sorted(keys.keys() - set(known))
+        for key in sorted(keys.keys() - set(read))
     ]
 
 
 def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     """Returns the configuration that a config.json describes; raises ConfigError."""
     config = hf_config.load(path)
-    family, ours = config.get("model_type"), own_keys(config)
+    family = config.get("model_type")
+    ours = own_keys(config)
     # Qwen's files name a window and turn it off.
     slides = bool(family not in ("qwen2", "qwen3") or config.get("use_sliding_window"))
     window = config.get("sliding_window") if slides else None
@@ -190,9 +188,11 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     fits = window is None or (isinstance(window, int) and window >= longest)
     packed = config.get("quantization_config")
     method = packed.get("quant_method") if isinstance(packed, dict) else packed
-    kinds, activation = config.get("layer_types") or [], config.get("hidden_act", "silu")
-    is_plain = isinstance(kinds, list) and all(each == "full_attention" for each in kinds)
-    bias, tied = config.get("attention_bias"), config.get("tie_word_embeddings")
+    kinds = config.get("layer_types") or []
+    activation = config.get("hidden_act", "silu")
+    is_plain = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    bias = config.get("attention_bias")
+    tied = config.get("tie_word_embeddings")
     causal = config.get("is_causal")
     classes = config.get("architectures") or []
     own_class = f"{family}".title() + "ForCausalLM"
@@ -276,13 +276,14 @@ def of_gguf(
 
     factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
     """
-    path, family = file.path, str(file.metadata["general.architecture"])
+    path = file.path
+    family = str(file.metadata["general.architecture"])
     prefix = f"{family}."
     of_family = (item for item in file.metadata.items() if item[0].startswith(prefix))
-    own = {key.removeprefix(prefix): value for key, value in of_family}
+    keys = {key.removeprefix(prefix): value for key, value in of_family}
     # Absent keys mean what they mean to llama.cpp.
-    scaling = own.get("rope.scaling.type", "linear")
-    own.setdefault("attention.value_length", shape.hidden // shape.num_heads)
+    scaling = keys.get("rope.scaling.type", "linear")
+    keys.setdefault("attention.value_length", shape.hidden // shape.num_heads)
     neutral = {
         "attention.value_length": shape.head_dim,
         "attention.causal": True,
@@ -296,22 +297,22 @@ def of_gguf(
     needed = ("context_length", "attention.layer_norm_rms_epsilon")
     rules: list[Rule] = [
         (f"{prefix}rope.scaling.type", scaling, scaling in ("none", "linear"), "none, linear"),
-        *((prefix + key, own.get(key), key in own, "numbers above 0") for key in needed),
-        *((prefix + k, own.get(k), own.get(k, v) == v, str(v)) for k, v in neutral.items()),
-        *_unknown(prefix, own, {*_GGUF_KEYS, *neutral}),
+        *((prefix + key, keys.get(key), key in keys, "numbers above 0") for key in needed),
+        *((prefix + k, keys.get(k), keys.get(k, v) == v, str(v)) for k, v in neutral.items()),
+        *_unknown(prefix, keys, {*_GGUF_KEYS, *neutral}),
     ]
     _check(path, rules)
-    factor = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    factor = "rope.scaling.factor" if "rope.scaling.factor" in keys else "rope.scale_linear"
     config = TransformerConfig(
         shape,
         family,
-        rope_theta=_number(path, own, "rope.freq_base", 10000.0),
-        rope_divisor=_number(path, own, factor, 1.0) if scaling == "linear" else 1.0,
-        norm_eps=_number(path, own, "attention.layer_norm_rms_epsilon"),
+        rope_theta=_number(path, keys, "rope.freq_base", 10000.0),
+        rope_divisor=_number(path, keys, factor, 1.0) if scaling == "linear" else 1.0,
+        norm_eps=_number(path, keys, "attention.layer_norm_rms_epsilon"),
         qkv_bias=family == "qwen2" or (family == "llama" and "blk.0.attn_q.bias" in file.tensors),
         qk_norm=family == "qwen3",
         tied="output.weight" not in file.tensors,
-        max_positions=int(_number(path, own, "context_length")),
+        max_positions=int(_number(path, keys, "context_length")),
     )
     if factors is None:
         return config

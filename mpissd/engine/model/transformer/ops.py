@@ -1,8 +1,8 @@
 """The interface of a transformer's operations, which each backend that computes implements.
 
 Device arrays are opaque: weights, buffers and caches are made by the same object that reads them.
-Every operation computes its first `rows` rows. A row's numbers depend neither on the other rows nor
-on how many they are, nor on the pages and lanes that hold its K and V, bit for bit.
+An operation computes the first `rows` rows of a forward. A row's numbers depend neither on the
+other rows, nor on how many there are, nor on which pages and lanes hold its K and V, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakerne
 
 
 @dataclass
-class Layer:
-    """One layer's weights on this rank; an optional one is None where the family lacks it.
-
-    A layer without attention has only the last three.
-    """
+class LayerWeights:
+    """One layer's weights on this rank; None: the family, or the kind of draft, lacks it."""
 
     attention_norm: Array = None
     qkv: Array = None  # q, k and v as one product
@@ -45,10 +42,7 @@ class Layer:
 
 
 class Ops(Protocol):
-    """A transformer's operations on one rank's device, for one model and its share of heads.
-
-    Methods with a body are defaults.
-    """
+    """A transformer's operations on one rank's device, for one model and its share of heads."""
 
     kernel: str  # name of the kernels, for profiles
     page: int  # positions of a page; attention is computed page by page
@@ -90,9 +84,9 @@ class Ops(Protocol):
     def logits(self, rows: int, width: int) -> Array:
         """Returns a buffer of logits (float32), which the LM head's product writes."""
 
-    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Array:
-        """Returns the KV cache and its scratch memory; `seats` holds the places of a forward's rows
-        in it, which operations read at every forward."""
+    def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> Array:
+        """Returns the KV cache and its lanes; each forward reads the places of its rows in
+        `row_places`."""
 
     def clear(self, cache: Array) -> None:
         """Sets all keys and values to 0: attention may multiply unused ones by 0, and 0 · NaN is
@@ -102,28 +96,28 @@ class Ops(Protocol):
         """Copies a lane's first K and V of all layers to positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Returns zeros for the hidden state in front of each position of each slot."""
+        """Returns zeros for the hidden state before each position, [slots, positions, hidden]."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
-        """Sets states[slot][position + 1] = x for each trunk row; the last position has none."""
+        """Sets states[slot][position + 1] = x for each trunk row, except at the last position."""
 
-    def recall(self, states: Array, own: Array, cache: Array, hidden: Array, rows: int) -> None:
-        """Sets hidden = states[slot][position]; own[slot][position] for a row after its trunk.
+    def recall(self, target: Array, draft: Array, cache: Array, hidden: Array, rows: int) -> None:
+        """Sets hidden to the state before each row's position; zeros without a slot.
 
-        A row without a slot gets zeros.
+        The state is from `target` up to the row's trunk (forwards.Places), from `draft` after it.
         """
 
     def begin(self, cache: Array, rows: int) -> None:
-        """Brings the places of a forward's rows to the device; a forward's first operation."""
+        """Copies the places of a forward's rows to the device, as the forward's first operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries]: imposed tokens are of any vocabulary."""
+        """Sets hidden[m] = table[tokens[m] mod entries], as imposed tokens may be of any value."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
         """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
 
-    def qkv(self, x: Array, layer: Layer, cache: Array, number: int, q: Array, rows: int) -> None:
-        """Computes q, k and v of layer `number`, and stores k and v in the cache.
+    def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
+        """Computes q, k and v of layer `n`, and stores k and v in the cache.
 
         Adds the bias, normalises each head of q and k, and rotates both, if the family does so.
         """
@@ -138,9 +132,9 @@ class Ops(Protocol):
         """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
 
     def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
-        """Computes all layers and the LM head in one operation, after `embed`, if it can.
+        """Computes all layers and the LM head in one operation, if it can; returns whether it did.
 
-        weights: TransformerWeights. memory: Buffers. Returns whether it has done so.
+        weights, memory: the stack's TransformerWeights and Buffers; memory.hidden is the input.
         """
         return False
 
@@ -148,44 +142,42 @@ class Ops(Protocol):
         """Sums delta over the ranks in rank order, in place: equal bits for any number of rows."""
 
     def top_k(self, logits: Array, k: int, ids: Array, values: Array, rows: int) -> None:
-        """Writes the k largest logits of each row, largest first, and their columns.
-
-        Of equal logits the lower column comes first. ids: int32 [rows, k]; values: float32.
-        """
+        """Writes the k largest logits of each row, largest first, and their columns, to `values`
+        (float32 [rows, k]) and `ids` (int32); of equal logits the lower column comes first."""
 
     def ids(self, ids: Ints) -> Array:
-        """Returns the tokens of an LM head's outputs, as `chained` reads them."""
+        """Returns host integers as an array of the device."""
         return ids
 
-    def chained(self, stage: Any) -> None:
-        """Computes a chained.Stage between two forwards that the device chains."""
+    def run_stage(self, stage: Any) -> None:
+        """Computes a device_rounds.RoundStage between two forwards."""
+        stage.run()
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
-        """Computes a stage of growing.GrowthSheet between two forwards."""
+        """Computes a stage between two forwards of DeviceGrowth; arguments of GrowthSheet.run."""
         sheet.run(rows, draft, ids)
 
     def spread(self, group: Group, ints: HostArray, count: int) -> None:
-        """Sets the first `count` ints of every rank to rank 0's."""
-        every = np.empty((group.size, count), np.int32)
-        group.all_gather(ints[:count], every)
-        ints[:count] = every[0]
+        """Sets the first `count` ints of all ranks to rank 0's."""
+        parts = np.empty((group.size, count), np.int32)
+        group.all_gather(ints[:count], parts)
+        ints[:count] = parts[0]
 
     def adopt(self, cache: Array, moves: Ints) -> None:
-        """Copies accepted paths from their lanes into the trunk; moves: of one cache, like
-        chained.Sheet.moves, read when it runs."""
+        """Copies accepted paths from lanes to slots; moves: of one cache, see Sheet.moves."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
                 self.move(cache, lane, slot, start, start + count)
 
     def inherit(self, cache: Array, copies: Array) -> None:
-        """Copies the beginnings of lanes to other lanes; copies: like trees.Shapes.copies."""
+        """Copies the first K and V of lanes to other lanes; copies: like trees.Shapes.copies."""
 
     def draws(self, logits: Array) -> Any:
-        """Returns what draws tokens from these logits on the device; None: the host does."""
+        """Returns an object that samples from these logits on the device; None: the host does."""
         return None
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
-        """Returns these rows of the logits on the host, after the forward: float32 [n, columns]."""
+        """Returns these rows of the logits on the host, float32 [n, columns], after a forward."""
 
 
 def ops_of(
@@ -198,8 +190,8 @@ def ops_of(
 ) -> Ops | None:
     """Returns the operations of this backend for a model's share of heads on one rank.
 
-    page: positions of a page (None: the backend's own).
-    None for a backend that computes nothing (emulated). Raises ConfigError if a library is missing.
+    page: positions of a page of the KV cache (None: the backend's default). Returns None for a
+    backend that computes nothing (emulated). Raises ConfigError if a library is missing.
     """
     if backend.name == "emulated":
         return None

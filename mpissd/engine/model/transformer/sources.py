@@ -1,10 +1,10 @@
 """Opens a model's weights by its name: random ones, a Hugging Face folder, or a .gguf.
 
-A draft is mapped to its target's vocabulary if one vocabulary begins with the other. A draft that
-distill wrote names its target by two digests in its config.json. The digest of the files holds for
-one file only. The digest of the norms' weights holds for the model in each of its formats, because
+A draft is mapped to its target's vocabulary if one vocabulary begins with the other. The
+config.json of a draft that mpissd distilled names its target by two digests. That of the files
+holds for one file only. That of the norms' weights holds for the model in all its formats, because
 a .gguf of any quantisation keeps vectors as they are in the Hugging Face folder. A fine-tuned model
-that left the norms of its parent as they were (most LoRA) counts as its parent.
+that left its parent's norms as they were (most LoRA) counts as its parent.
 
 Files are memory-mapped, so that each rank reads its slice only. In safetensors a matrix may be
 quantised by mpissd ("int8-32"): `X.weight` int8 [out, in] with `X.scale` float16 [out, in / 32],
@@ -58,7 +58,8 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja"]
 _TIMEOUT_S = 10
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "<i1", "I32": "<i4"}
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 _UNREAD = "allowed: files without tensors that are not read, as they may change the result"
@@ -67,7 +68,7 @@ _PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's c
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports a library that `what` needs; raises ConfigError, one line, if it is missing."""
+    """Imports a library that `what` needs; raises ConfigError if it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -75,10 +76,8 @@ def library(name: str, what: str) -> ModuleType:
 
 
 def fetch_missing(pair: str | None, *models: str | None) -> None:
-    """Downloads the models of these names that the hub's cache lacks; local files are skipped.
-
-    Raises ConfigError, one line with the way to go on without a network.
-    """
+    """Downloads those of these models that the hub's cache lacks; raises ConfigError, which says
+    how to go on without a network."""
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
         if not is_missing(name):
             continue
@@ -105,12 +104,13 @@ def open_files(
     """Returns the weights in files; reads no tensor yet.
 
     target: the model that lends its input embedding to a draft without one. shares_head: whether it
-    also lends the rows `head_ids` of its LM head. depth: the number of layers in the files, which
-    may be more than the configuration has. Raises ConfigError, one line that names the file and the
-    tensor, if one is missing, has another shape than in the configuration, or is not read.
+    also lends rows of its LM head, those of the tensor `head_ids`. depth: the number of layers in
+    the files, which may be more than the configuration has. Raises ConfigError for a tensor that is
+    missing, has another shape than in the configuration, or is not read.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
-    ids, by_name = files.integers(HEAD_IDS), dict[str, Tensor]()
+    ids = files.integers(HEAD_IDS)
+    by_name = dict[str, Tensor]()
     if ids is not None:
         last = config.shape.vocab_size - 1
         if ids.ndim != 1 or not len(ids) or np.any(np.diff(ids) <= 0):
@@ -120,12 +120,11 @@ def open_files(
             raise ConfigError(f"{where}: {span}: allowed: 0..{last}")
         config = replace(config, head_vocab=len(ids))
     if target is not None:
-        own, other = (
-            [each.shape.vocab_size, each.shape.hidden] for each in (config, target.config)
-        )
-        if own != other:
+        shapes = config.shape, target.config.shape
+        read, lent = ([shape.vocab_size, shape.hidden] for shape in shapes)
+        if read != lent:
             raise ConfigError(
-                f"{where} reads its target's embedding, {own}; that of {target.name} is {other}: "
+                f"{where} reads its target's embedding, {read}; that of {target.name} is {lent}: "
                 "allowed: the target it was made for"
             )
         by_name[EMBEDDING] = target.by_name[EMBEDDING]
@@ -147,15 +146,15 @@ def open_files(
             raise ConfigError(f"{where}: the tensor {name!r} is not supported: {_UNREAD}")
     if config.tied:
         by_name[HEAD] = by_name[EMBEDDING]
-    read = [each for name, each in by_name.items() if len(each.shape) == 2 and name != EMBEDDING]
-    sizes = [math.prod(each.shape) for each in read]
-    bits = sum(each.bits * size for each, size in zip(read, sizes, strict=True)) / sum(sizes)
+    tensors_ = [tensor for name, tensor in by_name.items() if name != EMBEDDING]
+    matrices = [tensor for tensor in tensors_ if len(tensor.shape) == 2]
+    sizes = [math.prod(matrix.shape) for matrix in matrices]
+    bits = sum(m.bits * size for m, size in zip(matrices, sizes, strict=True)) / sum(sizes)
     return Checkpoint(replace(config, bits=bits), by_name, files.paths, ids, shares_head)
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    """Returns the folder's file of weights, or else those that its index names, as transformers
-    chooses them."""
+    """Returns the folder's file of weights, or else the files that its index names."""
     index = folder / INDEX
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -178,11 +177,10 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder by their Hugging Face names. unread: those not asked for yet."""
+    """The tensors of a folder by their Hugging Face names; unread: those not asked for yet."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers; raises ConfigError, one line that names the file, if one is missing or
-        damaged."""
+        """Reads the files' headers; raises ConfigError if a file is missing or damaged."""
         self.paths = _weight_paths(folder)
         self._entries: dict[str, tuple[Path, dict[str, Any]]] = {}
         for path in self.paths:
@@ -201,7 +199,8 @@ class SafetensorsFiles:
         values = self._array(name, _DTYPES)
         if values.dtype != "i1":
             return ArrayTensor(values)
-        where, scale = repr(str(self._entries[name][0])), name.removesuffix("weight") + "scale"
+        where = repr(str(self._entries[name][0]))
+        scale = name.removesuffix("weight") + "scale"
         if values.ndim != 2:
             raise ConfigError(f"{where}: {name} is I8: allowed: of a matrix alone")
         _, entry = self._entries.get(scale, (None, {}))
@@ -212,11 +211,11 @@ class SafetensorsFiles:
         return ArrayTensor(values, self._array(scale, ("F16",)))
 
     def integers(self, name: str) -> Ints | None:
-        """Returns a tensor of whole numbers, int32; None if it is missing."""
+        """Returns a tensor of integers, int32; None if it is missing."""
         return np.array(self._array(name, ("I32",))) if name in self._entries else None
 
     def _array(self, name: str, kinds: Iterable[str]) -> NDArray[Any]:
-        """Returns a tensor as it is stored; raises ConfigError if its dtype is not in `kinds`."""
+        """Returns a tensor as it is stored; raises ConfigError for a dtype that is not allowed."""
         path, entry = self._entries[name]
         self.unread.discard(name)
         if entry["dtype"] not in kinds:
@@ -229,11 +228,8 @@ class SafetensorsFiles:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns each tensor's dtype, shape, and data_offsets, counted from the start of the file.
-
-    The safetensors library only checks the file. The header is read here, because the library does
-    not give the offsets that a memory map needs.
-    """
+    """Returns each tensor's dtype, shape, and data_offsets, counted from the start of the file:
+    what the safetensors library, which checks it, does not give."""
     safetensors = library("safetensors", str(path.parent))
     try:
         check_regular(path)
@@ -260,11 +256,9 @@ def gguf_name(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _gguf_name(name: str) -> str:
-    """Returns the GGUF name of a tensor of the first layer, or of none."""
+    """Returns the GGUF name of a tensor of the first layer, or of no layer."""
     gguf = library("gguf", "a .gguf")
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.QWEN3, 1
-    )  # which has all tensors of the others
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # has all tensors of other families
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
 
 
@@ -274,12 +268,12 @@ class GgufTensor(Tensor):
     def __init__(
         self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
     ) -> None:
-        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and ggml's type.
-
-        head_dim: width of a head whose rows the file has in llama.cpp's order; 0: no such order.
-        """
+        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and their ggml type;
+        head_dim: of q or k if their rows are in llama.cpp's order, else 0."""
         self.shape = shape
-        self._data, self._kind, self._head_dim = data, kind, head_dim
+        self._data = data
+        self._kind = kind
+        self._head_dim = head_dim
         self._block = _block(kind) or (1, 4)
         self.bits = 8 * self._block[1] / self._block[0] if kind in PACKED else Tensor.bits
 
@@ -303,7 +297,7 @@ class GgufTensor(Tensor):
         if not (width := self._head_dim):
             return rows
         wanted = np.arange(rows.start, rows.stop)
-        pair, half = wanted % width % (width // 2), wanted % width // (width // 2)
+        half, pair = np.divmod(wanted % width, width // 2)
         return np.asarray(wanted - wanted % width + 2 * pair + half)
 
     def _bytes(self, rows: slice, columns: slice) -> NDArray[np.uint8]:
@@ -314,15 +308,10 @@ class GgufTensor(Tensor):
 
 
 class GgufFiles:
-    """The tensors of a .gguf, or of all shards of a split one, by their Hugging Face names.
-
-    unread: the tensors' own names that `get` was not asked for."""
+    """The tensors of a .gguf with its shards, by their Hugging Face names; unread: as above."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
-        """Reads the metadata; head_dim: width of a head, whose rows of q and k are reordered.
-
-        Raises ConfigError, one line, if the file is damaged.
-        """
+        """Reads the metadata; raises ConfigError if the file is damaged."""
         self.file = read_gguf(path)
         self.paths = list(self.file.paths)
         self.unread = set(self.file.tensors)
@@ -338,9 +327,9 @@ class GgufFiles:
         self.unread.discard(gguf_name(name))
         where = repr(str(info.path))
         file = self._data[info.path]
-        if (known := _block(info.kind)) is None:
+        if (sizes := _block(info.kind)) is None:
             raise ConfigError(f"{where}: {name} is of ggml's type {info.kind}, not supported")
-        block, size = known
+        block, size = sizes
         if not info.shape or info.shape[0] % block:
             raise ConfigError(f"{where}: {name}: {info.shape} elements, in blocks of {block}")
         shape = (*info.shape[:0:-1], info.shape[0] // block * size)
@@ -351,7 +340,7 @@ class GgufFiles:
         return GgufTensor(data, info.kind, info.shape[::-1], is_rotated * self._head_dim)
 
     def integers(self, name: str) -> None:
-        """None, because a .gguf has no reduced head."""
+        """Returns None: a .gguf has no list of a draft's tokens, as mpissd's folders may have."""
         return None
 
 
@@ -371,40 +360,46 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
     """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits its input
     into groups of 16 rows, whose calls take longer than their arithmetic."""
     gguf = library("gguf", "a .gguf")
-    known = gguf.GGMLQuantizationType(kind)
-    block, size = gguf.GGML_QUANT_SIZES[known]
+    type_ = gguf.GGMLQuantizationType(kind)
+    block, size = gguf.GGML_QUANT_SIZES[type_]
     pieces = np.ascontiguousarray(data).reshape(-1, size)
     values = np.empty((len(pieces), block), np.float32)
     for first in range(0, len(pieces), _PIECE // block):
         part = slice(first, first + _PIECE // block)
-        floats = gguf.quants.dequantize(pieces[part].reshape(1, -1), known)
+        floats = gguf.quants.dequantize(pieces[part].reshape(1, -1), type_)
         values[part] = floats.reshape(-1, block)
     return values.reshape(len(data), data.shape[1] // size * block)
 
 
 def check_vocabularies(target: str, draft: str) -> None:
-    """Raises ConfigError, one line, if two models' vocabularies differ in more than padding.
+    """Raises ConfigError if the vocabularies of two models differ in more than padding.
 
-    Both are names of presets.resolve_model; one without files passes.
+    target, draft: names that presets.resolve_model takes; a model without files passes.
     """
-    here, there = files_of(target), files_of(draft)
+    here = files_of(target)
+    there = files_of(draft)
     if here is not None and there is not None and here != there:
         sizes = resolve_model(target).vocab_size, resolve_model(draft).vocab_size
         check_same_tokens(here, there, sizes)
 
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
-    """Returns the tokens that a draft knows, rising; None if it knows all of the target's."""
-    ids, known = draft.head_ids, draft.config.head_vocab
-    return np.arange(known, dtype=np.int32) if ids is None and known < vocab else ids
+    """Returns the tokens that a draft can give, rising; None if these are all of the target's.
+
+    vocab: the size of the target's vocabulary.
+    """
+    count = draft.config.head_vocab
+    if draft.head_ids is None and count < vocab:
+        return np.arange(count, dtype=np.int32)
+    return draft.head_ids
 
 
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
     """Returns the architecture of a model, from its metadata.
 
-    where: any name of presets.resolve_model. target: the target's name, for a draft: it may read
-    the target's embedding, and it drafts the target's tokens whatever its own vocabulary is. Raises
-    ConfigError, one line that names the missing, damaged or unsupported part.
+    where: any name that presets.resolve_model takes. target: the target's name, for a draft: it may
+    read the target's embedding, and has the target's vocabulary whatever its own is. Raises
+    ConfigError, which names the missing, damaged or unsupported part.
     """
     return _config(where, target, _stamp(where), None if target is None else _stamp(target))
 
@@ -418,29 +413,30 @@ def _config(where: str, target: str | None, *stamps: Stamp | None) -> Transforme
 
 
 def _stamp(where: str) -> Stamp:
-    """Returns the names, times and sizes of a model's files, which change when they do."""
+    """Returns the names, times and sizes of a model's files, to see when they change."""
     path = files_of(where)
     if path is None or not os.path.exists(path):
         return ()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     files = list(read_gguf(path).paths) if is_gguf(path) else files
     stats = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
-    return tuple((str(file), each.st_mtime_ns, each.st_size) for file, each in stats)
+    return tuple((str(file), at.st_mtime_ns, at.st_size) for file, at in stats)
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
     """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's.
 
-    seed: of random weights. Tokens beyond a draft's vocabulary are never drafted, and those beyond
-    its target's have no row in its head. A reduced head's ids are taken to lie in both.
+    seed: of random weights. A draft's head is cut to its target's vocabulary; tokens that the draft
+    lacks are never drafted.
     """
-    path, shape = files_of(where), resolve_model(where)
+    path = files_of(where)
+    shape = resolve_model(where)
     other = None if target is None else open_checkpoint(target)
     vocab_size = shape.vocab_size if other is None else other.config.shape.vocab_size
 
     def mapped(config: TransformerConfig) -> TransformerConfig:
-        sized, rows = replace(config.shape, vocab_size=vocab_size), config.head_vocab
-        return replace(config, shape=sized, head_vocab=min(rows, vocab_size))
+        sized = replace(config.shape, vocab_size=vocab_size)
+        return replace(config, shape=sized, head_vocab=min(config.head_vocab, vocab_size))
 
     if path is None or not has_files(path):
         config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
@@ -452,7 +448,8 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         read = None if factors is None else factors.part().read()
         opened = open_files(gguf, configs.of_gguf(gguf.file, shape, read), depth=depth)
     else:
-        config, files = configs.of_folder(path / "config.json", shape), SafetensorsFiles(path)
+        config = configs.of_folder(path / "config.json", shape)
+        files = SafetensorsFiles(path)
         ours = configs.own_keys(hf_config.load(path / "config.json"))
         reads_target = ours.get("embedding") == "target"
         if reads_target and other is None:
@@ -464,7 +461,8 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         opened = open_files(files, config, lender, shares_head=shares_head, depth=depth)
     if vocab_size == shape.vocab_size:
         return opened
-    config, ids = mapped(opened.config), opened.head_ids
+    config = mapped(opened.config)
+    ids = opened.head_ids
     if ids is not None:  # ids rise, so those that the target lacks come last
         ids = ids[ids < vocab_size]
         config = replace(config, head_vocab=len(ids))
@@ -480,9 +478,8 @@ _ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 def origin_of(target: Checkpoint) -> dict[str, str | None]:
     """Returns the keys by which the config.json of a draft names the target it is made for.
 
-    They are its name, the SHA-256 of its files (None if it has random weights), and its norms'
-    digest: the SHA-256 of all norms' weights, in the order of `tensors`, as float32. It is None if
-    all are 1, as before any training: every such model of these widths has the same norms.
+    They are its name, the SHA-256 of its files (None if it has random weights), and that of all
+    norms' weights as float32, in the order of `tensors` (None if all are 1, as before training).
     """
     names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
     norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
@@ -491,8 +488,8 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
-    """Returns the recorded name and files' digest of the target that a draft was made for (None:
-    its files name none), and whether it is this target (None: not known).
+    """Returns the name and the digest of the target that a draft's files name (None: they name
+    none), and whether it is this target (None: unknown).
 
     Raises ConfigError for an unreadable config.json.
     """
@@ -504,25 +501,19 @@ def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | Non
     name, sha256, norms = (value if isinstance(value, str) else None for value in values)
     if name is None:
         return None, None, None
-    _, own_sha256, own_norms = origin_of(open_checkpoint(target)).values()
-    if norms is not None and own_norms is not None:
-        return name, sha256, norms == own_norms
-    return name, sha256, True if sha256 is not None and sha256 == own_sha256 else None
+    _, target_sha256, target_norms = origin_of(open_checkpoint(target)).values()
+    if norms is not None and target_norms is not None:
+        return name, sha256, norms == target_norms
+    return name, sha256, True if sha256 is not None and sha256 == target_sha256 else None
 
 
 def made_for(draft: str, target: str) -> bool | None:
-    """Returns whether a draft was made for this target; None if that is not known.
-
-    Both are names of presets.resolve_model.
-    """
+    """Returns whether a draft was made for this target, both given by name; None: unknown."""
     return _origin(draft, target)[2]
 
 
 def doubt(draft: str, target: str) -> str:
-    """Returns one line of doubt about a draft for this target; "" where there is none.
-
-    A draft that does not name its target raises no doubt: any pair may be tried.
-    """
+    """Returns a line of doubt if a draft names another target than this one, and else ""."""
     name, sha256, is_of = _origin(draft, target)
     if name is None or is_of:
         return ""

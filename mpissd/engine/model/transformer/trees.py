@@ -1,12 +1,11 @@
-"""What the stages of chained rounds know of a tree, and trees whose shape they decide themselves.
+"""Draft trees as the stages of device-decided rounds (device_rounds.py) read and make them.
 
 A *dynamic* tree has another shape in each round [Li et al. 2024, EAGLE-2]. In each level the draft
-computes the WIDTH likeliest nodes of the level before; the CHOICES best candidates after each are
-new nodes. Of all of them the N likeliest are verified. A node's probability is the product of the
-probabilities on its path, softmax over the CHOICES logits. Its parent is at least as likely, so the
-N likeliest form a tree.
-
-These functions compute on host arrays what dynamic.cu computes on a device.
+computes the WIDTH likeliest nodes of the level before, and the CHOICES best candidates after each
+are new nodes. Of all found nodes the N likeliest are verified. A node's probability is the product
+of the probabilities on its path, softmax over the CHOICES logits. Its parent is at least as likely,
+so the N likeliest form a tree. `find`, `choose` and `plant` compute on host arrays what dynamic.cu
+computes on a device.
 """
 
 from __future__ import annotations
@@ -23,21 +22,24 @@ from mpissd.engine.law.tree import Index, Tree, lay_out
 from mpissd.engine.model.forwards import SPAN
 
 PLANT = -1  # the number of the stage that places a dynamic tree
-WIDTH, CHOICES = 4, 8
-MOST_LEVELS, MOST_NODES = 16, 64
-TOKEN, ABOVE, SURE, SEAT = range(4)  # rows of Shapes.found
+WIDTH = 4  # nodes of a level that the draft computes
+CHOICES = 8  # children of each of them
+MOST_LEVELS = 16
+MOST_NODES = 64
+TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.found
 PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT = range(10)  # rows of table_of
 NOBODY = -1  # an empty slot, or a token that is not given
 _LEAST = np.float32(-1e30)  # also of a logit that is not finite
 
 
 def table_of(tree: Tree) -> Ints:
-    """Returns what stages read of a tree by node, int32 [10, N + 1].
+    """Returns what stages read of each node of a tree, int32 [10, N + 1]; NOBODY: none.
 
-    A node's parent (NOBODY: none), its level and its rank among its siblings; the rows, of one
-    sequence, that its parent and the node itself have in the draft's forwards (NOBODY: none); its
-    lane (NOBODY: the trunk), SPAN times the further lanes that hold it, and Tree.forks; the lane in
-    which the draft keeps its path, and how many of the path's nodes from the fork on.
+    PARENT, LEVEL, RANK: a node's parent, level, and rank among its siblings. LINE, ROW: the rows,
+    of one sequence, that its parent and the node itself have in the draft's forwards. LANE, SPANS,
+    FORK: its lane (forwards.Places; NOBODY: it is stored in the slot), SPAN times the further lanes
+    that hold it, and Tree.forks. KEPT_LANE, KEPT: the lane in which the draft has the node's path,
+    and how many of the path's nodes from the fork on.
     """
     table = np.full((KEPT + 1, len(tree.levels)), NOBODY, np.int32)
     table[PARENT, 1:] = tree.parents
@@ -53,54 +55,54 @@ def table_of(tree: Tree) -> Ints:
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of such trees: N drafted tokens of at most K levels."""
+    """The sizes of dynamic trees: N = `nodes` drafted tokens in at most K = `depth` levels."""
 
     nodes: int
     depth: int
 
     @property
     def most_found(self) -> int:
-        """The nodes that are found in all levels."""
+        """The number of nodes that are found in all levels together."""
         return self.first(self.depth + 1)
 
     @property
     def draft_lanes(self) -> int:
-        """The lanes of a sequence in the draft's cache: one for each computed node."""
+        """The lanes of a sequence in the draft's cache: one for each node that it computes."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
-        """Returns the first node that is found in a level, from 1 on."""
+        """Returns the number of the first found node of a level; levels count from 1."""
         return 0 if level == 1 else CHOICES * (1 + WIDTH * (level - 2))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What stages keep between them, on the device.
+    """The dynamic trees of S sequences, which stages keep on the device; NOBODY: none.
 
-    found: int32 [S, 4, most_found], the nodes that were found, level by level: token, parent
-    (NOBODY: the last committed token), the float32 logarithm of the probability, and the row that
-    the node has in the draft's next forward (NOBODY: none). copies: int32 [S · WIDTH, 3], of each
-    row of that forward the lane of its parent (NOBODY: none), its own lane, and the levels of the
-    first that it begins with. tables: int32 [S, 10, N + 1], like table_of, without RANK, LINE, ROW.
+    nodes: int32 [S, 4, size.most_found], of the nodes found so far, level by level: TOKEN; ABOVE,
+    the parent (NOBODY: the last committed token); SURE, the float32 log probability; NEXT_ROW, the
+    row in the draft's next forward. copies: int32 [S · WIDTH, 3], of each row of that forward the
+    lane of its parent, its own lane, and how many levels to copy from the one to the other. tables:
+    int32 [S, 10, N + 1], like table_of, without RANK, LINE and ROW.
     """
 
     size: Size
-    found: Any
+    nodes: Any
     copies: Any
     tables: Any
 
     @classmethod
     def made(cls, size: Size, sequences: int, put: Callable[[Ints], Any]) -> Shapes:
-        """Returns the arrays of S sequences; put: brings one to the device."""
-        found = np.zeros((sequences, SEAT + 1, size.most_found), np.int32)
+        """Returns the arrays of `sequences` trees; put: returns an array's copy on the device."""
+        nodes = np.zeros((sequences, NEXT_ROW + 1, size.most_found), np.int32)
         copies = np.full((sequences * WIDTH, 3), NOBODY, np.int32)
         tables = np.zeros((sequences, KEPT + 1, size.nodes + 1), np.int32)
         tables[:, LANE] = NOBODY
-        return cls(size, put(found), put(copies), put(tables))
+        return cls(size, put(nodes), put(copies), put(tables))
 
 
 def likeliest(sure: NDArray[np.float32], count: int) -> Index:
-    """Returns the `count` largest of a vector, largest first; of equal ones the first."""
+    """Returns the places of a vector's `count` largest values, in falling order."""
     return np.argsort(-sure, kind="stable")[:count]
 
 
@@ -109,51 +111,59 @@ def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.fl
 
     tokens, logits: the candidates of the forward before, [WIDTH, CHOICES]; [1, CHOICES] in level 1.
     """
-    size, found = shapes.size, shapes.found[s]
-    first, stop = size.first(level), size.first(level + 1)
-    sure = found[SURE].view(np.float32)
-    above, before = np.array([NOBODY]), np.zeros(1, np.float32)
+    size = shapes.size
+    nodes = shapes.nodes[s]
+    first = size.first(level)
+    stop = size.first(level + 1)
+    sure = nodes[SURE].view(np.float32)
+    above = np.array([NOBODY])
+    before = np.zeros(1, np.float32)
     if level > 1:
-        seats = found[SEAT, size.first(level - 1) : first]
-        above = np.array([int(np.flatnonzero(seats == w)[0]) for w in range(WIDTH)])
-        above += size.first(level - 1)
+        start = size.first(level - 1)
+        rows = nodes[NEXT_ROW, start:first]
+        above = np.array([start + int(np.flatnonzero(rows == w)[0]) for w in range(WIDTH)])
         before = sure[above]
     with np.errstate(invalid="ignore", over="ignore"):
-        own = logits - logits[:, :1]
-        own -= np.log(np.exp(own).sum(axis=1, keepdims=True))
-        each = before[:, None] + np.minimum(own, 0)
-    found[TOKEN, first:stop], found[ABOVE, first:stop] = tokens.ravel(), np.repeat(above, CHOICES)
-    sure[first:stop] = np.where(each > _LEAST, each, _LEAST).ravel()
+        logs = logits - logits[:, :1]
+        logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
+        logs = before[:, None] + np.minimum(logs, 0)
+    nodes[TOKEN, first:stop] = tokens.ravel()
+    nodes[ABOVE, first:stop] = np.repeat(above, CHOICES)
+    sure[first:stop] = np.where(logs > _LEAST, logs, _LEAST).ravel()
     chosen = first + likeliest(sure[first:stop], WIDTH)
-    found[SEAT, first:stop] = NOBODY
+    nodes[NEXT_ROW, first:stop] = NOBODY
     if level < size.depth:
-        found[SEAT, chosen] = np.arange(WIDTH)
+        nodes[NEXT_ROW, chosen] = np.arange(WIDTH)
     return chosen
 
 
 def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
-    """Writes the parents and the tokens of sequence s's N likeliest nodes, and where the draft
-    keeps their paths; both int32 [N]."""
-    size, found, table = shapes.size, shapes.found[s], shapes.tables[s]
-    kept = np.sort(likeliest(found[SURE].view(np.float32), size.nodes))
+    """Chooses sequence s's N likeliest nodes, and writes their `parents` and `tokens`, int32 [N],
+    and to shapes.tables the lanes in which the draft has their paths."""
+    size = shapes.size
+    nodes = shapes.nodes[s]
+    table = shapes.tables[s]
+    kept = np.sort(likeliest(nodes[SURE].view(np.float32), size.nodes))
     firsts = [size.first(level) for level in range(1, size.depth + 1)]
-    above = found[ABOVE, kept]
+    above = nodes[ABOVE, kept]
     levels = np.searchsorted(firsts, np.arange(size.most_found), side="right")
     parents[:] = np.where(above < 0, 0, 1 + np.searchsorted(kept, above))
-    tokens[:] = found[TOKEN, kept]
+    tokens[:] = nodes[TOKEN, kept]
     table[[KEPT_LANE, KEPT], 0] = NOBODY, 0
-    at = np.where(found[SEAT, kept] >= 0, kept, above)  # the last node that the draft computed
+    at = np.where(nodes[NEXT_ROW, kept] >= 0, kept, above)  # the last node that the draft computed
     is_kept = at >= 0
     table[KEPT, 1:] = np.where(is_kept, levels[at], 0)
-    lanes = WIDTH * (levels[at] - 1) + found[SEAT, at]
+    lanes = WIDTH * (levels[at] - 1) + nodes[NEXT_ROW, at]
     table[KEPT_LANE, 1:] = np.where(is_kept, lanes, NOBODY)
 
 
 def plant(table: Ints, parents: Ints) -> None:
-    """Writes the table of a tree of these parents, all of whose nodes are stored in lanes."""
+    """Writes the table of a tree (table_of) whose nodes the target stores in lanes; parents: int32
+    [N], of the nodes 1 … N."""
     depths = np.zeros(len(parents) + 1, np.int64)
     for node, parent in enumerate(parents.tolist(), 1):
         depths[node] = depths[parent] + 1
     lanes, forks, spans = lay_out(parents.tolist(), depths, 1)
     table[PARENT] = [NOBODY, *parents]
-    table[[LEVEL, LANE, FORK]], table[SPANS] = (depths, lanes, forks), SPAN * (spans - 1)
+    table[[LEVEL, LANE, FORK]] = (depths, lanes, forks)
+    table[SPANS] = SPAN * (spans - 1)

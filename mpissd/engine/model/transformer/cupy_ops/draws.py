@@ -1,9 +1,10 @@
-"""Draws tokens on a GPU, one block of draw.cu a row; ids and a few numbers cross to the host."""
+"""Samples tokens on a GPU, so that only ids and a few numbers cross to the host (draw.cu)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,40 +13,47 @@ from mpissd.common.errors import DivergedError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend import kernels
 from mpissd.engine.law.sampling import Row
-from mpissd.engine.model.forwards import Drafting, Judging, Proposed, Verdict
+from mpissd.engine.model.forwards import Drafting, Judgement, Judging, Proposed
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
 
-_THREADS, _SHARED_BYTES = 512, 512
+_THREADS = 512
+_SHARED_BYTES = 512
 _LISTED = 64  # the most that the backend's top_k lists
-_REPLACED, _UNKNOWN, _NOT_FINITE = 1, 2, 3
+_REPLACED = 1
+_UNKNOWN = 2
+_NOT_FINITE = 3
 _DOUBLES = ("temperature", "u", "coin", "q", "q_total")
 _INTS = ("row", "token", "top", "unused")
 _ASK = np.dtype([*((n, "f8") for n in _DOUBLES), ("kept", "u8"), *((n, "i4") for n in _INTS)])
 _TELL = np.dtype([("value", "f8"), ("total", "f8"), ("token", "i4"), ("verdict", "i4")])
 
 
+@dataclass(eq=False)
 class KeptRow:
     """A distribution on the device, float32 [columns], whose sum is `total`."""
 
-    def __init__(self, backend: Any, values: Any, total: float = 0.0) -> None:
-        self._backend, self.values, self.total = backend, values, total
+    backend: Any
+    values: Any
+    total: float = 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Copies the row to the host."""
-        return np.asarray(self._backend.to_host(self.values), dtype)
+        return np.asarray(self.backend.to_host(self.values), dtype)
 
 
 class CupyDraws:
-    """Draws from the logits of a model's last finished forward, which the next one overwrites.
+    """Samples from the logits of a model's last finished forward, which the next one overwrites.
 
-    logits: a buffer, float32 [rows, columns]. most_damped: the largest `top` of a Drafting. Raises
-    DivergedError for a row with a logit that is not finite.
+    logits: a buffer, float32 [rows, columns]. most_damped: the largest `top` of a Drafting. The
+    methods raise DivergedError for a row with a logit that is not finite.
     """
 
     def __init__(self, backend: Any, launcher: Launcher, logits: Any) -> None:
-        self._backend, self._launcher, self._logits = backend, launcher, logits
+        self._backend = backend
+        self._launcher = launcher
+        self._logits = logits
         rows, columns = logits.shape
         self.most_damped = min(_LISTED, columns)
         self._asks = backend.host_ints(rows * _ASK.itemsize // 4).view(_ASK)
@@ -55,49 +63,63 @@ class CupyDraws:
         self._places: Any = None
 
     def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
-        """Draws drafted tokens and keeps their rows; scale: of damped weights, 0 … 1."""
+        """Samples draft tokens, and keeps their distributions; scale: what reduced weights
+        (Drafting.top) are multiplied by, 0 … 1."""
         kept = [self._new(self._logits.shape[1]) for _ in asked]
-        most = max((one.top for one in asked), default=0)
-        for ask, one, row in zip(self._asks, asked, kept, strict=False):
-            ask["temperature"], ask["u"], ask["row"] = one.temperature, one.u, one.row
-            ask["kept"], ask["top"] = address(row.values), one.top
-        tops = self._listed(max(one.row for one in asked) + 1, most) if most else None
-        answers, drawn = self._answers(len(asked), 1, scale, tops, most, None), []
+        for ask, drafting, row in zip(self._asks, asked, kept, strict=False):
+            for name in ("temperature", "u", "row", "top"):
+                ask[name] = getattr(drafting, name)
+            ask["kept"] = address(row.values)
+        top = max((drafting.top for drafting in asked), default=0)
+        tops = None
+        if top:  # the backend keeps memory for each number of rows: only powers of two are used
+            rows = 1 << max(drafting.row for drafting in asked).bit_length()
+            rows = min(rows, len(self._logits))
+            if top not in self._tops:
+                self._tops[top] = self._backend.top_buffers(len(self._logits), top)
+            tops, values = self._tops[top]
+            self._backend.top_k(self._logits[:rows], top, tops[:rows], values[:rows])
+        answers = self._answers(len(asked), 1, scale, tops, top, None)
+        drawn = []
         for answer, row in zip(answers, kept, strict=True):
             row.total = float(answer["total"])
             drawn.append(Proposed(int(answer["token"]), float(answer["value"]) / row.total, row))
         return drawn
 
-    def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Verdict]:
-        """Judges drafted tokens; ids: the token of each entry of kept rows (None: entry t is t)."""
-        for ask, one in zip(self._asks, asked, strict=False):
+    def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Judgement]:
+        """Judges drafted tokens; ids: the token of each entry of the draft's distributions (None:
+        entry t is token t)."""
+        for ask, judging in zip(self._asks, asked, strict=False):
             for name in ("temperature", "u", "coin", "q", "row", "token"):
-                ask[name] = getattr(one, name)
-            ask["top"], ask["kept"] = 0, 0
-            if one.kept is not None:
-                ask["kept"], ask["q_total"] = address(one.kept.values), one.kept.total
-        answers = self._answers(len(asked), 0, 1.0, None, 0, self._placed(ids))
-        return [
-            Verdict(token, verdict == _REPLACED, verdict == _UNKNOWN)
-            for token, verdict in zip(
-                answers["token"].tolist(), answers["verdict"].tolist(), strict=True
-            )
-        ]
+                ask[name] = getattr(judging, name)
+            ask["top"] = 0
+            ask["kept"] = 0
+            if judging.kept is not None:
+                ask["kept"] = address(judging.kept.values)
+                ask["q_total"] = judging.kept.total
+        if ids is not None and self._places is None:
+            entries = np.full(self._logits.shape[1], -1, np.int32)  # −1: a token without an entry
+            entries[ids] = np.arange(len(ids), dtype=np.int32)
+            self._places = self._launcher.uploaded(entries, np.int32)
+        places = None if ids is None else self._places
+        answers = self._answers(len(asked), 0, 1.0, None, 0, places)
+        decided = zip(answers["token"].tolist(), answers["verdict"].tolist(), strict=True)
+        return [Judgement(token, kind == _REPLACED, kind == _UNKNOWN) for token, kind in decided]
 
     def keep(self, row: Row, total: float) -> KeptRow:
-        """Returns a row of the host, whose sum is `total`, as `Judging.kept` takes it."""
+        """Copies a distribution from the host, whose sum is `total`, to be a Judging.kept."""
         kept = self._new(len(row))
         self._launcher.upload(row, kept.values)
         kept.total = total
         return kept
 
     def _answers(
-        self, count: int, proposes: int, scale: float, tops: Any, most: int, places: Any
+        self, count: int, proposes: int, scale: float, tops: Any, top: int, places: Any
     ) -> Any:
         """Launches the kernel over `count` asks and waits for its answers."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
-        options = np.int32(proposes), np.float64(scale), tops, np.int32(most), places
+        options = np.int32(proposes), np.float64(scale), tops, np.int32(top), places
         args = (self._logits, width, asks, tells, *options)
         how = args, _SHARED_BYTES, (("DRAW_THREADS", _THREADS),)
         self._launcher.launch("draw", kernels.DRAW, (count,), (_THREADS,), *how)
@@ -107,30 +129,8 @@ class CupyDraws:
             raise DivergedError("GPU: a logit is not finite: weights are damaged, or overflow")
         return answers
 
-    def _listed(self, rows: int, most: int) -> Any:
-        """Lists the `most` largest logits of the first rows; returns their columns.
-
-        Of a power of two of them, as the backend keeps memory for each size.
-        """
-        rows = min(1 << (rows - 1).bit_length(), len(self._logits))
-        if most not in self._tops:
-            self._tops[most] = self._backend.top_buffers(len(self._logits), most)
-        ids, values = self._tops[most]
-        self._backend.top_k(self._logits[:rows], most, ids[:rows], values[:rows])
-        return ids
-
-    def _placed(self, ids: Ints | None) -> Any:
-        """Returns the entry of each token in a draft's rows, −1 for one that the draft lacks."""
-        if ids is None:
-            return None
-        if self._places is None:
-            places = np.full(self._logits.shape[1], -1, np.int32)
-            places[ids] = np.arange(len(ids), dtype=np.int32)
-            self._places = self._launcher.uploaded(places, np.int32)
-        return self._places
-
     def _new(self, columns: int) -> KeptRow:
-        """Returns room for a row, which is used again when the row is no longer held."""
+        """Allocates a row, whose memory is used again when nobody refers to the row."""
         free = self._free.setdefault(columns, [])
         values = free.pop() if free else self._launcher.empty((columns,), np.float32)
         row = KeptRow(self._backend, values)
@@ -139,7 +139,7 @@ class CupyDraws:
 
 
 def address(array: Any) -> int:
-    """Returns where a device array, or the emulator's NumPy array, begins; 0 for None."""
+    """Returns the address of a device array, or of the emulator's NumPy array; 0 for None."""
     if array is None:
         return 0
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

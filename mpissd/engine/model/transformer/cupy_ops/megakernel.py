@@ -1,9 +1,9 @@
 """All layers and the LM head of a forward of up to 32 rows as one persistent kernel, a megakernel.
 
 kernels/whole.cu reads a table of operations. It needs compute capability 9.0, a model on one GPU,
-and no norm of q and k. RMSNorm is split in two (arithmetic.cu), and q and k are stored in the order
-of their rotation, so that no operation is needed between two products. Larger forwards use separate
-kernels with the same bits (late.cu).
+and no norm of q and k. RMSNorm is split in two: a product's input is multiplied by the norm's
+weight, and its sums by 1 / rms. With q and k stored in the order of their rotation, no operation is
+needed between two products. Larger forwards use separate kernels that give the same bits.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import address
 from mpissd.engine.model.transformer.cupy_ops.ops import (
     QUERY_TILES,
-    Cache,
     CupyOps,
+    GpuCache,
     Normed,
     PackedWeight,
+    capability_of,
     task_bytes,
 )
 
-FIRST_CAPABILITY = 90
-OPERATIONS = 5  # operations in a layer
+OPERATIONS = 5  # of a layer
 _LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
-_NORM_THREADS, _MAX_WIDTH = 512, 16384
-_NORM_BYTES = 4 * _MAX_WIDTH // 16  # its tiles' squares
+_NORM_THREADS = 512
+_NORM_BYTES = 4 * 16384 // 16  # the tiles' sums of squares of the widest row
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
 FFN_NORM = 1  # the FFN's norm; 0: attention's, or the head's
 OPERATION = np.dtype(  # struct Operation
@@ -54,17 +54,18 @@ MODEL = np.dtype(  # struct Model
     + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "gap_1")]
     + [(name, np.float32) for name in ("eps", "scale")]
 )
-_SLOT_PAIRS, _PIECE_BYTES, _PEERS_BYTES, _SEAT_BYTES = 16, 1 << 10, 88, 24
+_SLOT_PAIRS = 16
+_PEERS_BYTES = 88
+_ROW_BYTES = 28
 _SUM_BYTES = 8 * 4 * 129 * 4
-_TILES, _LEAST_SLOTS, _MOST_SLOTS = 4, 8, 12  # tiles of a unit; fewest and most slots of weights
 # By row tiles: teams that attend in a block, slots of x ahead, and copies of weights under way. One
 # team leaves two slots more in the ring; more rows have more tasks to attend.
 _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
-class Geometry(NamedTuple):
-    """How whole.cu is compiled: the slots of weights in a block's ring, its shared memory, and all
-    macros."""
+class MegakernelGeometry(NamedTuple):
+    """How whole.cu is compiled for some number of rows; slots: of the ring in which a block has
+    weights ahead."""
 
     slots: int
     shared_bytes: int
@@ -72,53 +73,55 @@ class Geometry(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether a block's shared memory has room for a ring that bridges waits."""
-        return self.slots >= _LEAST_SLOTS
+        """Whether the ring has enough slots to bridge waits."""
+        return self.slots >= 8
 
 
-def geometry_of(rows: int, head: int, page: int, room: int) -> Geometry:
-    """Returns the geometry of a forward of so many rows, with as many slots of weights as fit.
+def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometry:
+    """Returns the geometry for `rows` rows, with up to 12 slots, as many as fit.
 
-    head: head_dim. room: bytes of shared memory that a block may have.
+    head: head_dim. page: positions of a page. room: bytes of shared memory that a block may have.
     """
     row_tiles = -(-rows // ROW_TILE)
     teams, ahead, flying = _TEAMS[row_tiles]
     team_bytes = teams * task_bytes(head)
     columns = ahead * _SLOT_PAIRS * row_tiles * 16 * 32
     rest = max(columns + _SUM_BYTES, team_bytes) + _PEERS_BYTES + 32 + MODEL.itemsize
-    rest += row_tiles * ROW_TILE * (_SEAT_BYTES + 4) + 2 * OPERATION.itemsize
-    size = _SLOT_PAIRS * _PIECE_BYTES + 16
-    slots = min(_MOST_SLOTS, (room - rest) // size)
-    shared_bytes = slots * size + rest
-    macros = (
-        ("ORDERED", 1),
-        ("ROW_TILES", row_tiles),
-        ("TILES", _TILES),
-        ("AHEAD", ahead),
-        ("FLYING", flying),
-        ("SLOTS", slots),
-        ("TEAMS", teams),
-        ("TEAM_BYTES", team_bytes),
-        ("SHARED_BYTES", shared_bytes),
-        ("HEAD", head),
-        ("PAGE", page),
-        ("QUERY_TILES", QUERY_TILES),
-    )
-    return Geometry(slots, shared_bytes, macros)
+    rest += row_tiles * ROW_TILE * _ROW_BYTES + 2 * OPERATION.itemsize
+    size = _SLOT_PAIRS * 1024 + 16
+    slots = min(12, (room - rest) // size)
+    macros = {
+        "ORDERED": 1,
+        "ROW_TILES": row_tiles,
+        "TILES": 4,  # of a unit
+        "AHEAD": ahead,
+        "FLYING": flying,
+        "SLOTS": slots,
+        "TEAMS": teams,
+        "TEAM_BYTES": team_bytes,
+        "SHARED_BYTES": slots * size + rest,
+        "HEAD": head,
+        "PAGE": page,
+        "QUERY_TILES": QUERY_TILES,
+    }
+    return MegakernelGeometry(slots, slots * size + rest, tuple(macros.items()))
 
 
 _OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "tops", "tasks")
 
 
 def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
-    """Yields the operations of a forward in their order, by the names of struct Operation."""
+    """Yields the operations of a forward in order, as the fields of struct Operation by name;
+    weights, memory: TransformerWeights and Buffers."""
 
     def product(
         kind: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
     ) -> dict[str, int]:
-        addresses = {"weight": weight.values, "x": x, "out": out, "vector": vector}
         return {
-            **{name: address(array) for name, array in addresses.items()},
+            "weight": address(weight.values),
+            "x": address(x),
+            "out": address(out),
+            "vector": address(vector),
             "kind": kind,
             "layer": n,
             "x_step": weight.depth,
@@ -130,7 +133,8 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
             "norm": norm,
         }
 
-    layers, x = weights.layers, memory.x.values
+    layers = weights.layers
+    x = memory.x.values
     norms = [*(layer.attention_norm for layer in layers[1:]), weights.norm]
     for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
         yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
@@ -143,11 +147,12 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 
 
 @dataclass(frozen=True)
-class MegakernelCache(Cache):
+class MegakernelCache(GpuCache):
     """A cache with the counters and tables of the kernel `whole`.
 
-    counters: uint32, set to 0 by the first norm of a forward: of blocks by operation, of tasks by
-    layer and KV head. tables: (operations, model) on the device, by rows.
+    counters: uint32, of blocks that finished each operation, and of tasks that are finished for
+    each layer and KV head; a forward's first norm sets them to 0. tables: the (operations, model)
+    on the device, by rows.
     """
 
     counters: Any = None
@@ -157,65 +162,60 @@ class MegakernelCache(Cache):
 class MegakernelOps(CupyOps):
     """Operations of one model on one GPU of compute capability 9.0 or more.
 
-    least_hidden: narrower models use separate kernels. In the megakernel all blocks wait for one
-    another five times a layer, which costs more than a narrow layer's work (SmolLM2-135M: 7 MB).
-    wide: narrower models use the megakernel for up to few_rows rows only: 24 rows of 1B (hidden
-    2,048) took 1.34 ms with it and 1.30 ms with separate kernels (docs/performance.md).
+    least_hidden: narrower models use separate kernels, because all blocks of the megakernel wait
+    for one another five times a layer. wide: narrower models use the megakernel for up to few_rows
+    rows only: 24 rows of 1B (hidden 2,048) took 1.34 ms with it and 1.30 ms with separate kernels.
     """
 
     kernel = "whole"
-    least_hidden, wide = 2048, 4096
-    few_rows, most_rows = 16, MAX_ROWS
+    least_hidden = 2048
+    wide = 4096
+    few_rows = 16
+    most_rows = MAX_ROWS
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
-        """Returns whether these operations compute so many heads of a model on this GPU."""
+        """Returns whether these operations can compute `heads` heads of a model on this GPU."""
         shape = config.shape
-        capability = int(str(backend.info.compute_capability).replace(".", ""))
         if heads < shape.num_heads or shape.hidden < cls.least_hidden:
             return False
         # The kernel's blocks wait for one another, so all of them have to be on the GPU at once,
         # which a daemon of CUDA's MPS does not promise: it gives parts to other processes.
         mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
         is_shared = Path(mps, "control").exists()
-        if config.qk_norm or config.kind or capability < FIRST_CAPABILITY or is_shared:
+        if config.qk_norm or config.kind or capability_of(backend) < 90 or is_shared:
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry_of(1, shape.head_dim, 0, room).fits
 
     def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
-        """Packs q, k and v so that a tile has 8 columns of a head's first half, and 8 that rotate
-        with them."""
-        head, depth = self._head, parts[0].shape[1]
+        """Packs q, k and v; see PackedWeight.head."""
+        head = self._head
+        depth = parts[0].shape[1]
         outputs = sum(part.shape[0] for part in parts)
         self._check_widths(depth, [head // 2])
-        values, start = self.launcher.empty((outputs * depth,), np.float16), 0
+        values = self.launcher.empty((outputs * depth,), np.float16)
+        start = 0
         for part in parts:
             for at in range(0, part.shape[0], head):
                 middle = at + head // 2
-                left, right = part.outputs(at, middle), part.outputs(middle, at + head)
-                self._fill(values[start:], left, right)
+                halves = part.outputs(at, middle), part.outputs(middle, at + head)
+                self._fill(values[start:], *halves)
                 start += head * depth
         return PackedWeight(values, depth, outputs, head=head)
 
     def normed(self, rows: int, width: int) -> Normed:
         return Normed.over(self.launcher, self.buffer(rows, width))
 
-    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> MegakernelCache:
-        made = super().cache(sizes, seats)
+    def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> MegakernelCache:
+        made = super().cache(sizes, row_places)
         count = OPERATIONS * sizes.layers + 1 + sizes.layers * sizes.kv_heads
         return MegakernelCache(**vars(made), counters=self.launcher.zeros((count,), np.int32))
 
     def norm(
-        self,
-        hidden: Any,
-        delta: Any | None,
-        weight: Any,
-        x: Normed,
-        rows: int,
-        zeroed: Any = None,
+        self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int, zeroed: Any = None
     ) -> None:
-        """Sets x as Ops.norm does, in two parts (late.cu), and the counters `zeroed` to 0."""
+        """Adds delta to hidden, and sets x as Normed describes; sets the counters `zeroed` to 0."""
         sizes = np.int32(hidden.shape[1]), np.float32(self._config.norm_eps)
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
@@ -223,15 +223,14 @@ class MegakernelOps(CupyOps):
         how = (rows,), (_NORM_THREADS,), args, _NORM_BYTES
         self.launcher.launch(f"late_norm_{kind}", kernels.LATE, *how)
 
-    def _geometry(self, rows: int) -> Geometry:
-        head, room = self._config.shape.head_dim, self.launcher.shared_bytes
-        return geometry_of(rows, head, self.page, room)
+    def _geometry(self, rows: int) -> MegakernelGeometry:
+        return geometry_of(rows, self._head, self.page, self.launcher.shared_bytes)
 
     def takes(self, rows: int) -> bool:
-        """Returns whether a forward of so many rows can be one kernel."""
+        """Returns whether a forward of `rows` rows can be one kernel."""
         is_wide = self._config.shape.hidden >= self.wide
-        most = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
-        return rows <= most and self._geometry(rows).fits
+        limit = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
+        return rows <= limit and self._geometry(rows).fits
 
     def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self.takes(rows):
@@ -241,29 +240,32 @@ class MegakernelOps(CupyOps):
         if rows not in cache.tables:
             cache.tables[rows] = self._tables(weights, memory, cache, rows)
         operations, model = cache.tables[rows]
-        geometry, count = self._geometry(rows), OPERATIONS * len(weights.layers) + 1
-        shared, stop = geometry.shared_bytes, np.uintp(self.backend.stop.ctypes.data)
+        geometry = self._geometry(rows)
+        count = OPERATIONS * len(weights.layers) + 1
+        stop = np.uintp(self.backend.stop.ctypes.data)
         args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
         grid = (self.launcher.multiprocessors,)
-        how = (THREADS,), args, shared, geometry.macros
+        how = (THREADS,), args, geometry.shared_bytes, geometry.macros
         self.launcher.launch("whole", kernels.WHOLE, grid, *how)
         return True
 
     def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> tuple[Any, Any]:
-        """Returns the kernel's operations and struct Model on the device."""
-        steps, model = [*_steps(weights, memory)], np.zeros(1, MODEL)
+        """Returns the kernel's table of operations and its struct Model, on the device."""
+        steps = [*_steps(weights, memory)]
+        model = np.zeros(1, MODEL)
         operations = np.zeros(len(steps), OPERATION)
         operations["rows"] = rows
         for row, step in zip(operations, steps, strict=True):
             for name, value in step.items():
                 row[name] = value
-        most, width = memory.x.shape
-        finished, words = address(cache.counters), address(cache.words)
+        max_rows, width = memory.x.shape
+        finished = address(cache.counters)
+        words = address(cache.words)
         fields = {name: address(getattr(cache, name)) for name in _OF_CACHE} | {
             "hidden": address(memory.hidden),
             "squares": address(memory.x.squares),
             "powers": address(memory.x.powers),
-            "table": words + 4 * 4 * most,
+            "table": words + 4 * 4 * max_rows,
             "seats": words,
             "attend_queries": address(memory.q),
             "queries": address(memory.q),
@@ -277,7 +279,7 @@ class MegakernelOps(CupyOps):
             "splits": cache.splits,
             "page_layer": cache.keys[0].size,
             "lane_layer": cache.lane_keys[0].size,
-            "most_rows": most,
+            "most_rows": max_rows,
             "width": width,
             "norm_rows": memory.x.squares.shape[1],
             "eps": self._config.norm_eps,
@@ -285,13 +287,12 @@ class MegakernelOps(CupyOps):
         }
         for name, value in fields.items():
             model[name] = value
-        first, second = (
-            self.launcher.uploaded(array.view(np.int32), np.int32) for array in (operations, model)
-        )
-        return first, second
+        uploaded = self.launcher.uploaded
+        tables = [uploaded(array.view(np.int32), np.int32) for array in (operations, model)]
+        return tables[0], tables[1]
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:
-    """Returns the operations of a model's share of heads; raises as CupyOps."""
+    """Returns the operations that suit a model's share of heads; raises as CupyOps."""
     kind = MegakernelOps if MegakernelOps.suits(backend, config, heads) else CupyOps
     return kind(backend, config, heads=heads, **sizes)

@@ -1,7 +1,7 @@
 """The operations of a transformer's forward on a GPU (see ops.Ops).
 
-Weights are packed in the order of skinny.cu (pack.cu); products of a few rows have the same bits
-for any number of rows (skinny.cu); the KV cache is paged (attention.cu).
+Weights are packed by pack.cu in the order that skinny.cu reads, whose products have the same bits
+for any number of rows. The KV cache is paged; attention.cu reads it.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
-from mpissd.engine.model.transformer.ops import Layer, Ops
+from mpissd.engine.model.transformer.ops import LayerWeights, Ops
 from mpissd.engine.model.transformer.trees import PLANT
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
 
-TILE, PAIR, ROW_TILE = 16, 32, 8
+TILE = 16
+PAIR = 32
+ROW_TILE = 8
 _FEW_ROW_TILES = 4  # Row tiles of a block with few columns; more rows form groups.
 _THREADS = 256
 _STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
 _WIDE_TILES = 1024  # From so many tiles on a block has two, which halves its reads of x.
-# Blocks for more than 32 rows: (tiles of columns, tiles of rows, stages). Then the cache's rate is
-# the limit: a block reads as many bytes as columns and rows together, for columns times rows.
+# Blocks for more than 32 rows: (tiles of columns, tiles of rows, stages). Then the L2 cache's rate
+# limits: a block loads data for (columns + rows), and does the work of (columns · rows).
 _LARGE = ((4, 8, 3), (2, 8, 4))
 _MIN_BLOCKS = 96  # The fewest large blocks: fewer leave much of a GPU idle.
 _PAGE = 256
-_FIRST_CAPABILITY = 80
-_NORM_THREADS, _MAX_WIDTH = 512, 16384
-_CHAINED_THREADS = 128
+_NORM_THREADS = 512
+_STAGE_THREADS = 128
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
 SPLIT = 128  # A split of the attention covers this many positions.
 QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
-_ATTEND_THREADS, _BEGIN_THREADS, _TASK_WORDS = 128, 256, 4
+_ATTEND_THREADS = 128
+_BEGIN_THREADS = 256
 # The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
 _BLOCKS = 264
-_LOG2_E = 1.4426950408889634
 _STAGING_ELEMENTS = 1 << 26  # Elements of a checkpoint's matrix that are copied at once.
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in the order of skinny.cu: `columns` outputs, padded to tiles of 16.
+    """A weight in the order of skinny.cu: `depth` inputs, and `columns` outputs in tiles of 16.
 
-    gated: the columns of gate and up alternate by 8, and an output is a pair of them. head: with
-    heads of so many columns, a tile has 8 of a head's first half and those that rotate with them.
+    gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim of q
+    and k if each tile has 8 columns of a head's first half and the 8 that rotate with them; else 0.
     """
 
     values: Any
@@ -68,7 +69,7 @@ class PackedWeight:
 
     @property
     def tiles(self) -> int:
-        """Tiles of columns."""
+        """The number of tiles."""
         return int(self.values.size) // (self.depth * TILE)
 
 
@@ -76,62 +77,61 @@ class PackedWeight:
 class Normed:
     """Rows of the residual stream times a norm's weight, and the factors that complete the norm.
 
-    values: float16 [rows, width], times a power of two. squares: float32 [2, rows, width / 16], the
-    sum of each tile. norms, powers, factors: float32 [rows], 1 / rms, the power of two, and the
-    factor of sums over `values`. A whole forward in one kernel has two norms in turn, the others
-    the first.
+    values: float16 [rows, width], the rows times the weight and a power of two that keeps them in
+    float16's range. squares: float32 [2, rows, width / 16], each tile's sum of squares. norms:
+    float32 [rows], 1 / rms. powers: float32 [2, rows], the powers of two. factors: float32 [rows],
+    what sums over `values` are multiplied by. The megakernel uses both halves of squares and powers
+    in turn; separate kernels use the first.
     """
 
     values: Any
     squares: Any
     norms: Any
-    powers: Any  # [2, rows]
+    powers: Any
     factors: Any
 
     @classmethod
     def over(cls, launcher: Launcher, values: Any) -> Normed:
-        """Allocates what `values` need."""
+        """Allocates the factors of these values."""
         rows, width = values.shape
         shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
         return cls(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and width."""
         return self.values.shape[0], self.values.shape[1]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays that the kernels `late_norm_…` write with the values."""
+        """The arrays that the kernels `late_norm_…` write beside the values."""
         return self.squares, self.norms, self.powers, self.factors
 
 
 def values_and_factors(x: Any) -> tuple[Any, Any]:
-    """Returns an operand's rows, and what sums over each row are multiplied by (None: 1)."""
+    """Returns the array of a product's operand, and what its sums are multiplied by (None: 1)."""
     return (x.values, x.factors) if isinstance(x, Normed) else (x, None)
 
 
 def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-    """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) up."""
+    """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) · up."""
     x, factors = values_and_factors(x)
-    every, row_tiles = weight.tiles, min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
-    tiles = 2 if every >= _WIDE_TILES and every % 2 == 0 else 1
+    row_tiles = min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
+    tiles = 2 if weight.tiles >= _WIDE_TILES and weight.tiles % 2 == 0 else 1
     stages = _STAGES[tiles, row_tiles]
     for kind in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
-        blocks = every // kind[0] * ceil_div(rows, ROW_TILE * kind[1])
+        blocks = weight.tiles // kind[0] * ceil_div(rows, ROW_TILE * kind[1])
         fits = _shared_bytes(*kind) <= launcher.shared_bytes
-        if every % kind[0] == 0 and blocks >= _MIN_BLOCKS and fits:
+        if weight.tiles % kind[0] == 0 and blocks >= _MIN_BLOCKS and fits:
             tiles, row_tiles, stages = kind
             break
     macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
     shared = _shared_bytes(tiles, row_tiles, stages)
     name = f"skinny_{'gated' if weight.gated else out.dtype}"
-    blocks = every // tiles * ceil_div(rows, ROW_TILE * row_tiles)
+    blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
     source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
     to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
     assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-    grid, args = (blocks,), (*source, *to)
-    launcher.launch(name, kernels.SKINNY, grid, (_THREADS,), args, shared, macros)
+    launcher.launch(name, kernels.SKINNY, (blocks,), (_THREADS,), (*source, *to), shared, macros)
 
 
 def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
@@ -139,17 +139,18 @@ def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Keys and values in pages and lanes, and the tables and sums of attention.
+class GpuCache:
+    """Keys and values in pages and lanes, and the scratch memory of attention.
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
-    [position, pair, 2]. words: the seats on the device. qkv: a forward's q, k and v, float32.
-    partial, tops: each split's sums, and its largest score with the sum of weights.
+    [position, pair, 2]. words: the row places on the device. qkv: a forward's q, k and v, float32.
+    count, tasks: the list of what attention has to compute. partial, tops: each split's weighted
+    sums, and its largest score with the sum of its weights. splits: the most splits of a sequence.
     """
 
     sizes: CacheSizes
-    seats: RowPlaces
+    row_places: RowPlaces
     keys: Any
     values: Any
     lane_keys: Any
@@ -163,9 +164,14 @@ class Cache:
     tops: Any
     splits: int
 
+    @property
+    def places(self) -> tuple[Any, Any]:
+        """The row places on the device, and how many rows they have room for."""
+        return self.words, np.int32(self.row_places.rows.shape[1])
+
 
 def task_bytes(head: int) -> int:
-    """Returns ATTEND_BYTES: values, or the warps' sums in their place, then tops and weights."""
+    """Returns attend.cu's ATTEND_BYTES, a block's shared memory; head: head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
@@ -174,13 +180,14 @@ def task_bytes(head: int) -> int:
 class CupyOps(Ops):
     """Operations of one model's share of heads on one GPU.
 
-    Kernels are enqueued on the backend's stream, so that a graph may capture a forward. Raises
-    ConfigError for a GPU or a model that the kernels do not support.
+    Kernels are enqueued on the backend's stream, so that a graph may capture a forward. early:
+    whether a kernel may start before the one before it ends. Raises ConfigError for a GPU or a
+    model that the kernels do not support.
     """
 
     kernel = "cuda"
     computes_padding = True
-    early = True  # whether kernels may start before the one before them ends
+    early = True
 
     def __init__(
         self,
@@ -193,20 +200,24 @@ class CupyOps(Ops):
     ) -> None:
         _check(backend, config, page)
         self.page = page or _PAGE
-        self.backend, self._config = backend, config
+        self.backend = backend
+        self._config = config
         self._is_shard = heads < config.shape.num_heads
         self.launcher: Launcher = backend.launcher(early=self.early)
-        self._heads, self._kv_heads, self._every = heads, kv_heads, heads + 2 * kv_heads
+        self._heads = heads
+        self._kv_heads = kv_heads
         self._head = config.shape.head_dim
         self.macros = (("HEAD", self._head), ("PAGE", self.page), ("QUERY_TILES", QUERY_TILES))
-        self._gathered, self._spread = dict[int, Any](), dict[int, Any]()  # by rows
+        self._gathered = dict[int, Any]()  # buffers by rows
+        self._spread = dict[int, Any]()  # buffers by count
 
     def matrix(self, parts: Sequence[Part]) -> PackedWeight:
-        """Packs parts side by side."""
-        depth, widths = parts[0].shape[1], [part.shape[0] for part in parts]
+        depth = parts[0].shape[1]
+        widths = [part.shape[0] for part in parts]
         self._check_widths(depth, widths[:-1])
         sizes = [ceil_div(width, TILE) * TILE * depth for width in widths]
-        values, start = self.launcher.empty((sum(sizes),), np.float16), 0
+        values = self.launcher.empty((sum(sizes),), np.float16)
+        start = 0
         for part, size in zip(parts, sizes, strict=True):
             self._fill(values[start : start + size], part, part)
             start += size
@@ -216,20 +227,19 @@ class CupyOps(Ops):
         """Packs gate and up so that a tile has 8 columns of each."""
         outputs, depth = gate.shape
         self._check_widths(depth, [])
-        size = ceil_div(outputs, TILE // 2) * TILE * depth
-        values = self.launcher.empty((size,), np.float16)
+        values = self.launcher.empty((ceil_div(outputs, TILE // 2) * TILE * depth,), np.float16)
         self._fill(values, gate, up)
         return PackedWeight(values, depth, outputs, gated=True)
 
     def table(self, embedding: Part) -> Any:
-        """Returns an embedding table, float16 [entries, width]."""
+        """Returns the embedding, float16 [entries, width]."""
         entries, width = embedding.shape
         table = self.launcher.empty((entries, width), np.float16)
         recipe = embedding.recipe()
         if recipe is not None:
-            first, scale = np.uint32(recipe.out_start), np.float32(recipe.scale)
+            first = np.uint32(recipe.out_start)
             key = np.uint32(recipe.key & 0xFFFFFFFF)
-            args = (table, np.int64(entries), np.int32(width), key, first, scale)
+            args = (table, np.int64(entries), np.int32(width), key, first, np.float32(recipe.scale))
             self._pack("fill_rows", entries * width, args)
             return table
         step = max(1, _STAGING_ELEMENTS // width)
@@ -239,23 +249,21 @@ class CupyOps(Ops):
         return table
 
     def _fill(self, out: Any, left: Part, right: Part) -> None:
-        """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`.
-
-        One part fills both halves of its own tiles, so that its columns are 16 apart from tile to
-        tile; the columns of two parts, gate and up, are 8 apart.
-        """
+        """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`; one part may be both, and then
+        a tile has 16 of its columns."""
         outputs, depth = left.shape
         step = TILE if left is right else TILE // 2
         shift = step - TILE // 2  # the right half's first column
 
         def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            """Returns the lanes (of 16 bytes) and depths of the tiles of so many outputs; the
-            columns that each half has from its first one on, and their step."""
-            lanes = np.int64(ceil_div(count, step) * TILE * depth // 8)
+            """Returns two groups of the kernels' arguments, for `count` outputs: the 16-byte units
+            and depths of their tiles; the columns from each half's first one on, and their step."""
+            units = np.int64(ceil_div(count, step) * TILE * depth // 8)
             columns = np.int32(count), np.int32(count - shift), np.int32(step)
-            return (lanes, np.int32(depth // PAIR), np.int32(depth)), columns
+            return (units, np.int32(depth // PAIR), np.int32(depth)), columns
 
-        random, other = left.recipe(), right.recipe()
+        random = left.recipe()
+        other = right.recipe()
         if random is not None and other is not None:
             around, columns = sizes(outputs)
             keys = [np.uint32(recipe.key & 0xFFFFFFFF) for recipe in (random, other)]
@@ -268,13 +276,13 @@ class CupyOps(Ops):
         count = max(1, _STAGING_ELEMENTS // (depth * step)) * step
         for start in range(0, outputs, count):
             stop = min(start + count, outputs)
-            both = [
+            values = [
                 self.launcher.uploaded(part.outputs(start, stop).read(), np.float32)
                 for part in ([left] if left is right else [left, right])
             ]
-            shifted = both[-1].ravel()[shift * depth :]
+            shifted = values[-1].ravel()[shift * depth :]
             around, columns = sizes(stop - start)
-            sources = both[0], shifted if shifted.size else None, np.int64(depth)
+            sources = values[0], shifted if shifted.size else None, np.int64(depth)
             to = out[start // step * TILE * depth :]
             self._pack("pack_lanes", int(around[0]), (to, *around, *sources, *columns))
 
@@ -283,7 +291,7 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.PACK, grid, (256,), args)
 
     def _check_widths(self, depth: int, inner_widths: list[int]) -> None:
-        """Raises ConfigError for a depth, or widths of joined parts, that do not fit tiles."""
+        """Raises ConfigError if tiles do not fit the depth, or the widths of all parts but one."""
         where = f"{self._config.shape.name} on a GPU"
         if depth % PAIR:
             raise ConfigError(f"{where}: a width of {depth}: allowed: multiples of {PAIR}")
@@ -294,9 +302,10 @@ class CupyOps(Ops):
         return self.launcher.uploaded(values, np.float32)
 
     def overwrite(self, old: Any, new: Any) -> None:
-        """Copies a weight or a vector on the device; `old` keeps its address, as graphs read it."""
+        """Copies `new` over `old`, which keeps its address: captured graphs read it."""
         if isinstance(old, PackedWeight):
-            old, new = old.values, new.values
+            old = old.values
+            new = new.values
         self.launcher.copy(new, old)
 
     def buffer(self, rows: int, width: int) -> Any:
@@ -309,37 +318,30 @@ class CupyOps(Ops):
         return self.launcher.empty((rows, width), np.float32)
 
     def delta(self, rows: int) -> Any:
-        """Returns a buffer for what o and down give: float16 where ranks exchange it."""
+        """Returns a buffer of sums over ranks: float16 if there are several ranks, else float32."""
         if self._is_shard:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
 
-    def clear(self, cache: Cache) -> None:
+    def clear(self, cache: GpuCache) -> None:
         for part in (cache.keys, cache.values, cache.lane_keys, cache.lane_values):
             self.launcher.copy(0, part)
 
     def states(self, slots: int, positions: int) -> Any:
         return self.launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
 
-    def keep(self, x: Any, cache: Cache, states: Any, rows: int) -> None:
-        args = (*values_and_factors(x), *self._seated(cache, states), states)
+    def keep(self, x: Any, cache: GpuCache, states: Any, rows: int) -> None:
+        args = (*values_and_factors(x), *cache.places, *map(np.int32, states.shape[1:]), states)
         self._launch("keep", (rows,), (256,), args)
 
-    def recall(self, states: Any, own: Any, cache: Cache, hidden: Any, rows: int) -> None:
-        args = (states, own, *self._seated(cache, states), hidden)
+    def recall(self, target: Any, draft: Any, cache: GpuCache, hidden: Any, rows: int) -> None:
+        args = (target, draft, *cache.places, *map(np.int32, target.shape[1:]), hidden)
         self._launch("recall", (rows,), (256,), args)
-
-    @staticmethod
-    def _seated(cache: Cache, states: Any) -> tuple[Any, ...]:
-        """Returns the seats on the device, their most rows, and the positions and width of
-        states."""
-        sizes = cache.seats.rows.shape[1], *states.shape[1:]
-        return cache.words, *map(np.int32, sizes)
 
     def embed(self, table: Any, tokens: Any, hidden: Any, rows: int) -> None:
         entries, width = table.shape
-        host = np.uintp(tokens.ctypes.data)
-        args = (table, np.int32(entries), np.int32(width), host, hidden)
+        sizes = np.int32(entries), np.int32(width)
+        args = (table, *sizes, np.uintp(tokens.ctypes.data), hidden)
         self._launch("embed", (rows,), (256,), args)
 
     def norm(self, hidden: Any, delta: Any | None, weight: Any, x: Any, rows: int) -> None:
@@ -348,34 +350,26 @@ class CupyOps(Ops):
         args = (hidden, delta, weight, x, *sizes)
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
-    def qkv(self, x: Any, layer: Layer, cache: Cache, number: int, q: Any, rows: int) -> None:
-        """Takes q, k and v of the rows to the queries and the cache."""
+    def qkv(self, x: Any, layer: LayerWeights, cache: GpuCache, n: int, q: Any, rows: int) -> None:
         multiply(self.launcher, x, layer.qkv, cache.qkv, rows)
-        args = (
-            cache.qkv,
-            layer.qkv_bias,
-            layer.q_norm,
-            layer.k_norm,
-            np.float32(self._config.norm_eps),
-            cache.turns,
-            cache.words,
-            np.int32(cache.seats.rows.shape[1]),
-            *self.arguments(cache, number),
-            np.int32(self._heads),
-            np.float32(self.scale),
-            q,
-            np.int32(layer.qkv.head > 0),
-        )
-        self._attention("rotate", (rows, ceil_div(self._every, 4)), (32, 4), args)
+        eps = np.float32(self._config.norm_eps)
+        source = (cache.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, eps, cache.turns)
+        place = (*cache.places, *self.arguments(cache, n))
+        is_paired = np.int32(layer.qkv.head > 0)
+        queries = (np.int32(self._heads), np.float32(self.scale), q, is_paired)
+        grid = rows, ceil_div(self._heads + 2 * self._kv_heads, 4)
+        self._attention("rotate", grid, (32, 4), (*source, *place, *queries))
 
     @property
     def scale(self) -> float:
         """What queries are multiplied by, so that 2 to the power of a score is its weight."""
-        return float(self._head**-0.5 * _LOG2_E)
+        return float(self._head**-0.5 * 1.4426950408889634)  # log2 e
 
-    def cache(self, sizes: CacheSizes, seats: RowPlaces) -> Cache:
+    def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> GpuCache:
         """Allocates the cache, zeroed: masked positions are multiplied by 0, and 0 · NaN is NaN."""
-        layers, heads, width = sizes.layers, sizes.kv_heads, sizes.head_dim
+        layers = sizes.layers
+        heads = sizes.kv_heads
+        width = sizes.head_dim
         pages = layers, sizes.num_pages, heads, sizes.page, width
         lanes = layers, max(1, sizes.lanes), heads, max(1, sizes.steps), width
         keys, values, lane_keys, lane_values = (
@@ -383,65 +377,61 @@ class CupyOps(Ops):
         )
         angles = np.arange(sizes.num_positions)[:, None] * self._config.frequencies()
         turns = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
-        rows, splits = seats.rows.shape[1], ceil_div(sizes.num_positions, SPLIT)
+        rows = row_places.rows.shape[1]
+        splits = ceil_div(sizes.num_positions, SPLIT)
         queries = rows * self._heads * splits
-        per_row = ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES)
-        return Cache(
+        tasks = rows * ceil_div(self._heads // self._kv_heads, 16 * QUERY_TILES) * (splits + 1)
+        columns = (self._heads + 2 * self._kv_heads) * width
+        return GpuCache(
             sizes=sizes,
-            seats=seats,
+            row_places=row_places,
             keys=keys,
             values=values,
             lane_keys=lane_keys,
             lane_values=lane_values,
             turns=self.launcher.uploaded(turns, np.float32),
-            words=self.launcher.empty((len(seats.ints),), np.int32),
-            qkv=self.launcher.empty((rows, self._every * width), np.float32),
+            words=self.launcher.empty((len(row_places.ints),), np.int32),
+            qkv=self.launcher.empty((rows, columns), np.float32),
             count=self.launcher.zeros((1,), np.int32),
-            tasks=self.launcher.empty((rows * per_row * (splits + 1), _TASK_WORDS), np.int32),
+            tasks=self.launcher.empty((tasks, 4), np.int32),
             partial=self.launcher.empty((queries, width), np.float32),
             tops=self.launcher.empty((queries, 2), np.float32),
             splits=splits,
         )
 
-    def move(self, cache: Cache, lane: int, slot: int, start: int, stop: int) -> None:
+    def move(self, cache: GpuCache, lane: int, slot: int, start: int, stop: int) -> None:
         for step, position in enumerate(range(start, stop)):
-            page, at = int(cache.seats.pages[slot, position // self.page]), position % self.page
+            page = int(cache.row_places.pages[slot, position // self.page])
+            at = position % self.page
             self.launcher.copy(cache.lane_keys[:, lane, :, step], cache.keys[:, page, :, at])
             self.launcher.copy(cache.lane_values[:, lane, :, step], cache.values[:, page, :, at])
 
-    def begin(self, cache: Cache, rows: int) -> None:
-        """Brings the seats to the device and lists the tasks of a forward."""
-        table = int(cache.seats.pages.size)
-        args = (
-            np.uintp(cache.seats.ints.ctypes.data),
-            cache.words,
-            np.int32(cache.seats.rows.shape[1]),
-            np.int32(table),
-            np.int32(rows),
-            np.int32(self._heads // self._kv_heads),
-            cache.count,
-            cache.tasks,
-        )
+    def begin(self, cache: GpuCache, rows: int) -> None:
+        """Copies the row places to the device, and lists the tasks of the forward's attention."""
+        table = int(cache.row_places.pages.size)
+        host = np.uintp(cache.row_places.ints.ctypes.data)
+        sizes = map(np.int32, (table, rows, self._heads // self._kv_heads))
+        args = (host, *cache.places, *sizes, cache.count, cache.tasks)
         grid = (1 + ceil_div(table, _BEGIN_THREADS),)
         self._attention("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
-    def attend(self, cache: Cache, number: int, q: Any, out: Any, rows: int) -> None:
-        """Attends all splits, then adds them up."""
-        heads, splits = np.int32(self._heads), np.int32(cache.splits)
-        seats = cache.words, np.int32(cache.seats.rows.shape[1])
+    def attend(self, cache: GpuCache, number: int, q: Any, out: Any, rows: int) -> None:
+        """Attends each split of the positions by itself, then adds the splits up."""
+        heads = np.int32(self._heads)
+        splits = np.int32(cache.splits)
         sums = cache.partial, cache.tops
         tasks = heads, cache.count, cache.tasks, splits
-        args = (q, *seats, *self.arguments(cache, number), *tasks, *sums)
+        args = (q, *cache.places, *self.arguments(cache, number), *tasks, *sums)
         grid = min(_BLOCKS, rows * cache.splits), self._kv_heads
         self._attention("attend", grid, (_ATTEND_THREADS,), args, task_bytes(self._head))
-        parts = (*seats, heads, splits, *sums, out)
+        parts = (*cache.places, heads, splits, *sums, out)
         self._attention("combine", (rows, self._heads), (self._head,), parts)
 
-    def arguments(self, cache: Cache, number: int) -> tuple[Any, ...]:
-        """The arguments CACHE of attention.cu, for one layer of this model's cache."""
+    def arguments(self, cache: GpuCache, number: int) -> tuple[Any, ...]:
+        """Returns the arguments CACHE of attention.cu for layer `number`."""
         assert (cache.sizes.kv_heads, cache.sizes.head_dim) == (self._kv_heads, self._head)
         arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
-        table = cache.words[4 * cache.seats.rows.shape[1] :]
+        table = cache.words[4 * cache.row_places.rows.shape[1] :]
         sizes = cache.sizes.pages_per_slot, self._kv_heads, max(1, cache.sizes.steps)
         return (*(array[number] for array in arrays), table, *map(np.int32, sizes))
 
@@ -474,22 +464,19 @@ class CupyOps(Ops):
     def ids(self, ids: Ints) -> Any:
         return self.launcher.uploaded(ids, np.int32)
 
-    def chained(self, stage: Any) -> None:
+    def run_stage(self, stage: Any) -> None:
         """Computes a stage by chained.cu or dynamic.cu, which use page-locked host memory."""
-        sheet, target, shapes = stage.sheet, stage.target, stage.shapes
+        sheet = stage.sheet
+        target = stage.target
+        shapes = stage.shapes
         draft = stage.draft or target  # without a draft, nothing is read of it
-        number, nodes, depth = stage.number, sheet.nodes, sheet.tree.depth
+        number = stage.number
+        nodes = sheet.nodes
+        depth = sheet.tree.depth
         parts = sheet.state, sheet.moves, sheet.forced[stage.turn], sheet.decided[stage.turn]
         state, *host, parents = (np.uintp(part.ctypes.data) for part in (*parts, sheet.parents))
-        # Where the host keeps the tokens and the seats of a forward, and their most rows.
-        drafts, targets = (
-            (
-                np.uintp(ends.tokens.ctypes.data),
-                np.uintp(ends.seats.ints.ctypes.data),
-                np.int32(ends.seats.rows.shape[1]),
-            )
-            for ends in (draft, target)
-        )
+        drafts = _input_of(draft)
+        targets = _input_of(target)
         if shapes is not None and number == PLANT:
             sizes = map(np.int32, (nodes, sheet.lanes))
             args = (*sizes, parents, state, shapes.tables, *targets)
@@ -497,9 +484,9 @@ class CupyOps(Ops):
             return
         if shapes is not None and 0 < number <= depth:
             sizes = map(np.int32, (number, depth, nodes, sheet.draft_lanes))
-            arrays = shapes.found, shapes.copies, shapes.tables, parents, state
-            found = stage.ids, draft.best.ids, draft.best.values
-            args = (*sizes, *arrays, *found, *drafts, targets[0])
+            arrays = shapes.nodes, shapes.copies, shapes.tables, parents, state
+            best = stage.ids, draft.best.ids, draft.best.values
+            args = (*sizes, *arrays, *best, *drafts, targets[0])
             self._stage("find", sheet.sequences, args, 4 * 2 * shapes.size.most_found)
             return
         tables = stage.table, np.int32(0)
@@ -507,43 +494,40 @@ class CupyOps(Ops):
             tables = shapes.tables, np.int32(shapes.tables[0].size)
         shape = nodes, depth, sheet.lanes, sheet.draft_lanes
         sizes = map(np.int32, (number, sheet.sequences, *shape, *stage.level))
-        candidates = 0 if stage.draft is None else draft.best.ids.shape[1]
-        best = stage.ids, draft.best.ids, np.int32(candidates)
+        candidates = np.int32(0 if stage.draft is None else draft.best.ids.shape[1])
+        best = stage.ids, draft.best.ids, candidates
         tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
         args = (*sizes, *tables, state, *host, *best, *drafts, *tops, *targets)
         self._stage("chained", 1, args)
 
     def _stage(self, name: str, blocks: int, args: tuple[Any, ...], shared: int = 0) -> None:
-        block = (_CHAINED_THREADS,)
-        self.launcher.launch(name, kernels.CHAINED, (blocks,), block, args, shared)
+        self.launcher.launch(name, kernels.STAGES, (blocks,), (_STAGE_THREADS,), args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
         """Computes a stage by grow.cu, which reads and writes page-locked host memory."""
-        best, most, most_seats = draft.best.ids, sheet.places.shape[1], draft.seats.rows.shape[1]
-        host = [np.uintp(x.ctypes.data) for x in (sheet.ints, draft.tokens, draft.seats.ints)]
-        reads = np.int32(rows), np.int32(most), host[0], ids, best, np.int32(best.shape[1])
-        args = *reads, *host[1:], np.int32(most_seats)
-        self.launcher.launch("grow", kernels.GROW, (1,), (_CHAINED_THREADS,), args)
+        best = draft.best.ids
+        host = np.uintp(sheet.ints.ctypes.data)
+        sizes = np.int32(rows), np.int32(sheet.places.shape[1])
+        args = (*sizes, host, ids, best, np.int32(best.shape[1]), *_input_of(draft))
+        self.launcher.launch("grow", kernels.GROW, (1,), (_STAGE_THREADS,), args)
 
     def spread(self, group: Group, ints: Any, count: int) -> None:
         if count not in self._spread:
             self._spread[count] = self.launcher.empty((1 + group.size, count), np.int32)
-        own, every = self._spread[count][0], self._spread[count][1:]
-        self.backend.copy_in(ints[:count], own)
-        group.all_gather(own, every)
-        self.backend.read_out(every[0], ints)
+        part = self._spread[count][0]
+        parts = self._spread[count][1:]
+        self.backend.copy_in(ints[:count], part)
+        group.all_gather(part, parts)
+        self.backend.read_out(parts[0], ints)
 
-    def adopt(self, cache: Cache, moves: Ints) -> None:
-        """Copies by attention.cu, which reads page-locked host memory."""
+    def adopt(self, cache: GpuCache, moves: Ints) -> None:
         strides = np.int64(cache.keys[0].size), np.int64(cache.lane_keys[0].size)
         args = np.uintp(moves.ctypes.data), *self.arguments(cache, 0), *strides
-        grid = cache.sizes.layers, len(moves)
-        self._attention("adopt", grid, (_BEGIN_THREADS,), args)
+        self._attention("adopt", (cache.sizes.layers, len(moves)), (_BEGIN_THREADS,), args)
 
-    def inherit(self, cache: Cache, copies: Any) -> None:
+    def inherit(self, cache: GpuCache, copies: Any) -> None:
         args = copies, *self.arguments(cache, 0), np.int64(cache.lane_keys[0].size)
-        grid = cache.sizes.layers, len(copies)
-        self._attention("inherit", grid, (_BEGIN_THREADS,), args)
+        self._attention("inherit", (cache.sizes.layers, len(copies)), (_BEGIN_THREADS,), args)
 
     def draws(self, logits: Any) -> CupyDraws:
         return CupyDraws(self.backend, self.launcher, logits)
@@ -555,15 +539,28 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.ROWS, grid, block, args, _SHARED_BYTES)
 
 
+def _input_of(ends: Any) -> tuple[Any, Any, Any]:
+    """Returns the host addresses of a forward's tokens and row places, and their most rows."""
+    places = ends.row_places
+    tokens = np.uintp(ends.tokens.ctypes.data)
+    return tokens, np.uintp(places.ints.ctypes.data), np.int32(places.rows.shape[1])
+
+
+def capability_of(backend: Any) -> int:
+    """Returns a GPU's compute capability, 80 for 8.0."""
+    return int(str(backend.info.compute_capability).replace(".", ""))
+
+
 def _check(backend: Any, config: TransformerConfig, page: int | None) -> None:
     """Raises ConfigError for a GPU or a model that the kernels do not support."""
-    shape, capability = config.shape, backend.info.compute_capability
-    if int(str(capability).replace(".", "")) < _FIRST_CAPABILITY:
+    shape = config.shape
+    capability = backend.info.compute_capability
+    if capability_of(backend) < 80:
         raise ConfigError(
             f"forward=transformer on compute capability {capability}: allowed: 8.0 or more"
         )
     wrong = {
-        "hidden": (shape.hidden, shape.hidden % PAIR == 0 and shape.hidden <= _MAX_WIDTH),
+        "hidden": (shape.hidden, shape.hidden % PAIR == 0 and shape.hidden <= 16384),
         "head_dim": (shape.head_dim, shape.head_dim % PAIR == 0 and shape.head_dim <= 256),
         "page": (page, (page or _PAGE) % SPLIT == 0),
     }

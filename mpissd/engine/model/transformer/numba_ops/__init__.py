@@ -1,8 +1,8 @@
 """A transformer's operations on the CPU, compiled by Numba at first use and cached on disk.
 
-The compiled code lies in NUMBA_CACHE_DIR, or in the source's folder if that can be written, or in
-the user's cache, or in a temporary folder. Numba checks one file to see whether its code is
-current, but functions hold code of other files too; so the folder is named by all of them.
+The compiled code is kept in NUMBA_CACHE_DIR, or in the source's folder if that can be written, or
+in the user's cache, or in a temporary folder. Numba compares one source file to see whether its
+code is current, but functions include code of other files; so the folder's name is a digest of all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 
 
 def _digest() -> str:
-    """Returns a name for the sources of this folder, and of what it takes from others."""
+    """Returns a folder name that depends on the sources that are compiled."""
     files = [*sorted(_HERE.glob("*.py")), _HERE.parents[1] / "forwards.py"]
     sources = b"".join(path.read_bytes() for path in files)
     return f"mpissd-numba-{zlib.crc32(sources):08x}"
@@ -26,10 +26,10 @@ def _digest() -> str:
 
 def _cache_folder() -> str:
     """Returns the folder of compiled code, which exists or can be made."""
-    asked, caches = numba.config.CACHE_DIR, os.environ.get("XDG_CACHE_HOME")
+    asked = numba.config.CACHE_DIR
     folder = Path(asked or _HERE / "__pycache__")
     if not asked and not os.access(_HERE, os.W_OK):
-        folder = Path(caches or os.path.expanduser("~/.cache"))
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     try:
         (folder / _digest()).mkdir(parents=True, exist_ok=True)
     except OSError:

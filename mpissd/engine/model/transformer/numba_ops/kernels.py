@@ -1,8 +1,9 @@
-"""The CPU's kernels: products with bfloat16 weights, rows, and attention over the cache.
+"""The CPU's kernels: products with bfloat16 weights, norms and rotations, and attention.
 
-Keys lie transposed, [head_dim, positions], so that scores and sums are both small products whose
-sums add in order (tiles.tile). A page's part of the softmax is merged into the sum of the pages
-before it, in rising order of absolute positions.
+Keys lie transposed, [head_dim, positions], so that scores and weighted sums of values are both
+small products that add up in order (tiles.tile). A page's part of the softmax is merged into the
+sum of the pages before it, in rising order of absolute positions. row_places: int32 [4, n], each
+row's slot, position, lane and trunk, as in forwards.Places.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
 BLOCK = 64  # columns to which activations are padded: a multiple of every block's
 _LOG2_E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_LN2_HIGH, _LN2_LOW = map(np.float32, (0.693359375, -2.12194440e-4))
 ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
-_LEAST, _MOST = np.float32(-87.0), np.float32(88.0)
-_C2, _C3 = np.float32(5.0000001201e-1), np.float32(1.6666665459e-1)
-_C4, _C5 = np.float32(4.1665795894e-2), np.float32(8.3334519073e-3)
-_C6, _C7 = np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_LEAST, _MOST = map(np.float32, (-87.0, 88.0))  # exponents that `exp` computes
+_C2, _C3, _C4 = map(np.float32, (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2))
+_C5, _C6, _C7 = map(np.float32, (8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4))
 _ONE = np.float32(1)
 _SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
 _NONE = np.float32(-np.inf)
-_SLOT, _POSITION, _LANE, _TRUNK = 0, 1, 2, 3
+_SLOT, _POSITION, _LANE, _TRUNK = range(4)  # rows of RowPlaces.rows
 
 
 @njit(**JIT)
@@ -52,7 +52,7 @@ def pack(matrix, first, packed):
     """
     outputs, inputs = matrix.shape
     for output in range(outputs):
-        block, column = (first + output) // WIDTH, (first + output) % WIDTH
+        block, column = divmod(first + output, WIDTH)
         for pair in range(inputs // 2):
             low, high = rounded(matrix[output, 2 * pair]), rounded(matrix[output, 2 * pair + 1])
             packed[block, pair, column] = low | (high << np.uint32(16))
@@ -72,18 +72,20 @@ def clear(array, rows):
 def product(x, packed, out, first, rows):
     """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
 
-    If the number of inputs is odd, x has one more column, of zeros. out has at least a column for
-    each of the blocks'. Rows are computed in even groups of at most MOST_ROWS. A block of the
-    weight is read from memory once for all groups; while the last one is computed, the next block
-    is fetched.
+    If the number of inputs is odd, x has one more column, of zeros. `out` has a column for each
+    column of the blocks. Rows are computed in even groups of at most MOST_ROWS. A block of the
+    weight is read from memory once for all groups, and the next block is fetched during the last.
     """
     blocks, steps, width = packed.shape
-    groups, depth, columns = (rows + MOST_ROWS - 1) // MOST_ROWS, x.shape[1], out.shape[1]
+    depth = x.shape[1]
+    columns = out.shape[1]
+    groups = (rows + MOST_ROWS - 1) // MOST_ROWS
     for row in range(rows):
         for column in range(first, first + blocks * width):
             out[row, column] = 0
     base = np.int64(packed.ctypes.data)
-    source, to = np.int64(x.ctypes.data), np.int64(out.ctypes.data) + first * 4
+    source = np.int64(x.ctypes.data)
+    to = np.int64(out.ctypes.data) + first * 4
     for block in range(blocks):
         for group in range(groups):
             start, stop = group * rows // groups, (group + 1) * rows // groups
@@ -109,13 +111,17 @@ def float_product(x, first, count, depth, weights, stride, out, width):
     x: [rows, columns], of which `count` rows from `first` and `depth` columns are read. weights,
     out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
     """
-    groups, columns = (count + MOST_ROWS - 1) // MOST_ROWS, x.shape[1]
+    groups = (count + MOST_ROWS - 1) // MOST_ROWS
+    columns = x.shape[1]
     for group in range(groups):
         start, stop = group * count // groups, (group + 1) * count // groups
-        rows, source = stop - start, np.int64(x.ctypes.data) + (first + start) * columns * 4
-        to, column = out + start * width * 4, 0
+        rows = stop - start
+        source = np.int64(x.ctypes.data) + (first + start) * columns * 4
+        to = out + start * width * 4
+        column = 0
         while column < width:
-            at, end = weights + column * 4, to + column * 4
+            at = weights + column * 4
+            end = to + column * 4
             if column + 64 <= width:
                 tile(x, 64, rows, at, source, end, depth, stride, columns, width, 0)
                 column += 64
@@ -126,50 +132,46 @@ def float_product(x, first, count, depth, weights, stride, out, width):
 
 @njit(**JIT)
 def exp(x):
-    """Returns eˣ in float32 to 2 units in the last place; 0 below −87.
-
-    Source of the polynomial: Cephes, expf.
-    """
+    """Returns eˣ in float32 to 2 units in the last place; 0 below −87. Polynomial: Cephes, expf."""
     bounded = min(max(x, _LEAST), _MOST)
-    whole = fma(bounded, _LOG2_E, ROUNDER)
-    power = as_bits(whole) << np.uint32(23)
-    whole -= ROUNDER
-    r = fma(whole, -_LN2_LOW, fma(whole, -_LN2_HIGH, bounded))
+    shifted = fma(bounded, _LOG2_E, ROUNDER)
+    power = as_bits(shifted) << np.uint32(23)
+    n = shifted - ROUNDER
+    r = fma(n, -_LN2_LOW, fma(n, -_LN2_HIGH, bounded))
     p = fma(fma(fma(fma(fma(_C7, r, _C6), r, _C5), r, _C4), r, _C3), r, _C2)
     p = fma(p, r * r, r) + _ONE
     return as_float(as_bits(p) + power) if x >= _LEAST else np.float32(0)
 
 
 @njit(**JIT)
-def keep(x, seats, states, rows):
-    """Sets states[slot, position + 1] = x for trunk rows; seats: [4, n], see cache.RowPlaces."""
+def keep(x, row_places, states, rows):
+    """Sets states[slot, position + 1] = x for trunk rows; see Ops.keep."""
     for m in range(rows):
-        slot, position = seats[0, m], seats[1, m] + 1
-        if slot >= 0 and seats[2, m] < 0 and position < states.shape[1]:
+        slot = row_places[_SLOT, m]
+        position = row_places[_POSITION, m] + 1
+        if slot >= 0 and row_places[_LANE, m] < 0 and position < states.shape[1]:
             for column in range(states.shape[2]):
                 states[slot, position, column] = x[m, column]
 
 
 @njit(**JIT)
-def recall(states, own, seats, hidden, rows):
-    """Sets hidden[m] = states[slot, position], after the trunk of `own`; zeros without a slot."""
+def recall(target, draft, row_places, hidden, rows):
+    """Sets hidden[m] = target[slot, position], after the trunk of `draft`; zeros without a slot."""
     for m in range(rows):
-        slot, position = seats[0, m], seats[1, m]
+        slot = row_places[_SLOT, m]
+        position = row_places[_POSITION, m]
+        states = draft if 0 <= row_places[_TRUNK, m] < position else target
         for column in range(states.shape[2]):
-            value = np.float32(0)
-            if slot >= 0:
-                ahead = 0 <= seats[3, m] < position
-                value = own[slot, position, column] if ahead else states[slot, position, column]
-            hidden[m, column] = value
+            hidden[m, column] = states[slot, position, column] if slot >= 0 else np.float32(0)
 
 
 @njit(**JIT)
 def inverse_rms(row, eps):
-    """Returns 1 / √(mean of the squares + eps) of a vector, which adds up in 8 partial sums."""
+    """Returns 1 / √(mean of the squares + eps) of a vector, whose squares add up in 8 sums."""
     a = b = c = d = e = f = g = h = np.float32(0)
     width = len(row)
-    whole = width - width % 8
-    for k in range(0, whole, 8):
+    stop = width - width % 8
+    for k in range(0, stop, 8):
         a = fma(row[k], row[k], a)
         b = fma(row[k + 1], row[k + 1], b)
         c = fma(row[k + 2], row[k + 2], c)
@@ -178,7 +180,7 @@ def inverse_rms(row, eps):
         f = fma(row[k + 5], row[k + 5], f)
         g = fma(row[k + 6], row[k + 6], g)
         h = fma(row[k + 7], row[k + 7], h)
-    for k in range(whole, width):
+    for k in range(stop, width):
         a = fma(row[k], row[k], a)
     total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     return _ONE / np.sqrt(total / np.float32(width) + eps)
@@ -258,26 +260,28 @@ def top_k(logits, width, k, ids, values, rows):
                     while place and value > values[m, place - 1]:
                         values[m, place], ids[m, place] = values[m, place - 1], ids[m, place - 1]
                         place -= 1
-                    values[m, place], ids[m, place] = value, column
+                    values[m, place] = value
+                    ids[m, place] = column
 
 
 @njit(**JIT)
 def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
     """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
 
-    qkv: the product. sizes: (heads, kv_heads, head_dim). norms: (bias, q's, k's), empty where there
-    is none. turns: (cosines, sines) of each position. places: RowPlaces.rows and .pages. caches:
-    (keys, values, lanes' keys, lanes' values).
+    qkv: the product [n, …]. sizes: (heads, kv_heads, head_dim). norms: (bias, q's norm, k's norm),
+    empty where there is none. turns, places, caches: ops.CpuCache.turns, .places and .arrays.
     """
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
-    seats, pages = places
+    row_places, pages = places
     first = heads * width
     for m in range(rows):
         for column in range(len(bias)):
             qkv[m, column] += bias[column]
-        slot, position, lane = seats[_SLOT, m], seats[_POSITION, m], seats[_LANE, m]
+        slot = row_places[_SLOT, m]
+        position = row_places[_POSITION, m]
+        lane = row_places[_LANE, m]
         turn = max(position, 0) if slot >= 0 else 0
         turn_heads(qkv, first - first, heads, width, q_norm, eps, cosines, sines, turn, m)
         turn_heads(qkv, first, kv_heads, width, k_norm, eps, cosines, sines, turn, m)
@@ -288,10 +292,13 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
         keys, values, lane_keys, lane_values = caches
         size = keys.shape[4]
         if lane >= 0:
-            keys, values = lane_keys, lane_values
-            holder, at = lane % SPAN, position - seats[_TRUNK, m]
+            keys = lane_keys
+            values = lane_values
+            holder = lane % SPAN
+            at = position - row_places[_TRUNK, m]
         else:
-            holder, at = pages[slot, position // size], position % size
+            holder = pages[slot, position // size]
+            at = position % size
         for to in range(holder, holder + 1 + max(lane, 0) // SPAN):
             for head in range(kv_heads):
                 for k in range(width):
@@ -303,13 +310,13 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
 @njit(**JIT)
 def attend(q, out, sizes, layer, places, caches, rows):
     """Sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for padding."""
-    seats = places[0]
+    row_places = places[0]
     start = np.int64(0)
     while start < rows:
         stop = start + 1
-        while stop < rows and seats[_SLOT, stop] == seats[_SLOT, start]:
+        while stop < rows and row_places[_SLOT, stop] == row_places[_SLOT, start]:
             stop += 1
-        if seats[_SLOT, start] < 0:
+        if row_places[_SLOT, start] < 0:
             clear(out[start:stop], stop - start)
         else:
             for head in range(sizes[1]):
@@ -319,28 +326,28 @@ def attend(q, out, sizes, layer, places, caches, rows):
 
 @njit(**JIT)
 def attend_head(q, out, sizes, layer, places, caches, head, span):
-    """Attends for one KV head and the rows of a span (start, stop), which are of one slot.
-
-    The queries, divided by √head_dim, are the span's rows times the query heads of this KV head,
-    row by row.
-    """
+    """Attends for one KV head and the rows of a span (start, stop), which are of one slot."""
     heads, kv_heads, width = sizes
-    group, seats = heads // kv_heads, places[0]
-    page, padded, steps = caches[0].shape[4], caches[1].shape[4], caches[2].shape[4]
-    count, scale = (span[1] - span[0]) * group, np.float32(1 / np.sqrt(width))
+    group = heads // kv_heads
+    row_places = places[0]
+    page, padded = caches[0].shape[4], caches[1].shape[4]
+    count = (span[1] - span[0]) * group
+    scale = np.float32(1 / np.sqrt(width))
     queries = np.empty((count, width), np.float32)
     for n in range(count):
-        row, column = span[0] + n // group, (head * group + n % group) * width
+        column = (head * group + n % group) * width
         for k in range(width):
-            queries[n, k] = q[row, column + k] * scale
-    scores, own = np.empty((count, page), np.float32), np.empty((count, steps), np.float32)
-    parts, sums = np.empty((count, padded), np.float32), np.zeros((count, padded), np.float32)
+            queries[n, k] = q[span[0] + n // group, column + k] * scale
+    scores = np.empty((count, page), np.float32)
+    branch = np.empty((count, caches[2].shape[4]), np.float32)
+    parts = np.empty((count, padded), np.float32)
+    sums = np.zeros((count, padded), np.float32)
     state = np.zeros((3, count), np.float32)
     state[0] = _NONE
-    work = queries, scores, own, parts, state
+    work = queries, scores, branch, parts, state
     last = np.int64(0)
     for m in range(span[0], span[1]):
-        last = max(last, seats[_POSITION, m] // page)
+        last = max(last, row_places[_POSITION, m] // page)
     for index in range(last + 1):
         attend_page(group, layer, places, caches, head, span, index, work)
         for n in range(count):
@@ -354,71 +361,73 @@ def attend_head(q, out, sizes, layer, places, caches, head, span):
 
 @njit(**JIT)
 def attend_page(group, layer, places, caches, head, span, index, work):
-    """Sets parts to one page's sums of values for all queries of a span, and updates their state.
+    """Sets parts to page number `index`'s sums of values for all queries, and updates their state.
 
-    A lane row's own tokens have their scores and weights in the page's places of their positions,
-    and are moved to `own` for their product with the lane's values.
+    work: (queries [count, head_dim], divided by √head_dim; scores [count, page]; branch [count,
+    steps]; parts [count, head_dim]; state, see soften). Tokens that a row reads from its lane have
+    their scores at their positions in the page, and their weights are moved to `branch` for the
+    product with the lane's values.
     """
-    queries, scores, own, parts, state = work
-    seats, pages = places
-    (count, page), width, padded, steps = (
-        scores.shape,
-        queries.shape[1],
-        parts.shape[1],
-        own.shape[1],
-    )
-    first, none = index * page, np.int64(0)
-    holder, depth = pages[seats[_SLOT, span[0]], index], none
-    for m in range(span[0], span[1]):  # the page's positions that some row reads from the cache
-        limit = seats[_POSITION, m] + 1 if seats[_LANE, m] < 0 else seats[_TRUNK, m]
+    queries, scores, branch, parts, state = work
+    row_places, pages = places
+    count, page = scores.shape
+    width, padded, steps = queries.shape[1], parts.shape[1], branch.shape[1]
+    first = index * page
+    none = np.int64(0)
+    holder = pages[row_places[_SLOT, span[0]], index]
+    depth = none
+    for m in range(span[0], span[1]):  # the page's positions that some row reads from the page
+        limit = row_places[_TRUNK, m]
+        if row_places[_LANE, m] < 0:
+            limit = row_places[_POSITION, m] + 1
         depth = max(depth, min(max(limit - first, 0), page))
     clear(scores, count)
     clear(parts, count)
     if depth:
-        k_at, to = (
-            np.int64(caches[0][layer, holder, head].ctypes.data),
-            np.int64(scores.ctypes.data),
-        )
+        k_at = np.int64(caches[0][layer, holder, head].ctypes.data)
+        to = np.int64(scores.ctypes.data)
         float_product(queries, none, count, width, k_at, page, to, page)
     for m in range(span[0], span[1]):
-        begin, end = lane_span(seats, m, first, page)
+        begin, end = lane_span(row_places, m, first, page)
         if begin < end:
-            n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
-            clear(own[n : n + group], group)
-            k_at = np.int64(caches[2][layer, seats[_LANE, m] % SPAN, head].ctypes.data)
-            to = np.int64(own.ctypes.data) + n * steps * 4
+            n = (m - span[0]) * group
+            at = row_places[_TRUNK, m] - first
+            clear(branch[n : n + group], group)
+            k_at = np.int64(caches[2][layer, row_places[_LANE, m] % SPAN, head].ctypes.data)
+            to = np.int64(branch.ctypes.data) + n * steps * 4
             float_product(queries, n, group, width, k_at, steps, to, steps)
             for query in range(n, n + group):
                 for step in range(begin, end):
-                    scores[query, at + step] = own[query, step]
+                    scores[query, at + step] = branch[query, step]
     for n in range(count):
-        soften(scores[n], state, n, seats[_POSITION, span[0] + n // group] + 1 - first)
+        soften(scores[n], state, n, row_places[_POSITION, span[0] + n // group] + 1 - first)
     for m in range(span[0], span[1]):
-        begin, end = lane_span(seats, m, first, page)
-        n, at = (m - span[0]) * group, seats[_TRUNK, m] - first
+        begin, end = lane_span(row_places, m, first, page)
+        n = (m - span[0]) * group
+        at = row_places[_TRUNK, m] - first
         for query in range(n, n + group):
             for step in range(begin, end):
-                own[query, step - begin] = scores[query, at + step]
+                branch[query, step - begin] = scores[query, at + step]
                 scores[query, at + step] = 0
     to = np.int64(parts.ctypes.data)
     if depth:
         v_at = np.int64(caches[1][layer, holder, head].ctypes.data)
         float_product(scores, none, count, depth, v_at, padded, to, padded)
     for m in range(span[0], span[1]):
-        begin, end = lane_span(seats, m, first, page)
+        begin, end = lane_span(row_places, m, first, page)
         if begin < end:
             n = (m - span[0]) * group
-            v_at = np.int64(caches[3][layer, seats[_LANE, m] % SPAN, head, begin].ctypes.data)
-            float_product(own, n, group, end - begin, v_at, padded, to + n * padded * 4, padded)
+            v_at = np.int64(caches[3][layer, row_places[_LANE, m] % SPAN, head, begin].ctypes.data)
+            float_product(branch, n, group, end - begin, v_at, padded, to + n * padded * 4, padded)
 
 
 @njit(**JIT)
-def lane_span(seats, m, first, page):
+def lane_span(row_places, m, first, page):
     """Returns the steps [from, to) of row m's lane that lie on the page from position `first`."""
-    trunk = seats[_TRUNK, m]
-    if seats[_LANE, m] < 0:
+    trunk = row_places[_TRUNK, m]
+    if row_places[_LANE, m] < 0:
         return np.int64(0), np.int64(0)
-    end = min(seats[_POSITION, m] + 1, first + page) - trunk
+    end = min(row_places[_POSITION, m] + 1, first + page) - trunk
     return np.int64(max(first - trunk, 0)), np.int64(end)
 
 
@@ -442,5 +451,6 @@ def soften(scores, state, n, visible):
         e, f, g, h = e + scores[j + 4], f + scores[j + 5], g + scores[j + 6], h + scores[j + 7]
     total = ((a + b) + (c + d)) + ((e + f) + (g + h))
     decay = exp(old - best)
-    state[0, n], state[2, n] = best, decay
+    state[0, n] = best
+    state[2, n] = decay
     state[1, n] = fma(state[1, n], decay, total)

@@ -2,12 +2,13 @@
 
 A weight is s · q or s · q + m: q is an integer of 4, 6 or 8 bits, and s and m hold for a group of
 32 inputs (16 in Q6_K). A product rounds each input to a · n: n has 16 bits, and a, a float32, holds
-for a group of 32 inputs, whose largest n is ±32767. A group's sum of q · n is an exact integer;
-float32 begins with its product by a and s. A row's numbers therefore depend neither on the other
-rows nor on a tile's shape.
+for a group of 32 inputs, whose largest n is ±32767. A group's sum of q · n is an exact integer,
+which is then multiplied by a and s in float32. A row's numbers therefore depend neither on the
+other rows nor on a tile's shape.
 
-Blocks lie transposed: a vector holds the same 32-bit word of LANES outputs, so that the integers of
-a pair of inputs are a shift and a mask away. Source of the blocks: ggml-common.h of llama.cpp.
+Blocks are stored transposed: a vector holds the same 32-bit word of LANES outputs, so that a shift
+and a mask give the integers of a pair of inputs. The blocks are defined in llama.cpp's
+ggml-common.h.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
     as_bits,
     as_float,
     at,
+    by_rows,
     fma,
     load,
     multiply_add,
@@ -49,19 +51,17 @@ GROUP = 32  # inputs that share a factor of the rounded inputs
 RECORD = GROUP // 2 + 2  # words of a row's group: pairs of integers, a, and a · (sum of integers)
 MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile: their sums fit registers
 AHEAD = 2048  # words by which prefetches run ahead of reads
-WORDS, SHORTS = ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
+WORDS = ir.VectorType(I32, LANES)
+SHORTS = ir.VectorType(I16, 2 * LANES)
 
 
 class Layout(NamedTuple):
-    """A type's blocks here: a word of scales, then chunks.
+    """How a type's blocks are packed: a word of scales, then chunks of words."""
 
-    joined: blocks of the file in one. inputs: of one. chunks: their number. words: of a chunk.
-    """
-
-    joined: int
-    inputs: int
-    chunks: int
-    words: int
+    joined: int  # blocks of the file in a packed block
+    inputs: int  # of a packed block
+    chunks: int  # of a packed block
+    words: int  # of a chunk
 
 
 # Two blocks of Q4_0 and Q8_0 are joined: one has 18 or 34 bytes, which are no whole words.
@@ -79,7 +79,8 @@ def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
     blocks: a .gguf's, [outputs, blocks, bytes of a block], as ggml's type `kind` stores them.
     """
-    (outputs, count, size), layout = blocks.shape, LAYOUTS[kind]
+    outputs, count, size = blocks.shape
+    layout = LAYOUTS[kind]
     rest = -outputs % LANES, -count % layout.joined
     blocks = np.pad(blocks, ((0, rest[0]), (0, rest[1]), (0, 0)))
     blocks = blocks.reshape(outputs + rest[0], -1, layout.joined, size)
@@ -88,24 +89,26 @@ def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
         low, middle, high = (blocks[..., 0, first : first + 4] for first in (4, 8, 12))
         scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
         minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
-        head, parts = blocks[..., :4], [scales, minima, blocks[..., 0, 16:]]
+        head = blocks[..., :4]
+        parts = [scales, minima, blocks[..., 0, 16:]]
     elif kind == Q6_K:
         head = np.pad(blocks[..., 208:], ((0, 0), (0, 0), (0, 0), (0, 2)))
         parts = [blocks[..., 0, 192:208], blocks[..., 0, :128], blocks[..., 0, 128:192]]
     else:
         half = 4 // layout.joined
-        head, parts = blocks[..., :half], [blocks[..., half:]]
+        head = blocks[..., :half]
+        parts = [blocks[..., half:]]
     chunks = [part.reshape(*blocks.shape[:2], layout.chunks, -1) for part in parts]
     joint = [part.reshape(*blocks.shape[:2], -1) for part in (head, np.concatenate(chunks, -1))]
     words = np.concatenate(joint, axis=-1).view(np.uint32)
     return np.ascontiguousarray(words.reshape(-1, LANES, *words.shape[1:]).transpose(0, 2, 3, 1))
 
 
-class Group(NamedTuple):
+class InputGroup(NamedTuple):
     """The weights of inputs that share a scale, in registers: scale · integer + minimum.
 
-    pairs: (number among the chunk's pairs of inputs, function that emits their integers, the 16-bit
-    halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2 of the chunk.
+    pairs: (number of a pair of inputs in the chunk, function that emits code for their integers,
+    which become the 16-bit halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2.
     """
 
     scale: Any
@@ -114,43 +117,46 @@ class Group(NamedTuple):
 
 
 class Chunk:
-    """Emits the code that unpacks a chunk of LANES outputs; its words count from 0."""
+    """Emits the code that unpacks a chunk of LANES outputs."""
 
     def __init__(self, builder: ir.IRBuilder, scales: Any, address: Any, number: Any) -> None:
-        """scales: the address of the block's word of scales. number: the chunk's in its block."""
-        self._build, self._scales, self._address = builder, scales, address
+        """Takes the addresses of the block's scales and the chunk; number: of it in the block."""
+        self._build = builder
+        self._scales = scales
+        self._address = address
         self._number = builder.trunc(number, I32)
 
-    def groups(self, kind: int) -> Iterator[Group]:
+    def groups(self, kind: int) -> Iterator[InputGroup]:
         """Yields the groups of a chunk of this type, in the order of its inputs."""
         types_ = {Q4_0: self._q4_0, Q4_1: self._q4_1, Q8_0: self._q8_0, Q4_K: self._q4_k}
         return types_.get(kind, self._q6_k)()
 
-    def _q4_0(self) -> Iterator[Group]:
+    def _q4_0(self) -> Iterator[InputGroup]:
         scale = self._half(self._number)
         pairs = self._nibbles(range(4), (0, 8, 4, 12), 0)
-        yield Group(scale, self._build.fmul(scale, _all(VECTOR, -8.0)), pairs)
+        yield InputGroup(scale, self._build.fmul(scale, _all(VECTOR, -8.0)), pairs)
 
-    def _q4_1(self) -> Iterator[Group]:
+    def _q4_1(self) -> Iterator[InputGroup]:
         pairs = self._nibbles(range(4), (0, 8, 4, 12), 0)
-        yield Group(self._half(I32(0)), self._half(I32(1)), pairs)
+        yield InputGroup(self._half(I32(0)), self._half(I32(1)), pairs)
 
-    def _q8_0(self) -> Iterator[Group]:
+    def _q8_0(self) -> Iterator[InputGroup]:
         places = [(w, odd) for w in range(8) for odd in (False, True)]
         pairs = [partial(self._bytes, w, odd) for w, odd in places]
-        yield Group(self._half(self._number), None, list(enumerate(pairs)))
+        yield InputGroup(self._half(self._number), None, list(enumerate(pairs)))
 
-    def _q4_k(self) -> Iterator[Group]:
+    def _q4_k(self) -> Iterator[InputGroup]:
         for g in range(2):
             scale = self._build.fmul(self._half(I32(0)), self._byte(0, g))
             minimum = self._build.fmul(self._half(I32(1)), self._byte(0, 2 + g))
             pairs = self._nibbles(range(1, 9), (4 * g, 4 * g + 8), 16 * g)
-            yield Group(scale, self._build.fneg(minimum), pairs)
+            yield InputGroup(scale, self._build.fneg(minimum), pairs)
 
-    def _q6_k(self) -> Iterator[Group]:
+    def _q6_k(self) -> Iterator[InputGroup]:
         for g in range(8):
-            quarter, part = g // 2, g % 2  # of 128 inputs, of 32 inputs
-            low, high = 2 + 8 * (quarter % 2) + 4 * part, 18 + 4 * part
+            quarter, half = divmod(g, 2)  # a quarter of the 128 inputs, and a half of it
+            low = 2 + 8 * (quarter % 2) + 4 * half
+            high = 18 + 4 * half
             shifts = 4 * (quarter // 2), 2 * quarter - 4
             places = [(w, 8 * odd) for w in range(4) for odd in range(2)]
             pairs = [
@@ -158,20 +164,21 @@ class Chunk:
                 for w, odd in places
             ]
             scale = self._build.fmul(self._half(I32(0)), self._byte(g // 4, g % 4))
-            yield Group(scale, None, list(enumerate(pairs, 8 * g)))
+            yield InputGroup(scale, None, list(enumerate(pairs, 8 * g)))
 
     def _nibbles(
         self, words: Sequence[int], shifts: Sequence[int], first: int
     ) -> list[tuple[int, Callable[[], Any]]]:
-        """Returns pairs from number `first`: a word's at two shifts; at two more those that follow
-        the first ones of all words."""
+        """Returns the words' pairs at the first two shifts, from number `first` on, then those at
+        the other two."""
         places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
         numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
         pairs = [partial(self._bits, words[w], shifts[n], 0x000F000F) for w, n in places]
         return list(zip(numbers, pairs, strict=True))
 
     def _six(self, low: int, high: int, shifts: Sequence[int]) -> Any:
-        four, two = self._bits(low, shifts[0], 0x000F000F), self._bits(high, shifts[1], 0x00300030)
+        four = self._bits(low, shifts[0], 0x000F000F)
+        two = self._bits(high, shifts[1], 0x00300030)
         return self._halves(self._build.sub, self._build.or_(four, two), 32)
 
     def _bytes(self, word: int, high: bool) -> Any:
@@ -215,13 +222,10 @@ def _all(kind: Any, value: float) -> Any:
 def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) -> Any:
     """Returns total + the products of two vectors' 16-bit halves, added up in 32-bit words."""
     if HOST == "neon":
-        both = [
-            (builder.ashr(builder.shl(each, sixteen), sixteen), builder.ashr(each, sixteen))
-            for each in (weights, inputs)
-            for sixteen in [_all(WORDS, 16)]
-        ]
-        products = [builder.mul(*each) for each in zip(*both, strict=True)]
-        return builder.add(total, builder.add(*products))
+        half = _all(WORDS, 16)
+        low = (builder.ashr(builder.shl(words, half), half) for words in (weights, inputs))
+        high = (builder.ashr(words, half) for words in (weights, inputs))
+        return builder.add(total, builder.add(builder.mul(*low), builder.mul(*high)))
     if HAS_VNNI:
         kind = ir.FunctionType(WORDS, [WORDS] * 3)
         name = f"llvm.x86.avx512.vpdpwssd.{32 * LANES}"
@@ -230,30 +234,38 @@ def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) 
     kind = ir.FunctionType(WORDS, [SHORTS, SHORTS])
     name = {"avx512": "llvm.x86.avx512.pmaddw.d.512", "avx2": "llvm.x86.avx2.pmadd.wd"}[HOST]
     function = cgutils.get_or_insert_function(builder.module, kind, name)
-    halves = [builder.bitcast(each, SHORTS) for each in (weights, inputs)]
+    halves = [builder.bitcast(words, SHORTS) for words in (weights, inputs)]
     return builder.add(total, builder.call(function, halves))
 
 
 def kernel(module: ir.Module, kind: int, rows: int) -> Any:
-    """Returns the function (weights, records, y, blocks, stride of y) of one tile, which sets y
-    [rows, LANES] to the product of rounded rows with a column of `blocks` blocks."""
+    """Returns the function of one tile, which sets y [rows, LANES] to a product.
+
+    Its arguments are weights (a column of `blocks` blocks), records (the rounded rows), y, blocks,
+    and the stride of y.
+    """
     name = f"packed_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]
-    words, floats = ir.PointerType(I32), ir.PointerType(F32)
-    types_ = ir.FunctionType(ir.VoidType(), [words, words, floats, I64, I64])
-    function = ir.Function(module, types_, name)
+    words = ir.PointerType(I32)
+    arguments = [words, words, ir.PointerType(F32), I64, I64]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     weights, records, y, blocks, stride = function.args
     builder = ir.IRBuilder(function.append_basic_block("entry"))
+
+    def read(record: Any, word: int) -> Any:
+        return splat(builder, builder.load(at(builder, record, I64(word))))
+
     sums = [builder.alloca(VECTOR) for _ in range(rows)]
     for place in sums:
         builder.store(_all(VECTOR, 0.0), place)
     fused = multiply_add(module, VECTOR, f"v{LANES}f32")
     layout = LAYOUTS[kind]
     chains = max(1, 4 // rows)  # sums of integers side by side, which hide an addition's latency
-    size, step = 1 + layout.chunks * layout.words, layout.inputs // layout.chunks // GROUP
+    size = 1 + layout.chunks * layout.words
+    step = layout.inputs // layout.chunks // GROUP
     with (
         cgutils.for_range_slice(builder, I64(0), blocks, I64(1)) as (block, _),
         cgutils.for_range_slice(builder, I64(0), I64(layout.chunks), I64(1)) as (chunk, _),
@@ -271,19 +283,13 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
             for n, (pair, integers) in enumerate(group.pairs):
                 values = integers()
                 for m, total in enumerate(totals):
-                    x = splat(
-                        builder, builder.load(at(builder, inputs[m], I64(pair % (GROUP // 2))))
-                    )
+                    x = read(inputs[m], pair % (GROUP // 2))
                     total[n % chains] = _add_products(builder, values, x, total[n % chains])
             for m, (total, place) in enumerate(zip(totals, sums, strict=True)):
-                whole = builder.sitofp(reduce(builder.add, total), VECTOR)
-                factor, offset = (
-                    builder.bitcast(
-                        splat(builder, builder.load(at(builder, inputs[m], I64(n)))), VECTOR
-                    )
-                    for n in (RECORD - 2, RECORD - 1)
-                )
-                value = builder.fmul(whole, factor)
+                integer = builder.sitofp(reduce(builder.add, total), VECTOR)
+                factor = builder.bitcast(read(inputs[m], RECORD - 2), VECTOR)
+                offset = builder.bitcast(read(inputs[m], RECORD - 1), VECTOR)
+                value = builder.fmul(integer, factor)
                 value = builder.call(fused, [value, group.scale, builder.load(place)])
                 if group.minimum is not None:
                     value = builder.call(fused, [offset, group.minimum, value])
@@ -298,8 +304,9 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
 def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
     """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs.
 
-    kind: a literal, ggml's type. weights, y: addresses. blocks: of inputs. stride: of y's rows, in
-    elements. first: the rows' first word in records, an array: an address would not keep it.
+    kind: a literal, ggml's type. weights, y: addresses. blocks: of a column. stride: of y's rows,
+    in elements. records: an array, since an address would not keep it alive; `first`: the word at
+    which the rows' records begin.
     """
 
     def code(context, builder, signature, args):
@@ -307,27 +314,21 @@ def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
         array = context.make_array(signature.args[-1])(context, builder, records)
         words = builder.inttoptr(weights, ir.PointerType(I32)), at(builder, array.data, first)
         y = builder.inttoptr(y, ir.PointerType(F32))
-        done = builder.append_basic_block("done")
-        switch = builder.switch(rows, done)
-        for m in range(1, MOST_ROWS + 1):
-            block = builder.append_basic_block(f"rows{m}")
-            switch.add_case(I64(m), block)
-            with builder.goto_block(block):
-                builder.call(kernel(builder.module, kind.literal_value, m), [*words, y, *counts])
-                builder.branch(done)
-        builder.position_at_end(done)
+        for m in by_rows(builder, rows, MOST_ROWS):
+            builder.call(kernel(builder.module, kind.literal_value, m), [*words, y, *counts])
         return context.get_dummy_value()
 
     return types.void(kind, *[types.intp] * 6, records), code
 
 
-_LARGEST, _ZERO = np.float32(32767), np.float32(0)
+_LARGEST, _ZERO = map(np.float32, (32767, 0))
 
 
 @njit(**JIT)
 def round_inputs(x, first, last, groups, records):
-    """Rounds rows first … last − 1 of x, float32, to records, uint32 [groups, rows, RECORD]."""
-    rows, values = last - first, np.empty(GROUP, np.int32)
+    """Rounds rows first … last − 1 of x, float32, to records, uint32 [groups · rows · RECORD]."""
+    rows = last - first
+    values = np.empty(GROUP, np.int32)
     for m in range(rows):
         row = x[first + m]
         for group in range(groups):
@@ -335,7 +336,8 @@ def round_inputs(x, first, last, groups, records):
             top = np.uint32(0)
             for k in range(GROUP):
                 top = max(top, as_bits(part[k]) & np.uint32(0x7FFFFFFF))
-            largest, total = as_float(top), np.int32(0)
+            largest = as_float(top)
+            total = np.int32(0)
             inverse = _LARGEST / largest if largest > _ZERO else _ZERO
             for k in range(GROUP):
                 value = np.int32(fma(part[k], inverse, ROUNDER) - ROUNDER)
@@ -355,17 +357,17 @@ def _product(kind: int) -> Any:
     inputs = LAYOUTS[kind].inputs
 
     def product(x, packed, out, first, rows):
-        """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
-
-        out has a column for each of the blocks' outputs, x one for each of their inputs.
-        """
+        """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it. `out` has a
+        column for each output of the blocks, and x one for each input."""
         columns, blocks, words, lanes = packed.shape
-        groups, tiles = blocks * inputs // GROUP, (rows + MOST_ROWS - 1) // MOST_ROWS
+        groups = blocks * inputs // GROUP
+        tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
         records = np.empty(rows * groups * RECORD, np.uint32)
         for tile in range(tiles):
             start, stop = tile * rows // tiles, (tile + 1) * rows // tiles
             round_inputs(x, start, stop, groups, records[start * groups * RECORD :])
-        base, to = np.int64(packed.ctypes.data), np.int64(out.ctypes.data) + first * 4
+        base = np.int64(packed.ctypes.data)
+        to = np.int64(out.ctypes.data) + first * 4
         for column in range(columns):
             for tile in range(tiles):
                 start, stop = tile * rows // tiles, (tile + 1) * rows // tiles

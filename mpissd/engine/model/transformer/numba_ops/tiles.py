@@ -1,13 +1,14 @@
 """Small matrix products written in LLVM's vectors, which Numba functions call as intrinsics.
 
-One *tile* is a product of `rows` vectors with a block of columns. Its sums stay in registers, and
+A *tile* is the product of `rows` vectors with a block of columns. Its sums stay in registers, and
 each sum adds along the depth in order, one fused multiply-add at a time. A row's numbers therefore
-depend neither on the other rows nor on the block's width. Rows are compile-time constants (1 …
-MOST_ROWS): a tile branches to the code for its number of rows.
+depend neither on the other rows nor on the block's width. There is code for each number of rows
+from 1 to MOST_ROWS, to which a tile branches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numba
@@ -41,11 +42,11 @@ I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 # The processor's features by LLVM's names, as Numba's settings leave them.
 _GIVEN = numba.config.CPU_FEATURES
-_EVERY = get_host_cpu_features() if _GIVEN is None else _GIVEN
-FEATURES = {each[1:]: each[0] == "+" for each in _EVERY.split(",") if each}
+_SIGNED = get_host_cpu_features() if _GIVEN is None else _GIVEN
+FEATURES = {signed[1:]: signed[0] == "+" for signed in _SIGNED.split(",") if signed}
 HAS_VNNI = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
-# LLVM splits VPDPWSSD into two instructions for the processors that it knows; older versions have
-# another name for this feature.
+# For the processors that it knows, LLVM splits VPDPWSSD into two slower instructions, unless this
+# feature is on; LLVM before 20 has another name for it.
 if HAS_VNNI and binding.llvm_version_info[0] >= 20:
     FEATURES["fast-dpwssd"] = True
     numba.config.CPU_FEATURES = ",".join("-+"[has] + name for name, has in FEATURES.items())
@@ -68,8 +69,8 @@ VECTOR = ir.VectorType(F32, LANES)
 def columns(rows: int, width: int) -> int:
     """Returns how many vectors of columns a tile of `rows` rows sums at once.
 
-    Their sums, the weights of one depth (a single row uses each at once) and an input fit the
-    registers.
+    The registers have to hold the sums, the weights of one depth (one vector if there is a single
+    row) and an input. width: columns of the block.
     """
     count = width // LANES
     while count > 1 and rows * count + (count if rows > 1 else 1) >= REGISTERS:
@@ -98,7 +99,7 @@ def splat(builder: ir.IRBuilder, value: Any) -> Any:
 
 
 def prefetch(builder: ir.IRBuilder, pointer: Any, words: int) -> None:
-    """Asks for the cache lines of 32-bit words at an address."""
+    """Emits prefetches of the cache lines of 32-bit words at an address."""
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for word in range(0, words, 16):
@@ -115,10 +116,10 @@ def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
 def _weights(
     builder: ir.IRBuilder, kind: str, pointer: Any, ahead: Any, count: int
 ) -> list[list[Any]]:
-    """Returns the weights that lie at one step, for each of its depths `count` vectors of float32.
+    """Emits loads of the weights of one step; returns `count` vectors of float32 for each depth.
 
-    "float": float32. "bfloat16": two depths, whose bits are the low and the high half of a 32-bit
-    word. Asks the memory for the weights that lie `ahead` words.
+    kind: "float", one depth a step, or "bfloat16", two, in the low and the high half of a 32-bit
+    word. Of these the weights `ahead` words further on are prefetched.
     """
     places = [at(builder, pointer, I64(LANES * c)) for c in range(count)]
     if kind == "float":
@@ -142,15 +143,17 @@ def _sums(
     """Emits the loop that adds products along the depth; returns the sums after it.
 
     weights: their address, the elements from step to step, and those to the prefetch. inputs: the
-    addresses of the rows. steps: at least one. starts: a vector for each row and its columns.
+    addresses of the rows. steps: at least one. starts: the sums before, row by row.
     """
     entry = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("loop", "end"))
     builder.branch(loop)
     builder.position_at_end(loop)
-    step, sums = builder.phi(I64), [builder.phi(VECTOR) for _ in starts]
+    step = builder.phi(I64)
+    sums = [builder.phi(VECTOR) for _ in starts]
     pointer, stride, ahead = weights
-    count, added = len(starts) // len(inputs), [*sums]
+    count = len(starts) // len(inputs)
+    added = [*sums]
     here = at(builder, pointer, builder.mul(step, stride))
     depths = _weights(builder, kind, here, ahead, count)
     fma = multiply_add(builder.module, VECTOR, f"v{LANES}f32")
@@ -170,14 +173,14 @@ def _sums(
 
 
 def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
-    """Returns the function (weights, x, y, steps, strides of weights, x, y, ahead) of one tile,
-    which adds to y [rows, count vectors]."""
+    """Returns the function (weights, x, y, steps, strides of weights, x and y, ahead; see `tile`)
+    of one tile, which adds a product to y [rows, count vectors]."""
     name = f"tile_{kind}_{rows}_{count}"
     if name in module.globals:
         return module.globals[name]
-    floats, element = ir.PointerType(F32), {"float": F32, "bfloat16": I32}[kind]
-    types_ = [ir.PointerType(element), floats, floats, *[I64] * 5]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), types_), name)
+    floats = ir.PointerType(F32)
+    arguments = [floats if kind == "float" else ir.PointerType(I32), floats, floats, *[I64] * 5]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     weights, x, y, steps, stride, x_stride, y_stride, ahead = function.args
@@ -193,14 +196,27 @@ def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
     return function
 
 
+def by_rows(builder: ir.IRBuilder, rows: Any, most_rows: int) -> Iterator[int]:
+    """Emits a branch on `rows`; the caller emits the code for each number that it yields."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(rows, done)
+    for count in range(1, most_rows + 1):
+        block = builder.append_basic_block(f"rows{count}")
+        switch.add_case(I64(count), block)
+        with builder.goto_block(block):
+            yield count
+            builder.branch(done)
+    builder.position_at_end(done)
+
+
 @intrinsic(prefer_literal=True)
 def tile(typing, array, width, rows, weights, x, y, steps, stride, x_stride, y_stride, ahead):
-    """Adds to y [rows, width] the product of x with one block of a weight, of `array`'s type.
+    """Adds to y [rows, width] the product of x with one block of a weight; both are float32.
 
-    float32: weights [steps, stride]. uint32: bfloat16 [steps, stride], two depths in a word. width:
-    of float32 a literal; a packed weight's blocks have their own. Other arguments are integers:
-    weights, x and y are addresses, and a stride is the distance of two rows in elements. x: float32
-    [rows, depth]. ahead: words from the read to the prefetch.
+    array: any array of the weight's type: float32 [steps, stride], or uint32, which holds bfloat16
+    of two depths in a word. width: a literal for float32; for uint32 it is WIDTH. weights, x, y:
+    addresses; x is [rows, depth]. A stride is the distance of two rows in elements. ahead: words
+    from a read of the weights to the prefetch.
     """
     kind = {types.float32: "float", types.uint32: "bfloat16"}[array.dtype]
     size = WIDTH if kind == "bfloat16" else width.literal_value
@@ -210,19 +226,12 @@ def tile(typing, array, width, rows, weights, x, y, steps, stride, x_stride, y_s
         element = I32 if kind == "bfloat16" else F32
         weights = builder.inttoptr(weights, ir.PointerType(element))
         x, y = (builder.inttoptr(part, ir.PointerType(F32)) for part in (x, y))
-        done = builder.append_basic_block("done")
-        switch = builder.switch(rows, done)
-        for m in range(1, MOST_ROWS + 1):
-            block = builder.append_basic_block(f"rows{m}")
-            switch.add_case(I64(m), block)
-            with builder.goto_block(block):
-                count = columns(m, size)
-                function = kernel(builder.module, kind, m, count)
-                for first in range(0, size, count * LANES):
-                    place, to = (at(builder, part, I64(first)) for part in (weights, y))
-                    builder.call(function, [place, x, to, *counts])
-                builder.branch(done)
-        builder.position_at_end(done)
+        for m in by_rows(builder, rows, MOST_ROWS):
+            count = columns(m, size)
+            function = kernel(builder.module, kind, m, count)
+            for first in range(0, size, count * LANES):
+                place, to = (at(builder, part, I64(first)) for part in (weights, y))
+                builder.call(function, [place, x, to, *counts])
         return context.get_dummy_value()
 
     return types.void(array, width, *[types.intp] * 9), code

@@ -1,0 +1,416 @@
+"""Rounds of greedy decoding that the device decides by itself (`DeviceRounds`).
+
+A round is K forwards of the draft (none in AR) and one of the target on the same device. Between
+two of them a small kernel, a *stage*, writes the next forward's tokens and places, and after the
+last one it applies the acceptance rule. So a whole round is launched at once, and the next round
+before this one is over; nothing waits for the host.
+
+A draft is a tree of N nodes (tokens) in K levels; a chain has one node a level, and AR none. Stage
+0 places the rows of the draft's first forward, two a sequence, and of the target's. The first of
+the two computes the token before the last committed one: the draft may lack its keys and values,
+and where it has them it gets equal ones, since a row's numbers never depend on other rows. Stage j
+= 1 … K takes the tokens that the draft proposes for level j. Stage K + 1 walks the tree along
+accepted tokens and begins the next round. Then the accepted path's keys and values are copied from
+its lane (forwards.Places) into the sequence's cache slot.
+
+The device may decide the tree's shape as well (trees.py). Then stages 1 … K find its nodes, stage
+PLANT places the chosen ones before the target's forward, and the host sees the accepted path only.
+
+With T ranks the lead alone drafts, and its drafted tokens are sent to the other ranks before the
+target's forward; the stages around that forward run on every rank, over the candidates of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpissd.common.rounds import Ints
+from mpissd.engine.backend.base import HostArray, Program
+from mpissd.engine.law.tree import Tree
+from mpissd.engine.model.stacks import Best
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer import trees
+from mpissd.engine.model.transformer.cache import RowPlaces
+from mpissd.engine.model.transformer.stack import TransformerStack
+from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
+
+Index = NDArray[np.int64]
+SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
+NOT_FINITE = -2  # in place of the accepted node, for a sequence with a logit that is not finite
+RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
+_IN_FLIGHT = 2  # rounds that may be launched and not yet read
+
+
+class Sheet:
+    """Host arrays that stages read and write, views of one int32 buffer; NOBODY: no value.
+
+    state: [S, 4], each sequence's cache slot, the position of its last committed token, that token,
+    and the token before it (NOBODY: the draft has its keys and values). moves: [2, S, 4], for the
+    draft's cache and the target's, the lane of the path that was accepted last (NOBODY: it is in
+    the slot already), the slot, the position of the lane's first node, and the number of nodes to
+    copy. parents: [S, N], of a dynamic tree. forced: [RING, S, N + K + 1], by round modulo RING,
+    the imposed tokens of the draft's nodes, then the target's by level. decided: [RING, S, N + 2],
+    by round, the accepted node, the bonus token and the drafted tokens. Of a dynamic tree, `forced`
+    and `decided` have K in place of N, the number of accepted tokens, and these tokens.
+    """
+
+    def __init__(
+        self, ints: HostArray, sequences: int, tree: Tree, dynamic: Size | None = None
+    ) -> None:
+        """Lays the arrays out in `ints`, of size(sequences, tree, dynamic) elements; dynamic: the
+        sizes of a dynamic tree, of which `tree` is the longest chain."""
+        self.ints = ints
+        self.sequences = sequences
+        self.tree = tree
+        self.dynamic = dynamic
+        self.table = trees.table_of(tree)
+        self.nodes = dynamic.nodes if dynamic else len(tree.parents)
+        self.lanes = dynamic.nodes if dynamic else tree.num_lanes
+        self.draft_lanes = dynamic.draft_lanes if dynamic else tree.num_lanes
+        ends = np.cumsum([sequences * width for width in self._widths(tree, dynamic)])
+        state, moves, parents, forced, decided, _ = np.split(ints, ends)
+        self.state: Ints = state.reshape(sequences, 4)
+        self.moves: Ints = moves.reshape(2, sequences, 4)
+        self.parents: Ints = parents.reshape(sequences, -1)
+        self.forced: Ints = forced.reshape(RING, sequences, -1)
+        self.decided: Ints = decided.reshape(RING, sequences, -1)
+        ints[...] = NOBODY
+        self.parents[...] = 0
+
+    @staticmethod
+    def _widths(tree: Tree, dynamic: Size | None) -> tuple[int, ...]:
+        drafts = len(tree.parents)
+        parents = dynamic.nodes if dynamic else 0
+        return 4, 8, parents, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
+
+    @classmethod
+    def size(cls, sequences: int, tree: Tree, dynamic: Size | None = None) -> int:
+        """Returns how many elements `ints` has."""
+        return sequences * sum(cls._widths(tree, dynamic))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stages write and read of one model: the next forward's input, the last one's output.
+
+    tokens: int32 [max_rows] on the host. row_places: of these tokens. best: the candidates of each
+    row on the device, rank after rank; ids count from each rank's first column.
+    """
+
+    tokens: HostArray
+    row_places: RowPlaces
+    best: Best
+
+    @classmethod
+    def of(cls, stack: TransformerStack, k: int = 1) -> Ends:
+        """Returns the ends of a stack whose last forward reads out k candidates a row."""
+        best = stack.candidates.by_k[k]
+        if stack.group.size > 1:
+            best = replace(best, ids=best.all_ids, values=best.all_values)
+        return cls(stack.buffers.tokens, stack.pages.row_places, best)
+
+
+@dataclass(frozen=True)
+class RoundStage:
+    """One stage of a round, with all that Ops.run_stage needs to compute it.
+
+    number: 0 … K + 1, or PLANT. turn: the round modulo RING. draft: None where nothing is drafted.
+    On the device: table, as Sheet.table; firsts, int32 [T], each rank's first token of the target's
+    vocabulary; ids, the token of each output of the draft (None: output n is token n); shapes, of
+    dynamic trees (None: all rounds have sheet.tree).
+    """
+
+    number: int
+    turn: int
+    sheet: Sheet
+    draft: Ends | None
+    target: Ends
+    table: Any
+    firsts: Any
+    ids: Any = None
+    shapes: Shapes | None = None
+
+    @property
+    def level(self) -> tuple[int, int, int, int]:
+        """What the stage handles of one sequence: its first node, how many nodes, and the rows of
+        the draft's forwards before and after the stage."""
+        tree = self.sheet.tree
+        number = self.number
+        if number == 0 or number > tree.depth:
+            return 0, 1 if number else self.sheet.nodes + 1, 0, 0
+        first = tree.ends[number - 1] + 1
+        rows = [2, *map(len, tree.inner[1:]), 0]
+        return first, tree.ends[number] + 1 - first, rows[number - 1], rows[number]
+
+    def run(self) -> None:
+        """Computes the stage on host arrays, as chained.cu and dynamic.cu do on a device."""
+        steps = {0: self._begin, trees.PLANT: self._plant, self.sheet.tree.depth + 1: self._walk}
+        step = steps.get(self.number, self._take if self.shapes is None else self._find)
+        count = self.sheet.nodes + 1
+        for s, (slot, position, _, _) in enumerate(self.sheet.state.tolist()):
+            step(s, slice(s * count, (s + 1) * count), slot, position)
+
+    def _table(self, s: int) -> Ints:
+        table: Ints = self.sheet.table if self.shapes is None else self.shapes.tables[s]
+        return table
+
+    def _put(
+        self, ends: Ends, row: int, s: int, node: int, token: int, slot: int, position: int
+    ) -> None:
+        """Sets a row of the next forward to a node of sequence s; position: of node 0."""
+        fields = [trees.LEVEL, trees.LANE, trees.SPANS, trees.FORK]
+        level, lane, spans, fork = self._table(s)[fields, node].tolist()
+        lane = NOBODY if lane < 0 else slot * self.sheet.lanes + lane + spans
+        ends.tokens[row] = token
+        ends.row_places.rows[:, row] = slot, position + level, lane, position + fork
+
+    def _begin(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Places the rows of the draft's first forward, and the target's (`rows`) at its nodes."""
+        _, _, last, before = self.sheet.state[s].tolist()
+        if self.draft is not None:
+            stored = NOBODY if before < 0 else slot
+            self._put(self.draft, 2 * s, s, 0, before, stored, position - 1)
+            self._put(self.draft, 2 * s + 1, s, 0, last, slot, position)
+        for node in range(self.sheet.nodes + 1):
+            token = 0 if node else last
+            self._put(self.target, rows.start + node, s, node, token, slot, position)
+
+    def _take(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Takes a level's tokens to the target's forward, and its inner nodes to the draft's."""
+        assert self.draft is not None
+        first, width, reads, puts = self.level
+        for node in range(first, first + width):
+            rank, line, row = self.sheet.table[[trees.RANK, trees.LINE, trees.ROW], node].tolist()
+            token = int(self.sheet.forced[self.turn, s, node - 1])
+            if token < 0:
+                token = int(self.draft.best.ids[s * reads + line, rank])
+                token = token if self.ids is None else int(self.ids[token])
+            self.target.tokens[rows.start + node] = token
+            if row >= 0:
+                self._put(self.draft, s * puts + row, s, node, token, slot, position)
+
+    def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Finds a level of a dynamic tree and takes some of its nodes to the draft's forward; after
+        the last level, gives the target's forward the chosen tokens of all levels."""
+        level = self.number
+        draft = self.draft
+        shapes = self.shapes
+        assert draft is not None and shapes is not None
+        reads = slice(2 * s + 1, 2 * s + 2) if level == 1 else slice(s * WIDTH, (s + 1) * WIDTH)
+        tokens = draft.best.ids[reads]
+        if self.ids is not None:
+            tokens = self.ids[tokens]
+        chosen = trees.find(shapes, s, level, tokens, draft.best.values[reads])
+        if level == self.sheet.tree.depth:
+            trees.choose(shapes, s, self.sheet.parents[s], self.target.tokens[rows][1:])
+            return
+        nodes = shapes.nodes[s]
+        first_lane = slot * self.sheet.draft_lanes + WIDTH * (level - 1)
+        for n, node in enumerate(chosen.tolist()):
+            row = s * WIDTH + n
+            lane = first_lane + n
+            above = int(nodes[trees.ABOVE, node])
+            draft.tokens[row] = nodes[trees.TOKEN, node]
+            draft.row_places.rows[:, row] = slot, position + level, lane, position + 1
+            has_lane = above >= 0 and slot >= 0
+            source = first_lane - WIDTH + int(nodes[trees.NEXT_ROW, above]) if has_lane else NOBODY
+            shapes.copies[row] = source, lane, level - 1
+
+    def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Places the chosen nodes of a dynamic tree in the target's forward."""
+        assert self.shapes is not None
+        trees.plant(self.shapes.tables[s], self.sheet.parents[s])
+        tokens = [int(self.sheet.state[s, LAST]), *self.target.tokens[rows][1:]]
+        for node, token in enumerate(tokens):
+            self._put(self.target, rows.start + node, s, node, token, slot, position)
+
+    def _best(self, rows: slice) -> tuple[Ints, bool]:
+        """Returns the target's likeliest token of each row, and whether all logits are finite."""
+        ranks = len(self.firsts)
+        count = ranks * self.sheet.sequences * (self.sheet.nodes + 1)
+        best = self.target.best.ids, self.target.best.values
+        ids, values = (part[:count, 0].reshape(ranks, -1)[:, rows] for part in best)
+        rank = values.argmax(axis=0)[None]  # of equal logits the lowest rank's
+        tokens = np.take_along_axis(ids + self.firsts[:, None], rank, axis=0)[0]
+        return tokens, bool(np.isfinite(values).all())
+
+    def _walk(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Applies the acceptance rule, and begins sequence s's next round."""
+        sheet = self.sheet
+        table = self._table(s)
+        decided = sheet.decided[self.turn, s]
+        drafts = self.target.tokens[rows]
+        tokens, is_finite = self._best(rows)
+        imposed = sheet.forced[self.turn, s, len(sheet.tree.parents) :]
+        imposed = imposed[np.maximum(table[trees.LEVEL], 0)]
+        best = np.where(imposed >= 0, imposed, tokens)
+        decided[2:] = 0 if sheet.dynamic else drafts[1:]
+        before = sheet.state[s, LAST]
+        node = 0
+        for child in range(1, sheet.nodes + 1):  # a node's children are behind it
+            if table[trees.PARENT, child] == node and drafts[child] == best[node]:
+                node = child
+                before = drafts[child]
+                if sheet.dynamic:
+                    decided[1 + table[trees.LEVEL, node]] = before
+        level, lane, fork = table[[trees.LEVEL, trees.LANE, trees.FORK], node].tolist()
+        accepted = level if sheet.dynamic else node
+        decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[node]
+        sheet.state[s] = slot, position + level + 1, best[node], before
+        if sheet.lanes:
+            kept_lane, kept = table[[trees.KEPT_LANE, trees.KEPT], node].tolist()
+            paths = (kept_lane, sheet.draft_lanes, kept), (lane, sheet.lanes, level - fork + 1)
+            for move, (lane, lanes, count) in zip(sheet.moves[:, s], paths, strict=True):
+                move[:] = NOBODY if lane < 0 else slot * lanes + lane, slot, position + fork, count
+
+
+class DeviceRounds:
+    """The compiled programs of rounds that the device decides.
+
+    Two rounds may be under way; the second takes its state from the first. Meanwhile the steppers
+    must not be used otherwise. is_on: whether the device decides the present round. nodes,
+    lookahead: drafted tokens of a round that the host sees, and levels of the tree; 0 in AR.
+    stored: drafted tokens whose keys and values the target stores in the slot, not in a lane.
+    goes_ahead: whether a launch returns before its round is over.
+    """
+
+    is_on = False
+
+    def __init__(
+        self,
+        draft: Stepper | None,
+        target: Stepper,
+        sequences: int,
+        tree: Tree,
+        dynamic: Size | None = None,
+    ) -> None:
+        """Compiles the programs for `sequences` sequences; all target ranks must call it.
+
+        draft: of the same backend; None in AR, and on a rank that does not draft. Both models are
+        transformers. dynamic: the sizes of a dynamic tree, of which `tree` is the longest chain.
+        """
+        assert draft is None or tree.depth, f"K={tree.depth}"
+        self._steppers = draft or target, target
+        stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
+        self._draft, self._target = stacks
+        ops = self._target.weights.ops
+        ints = target.backend.host_ints(Sheet.size(sequences, tree, dynamic))
+        self.sheet = Sheet(ints, sequences, tree, dynamic)
+        self.tree = tree
+        self.nodes = len(tree.parents)
+        self.lookahead = tree.depth
+        self.stored = int((tree.lanes[1:] < 0).sum())
+        self._table = ops.ids(self.sheet.table)
+        self._shapes = None if dynamic is None else Shapes.made(dynamic, sequences, ops.ids)
+        ids = None if self._draft is None else self._draft.weights.head_ids
+        self._ids = None if ids is None else ops.ids(ids)
+        self._firsts = ops.ids(self._target.firsts)
+        self.goes_ahead = target.backend.chains
+        self._begin = tree.depth if draft is None else 0  # the first program of a round
+        self._programs: list[list[Program]] = [
+            [self._program(number, turn) for number in range(self._begin, tree.depth + 1)]
+            for turn in range(RING)
+        ]
+        self._flying: list[int] = []  # rounds that are launched and not yet read
+
+    def _program(self, number: int, turn: int) -> Program:
+        """Compiles the draft's forward `number`, or the target's if it is K, with its stages."""
+        sheet = self.sheet
+        tree = self.tree
+        shapes = self._shapes
+        is_target = number == tree.depth
+        stepper = self._steppers[is_target]
+        stack: Any = stepper.stack
+        rows = sheet.sequences * (sheet.nodes + 1 if is_target else 2)
+        k = 1
+        if not is_target:
+            inner = tree.inner[number]
+            if number:
+                rows = sheet.sequences * (WIDTH if shapes else len(inner))
+            if shapes or any(len(tree.children[node]) > 1 for node in inner):
+                k = stepper.options.top_k
+        draft = None if self._draft is None else Ends.of(self._draft, k)
+        parts = turn, sheet, draft, Ends.of(self._target), self._table, self._firsts, self._ids
+        first, plant, last = (RoundStage(n, *parts, shapes) for n in (0, trees.PLANT, number + 1))
+        ops = self._target.weights.ops
+        forward = stack.body(rows, k)
+        is_spread = self.nodes > 0 and stack.group.size > 1
+
+        def body() -> None:
+            if number == self._begin:
+                ops.run_stage(first)
+            if is_spread:
+                ops.spread(stack.group, stack.buffers.tokens, rows)
+            if shapes is not None and is_target:
+                if is_spread:
+                    ops.spread(stack.group, sheet.parents.reshape(-1), sheet.parents.size)
+                ops.run_stage(plant)
+            stack.steer()
+            forward()
+            ops.run_stage(last)
+            if shapes is not None and 0 < number < tree.depth - 1:
+                stack.weights.ops.inherit(stack.cache, shapes.copies)
+            if is_target and sheet.lanes:
+                for moves, model in zip(sheet.moves, (self._draft, self._target), strict=True):
+                    if model is not None:
+                        model.weights.ops.adopt(model.cache, moves)
+
+        return stepper.backend.program(body, stepper.cost(rows, k))
+
+    def enter(self, sequences: int) -> None:
+        """Begins a round of so many sequences, which the device decides if its batch is full."""
+        self.is_on = sequences == self.sheet.sequences
+
+    def begin(self, state: Ints) -> None:
+        """Sets the sequences' state, [S, 4] like Sheet.state; no round may be under way."""
+        assert not self._flying, f"rounds {self._flying} are under way"
+        self.sheet.state[...] = state
+
+    def hold(self, slots: Index, positions: Index) -> None:
+        """Reserves the slots' pages of both caches up to these positions, those included."""
+        for stack in (self._draft, self._target):
+            if stack is not None:
+                stack.pages.hold(slots, positions)
+
+    def launch(self, round_: int, forced: Ints) -> None:
+        """Launches a round after the rounds under way; forced: [S, N + K + 1] like Sheet.forced."""
+        assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
+        self.sheet.forced[round_ % RING] = forced
+        for program in self._programs[round_ % RING]:
+            program.launch()
+        self._flying.append(round_)
+
+    def is_flying(self, round_: int) -> bool:
+        """Returns whether a round was launched, and neither read nor dropped."""
+        return round_ in self._flying
+
+    def last_of(self, round_: int) -> Program:
+        """Returns the target's forward of a round, the last of its programs."""
+        return self._programs[round_ % RING][-1]
+
+    def outcome(self, round_: int) -> Ints:
+        """Returns a copy of Sheet.decided of a finished round, [S, N + 2]."""
+        first = self._flying.pop(0)
+        assert round_ == first, f"round {round_} out of turn, {first} is the next one"
+        outcome: Ints = self.sheet.decided[round_ % RING].copy()
+        return outcome
+
+    def dropped(self) -> list[Program]:
+        """Forgets all rounds under way; returns the programs to wait for."""
+        programs = [self.last_of(round_) for round_ in self._flying]
+        self._flying.clear()
+        return programs
+
+    def draft_s(self, round_: int) -> float:
+        """Returns the device time of a finished round before its target's forward, in seconds."""
+        programs = self._programs[round_ % RING]
+        return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
+
+    def close(self) -> None:
+        for programs in self._programs:
+            for program in programs:
+                program.close()
