@@ -57,10 +57,8 @@ _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """Acceptance rates a_1..a_K ("hazards"): P(x_i accepted | x_1..x_{i−1} accepted).
-
-    Raises ConfigError for a rate outside 0..1.
-    """
+    """Acceptance rates a_1..a_K ("hazards"): P(x_i accepted | x_1..x_{i−1} accepted); raises
+    ConfigError for a rate outside 0..1."""
 
     hazards: tuple[float, ...]
     label: str
@@ -89,7 +87,8 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
     kind, colon, values = text.strip().partition(":")
     if not colon:
         try:
-            kind, values = "alpha", str(float(kind))
+            values = str(float(kind))
+            kind = "alpha"
         except ValueError:
             values = ""
     label = f"{kind}:{values}"
@@ -109,13 +108,13 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
         return AcceptanceLaw(tuple(rates), label)
     if kind in LAW_FILES:
         measured = load_laws(values).behind(lookahead)
-        found = measured.accepted if kind == "laws" else measured.fast.get(kind)
-        if found is None:
+        counts = measured.accepted if kind == "laws" else measured.fast.get(kind)
+        if counts is None:
             return resolve_acceptance(DEFAULT_FAST, lookahead)
-        hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(found), lookahead))
+        hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(counts), lookahead))
         return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
-    known = unknown("acceptance", kind, ("alpha", "rates", "marginal", *LAW_FILES))
-    raise ConfigError(f"{known}, as in 0.8 or rates:.9,.8,.7")
+    error = unknown("acceptance", kind, ("alpha", "rates", "marginal", *LAW_FILES))
+    raise ConfigError(f"{error}, as in 0.8 or rates:.9,.8,.7")
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
@@ -130,11 +129,10 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
 
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
-    """Counts the accepted tokens k of each sequence: the leading i where drafts[:, i] = stream[:,
-    i].
+    """Returns the accepted tokens of each sequence, int32 [b]: the drafts that equal the stream up
+    to the first that does not.
 
-    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b], an upper bound of k.
-    Returns int32 [b].
+    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b], drafts that count.
     """
     batch, lookahead = drafts.shape
     # True at the end of the run of matches; column K is always True.
@@ -154,11 +152,11 @@ class Power(NamedTuple):
 
 @dataclass(frozen=True)
 class HitLaw:
-    """The hit model: draws the true bonus token's rank among the draft's candidates, from 1.
+    """The hit model: the rank, from 1, that the true bonus token has among the draft's candidates.
 
-    With p_hit set, the rank is 1 with that probability, and NEVER if not. Without p_hit, P(rank ≤
-    F) = 1 − min(1, floor + A·F^{−r}). by_end: the values after a rejection, and, if they differ,
-    after a round that accepted every served token. Raises ConfigError for impossible values.
+    With p_hit set, the rank is 1 with that probability, and else NEVER. Without p_hit, P(rank ≤ F)
+    = 1 − min(1, floor + A·F^{−r}). by_end: the values after a rejection, and, if they differ, after
+    a round that accepted all drafted tokens. Raises ConfigError for impossible values.
     """
 
     label: str
@@ -177,18 +175,18 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (every served token accepted) for which this model differs."""
+        """The values of `end` (all drafted tokens accepted) for which this model differs."""
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
-        """Returns A_k, r_k and floor_k for k = 0..K accepted of `served` tokens, in the form the
-        fan-out takes."""
-        each = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
-        return tuple(zip(*each, strict=True))
+        """Returns the tuples (A_0 … A_K), (r_0 … r_K) and (floor_0 … floor_K) of the hit model by
+        the number of accepted tokens, of `served` that were drafted."""
+        powers = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
+        return tuple(zip(*powers, strict=True))
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Returns the ranks for an array u in [0, 1), in the same shape; each is from 1 to
-        NEVER."""
+        """Returns ranks from 1 to NEVER, one for each number of an array u in [0, 1); end: whether
+        all drafted tokens were accepted."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
         a, r, floor = self.by_end[-end]
@@ -243,11 +241,12 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
         return _power_law(*([round(value, 4) for value in fit] for fit in fits))
     match = _POWER.fullmatch(values)
     if kind != "power" or match is None:
-        known = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", "laws:FILE", *NAMED))
-        raise ConfigError(f"{known}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
+        error = unknown("hit_law", text, ("power:A=.75,r=1", "p_hit:.9", "laws:FILE", *NAMED))
+        raise ConfigError(f"{error}, or power:A=.64/.23,r=.4/.5: apart where all were accepted")
     rejected = match[1], match[3], match[5] or "0"
-    complete = [own or same for own, same in zip(match.group(2, 4, 6), rejected, strict=True)]
-    numbers = [[_number(what, value) for value in each] for each in (rejected, complete)]
+    pairs = zip(match.group(2, 4, 6), rejected, strict=True)
+    complete = [value or same for value, same in pairs]
+    numbers = [[_number(what, value) for value in values] for values in (rejected, complete)]
     return _power_law(*numbers[: 1 + any(match.group(2, 4, 6))])
 
 
@@ -255,7 +254,7 @@ def _power_law(*by_end: Sequence[float]) -> HitLaw:
     """Returns the power model of one or two (A, r, floor), as in HitLaw.by_end."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
-    powers = tuple(Power(*each) for each in by_end)
+    powers = tuple(Power(*numbers) for numbers in by_end)
     return HitLaw(f"power:A={parts[0]},r={parts[1]}{floors}", None, powers)
 
 
@@ -290,10 +289,8 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """A file of measured models: `at` is sorted by K; `about` names the origin of the outcomes.
-
-    without_each: the --laws of this file without each group of its prompts; none of an older file.
-    """
+    """A file of measured models: `at` is sorted by K; `about`: the origin of the outcomes;
+    without_each: the values of --laws for the file without a group of its prompts."""
 
     name: str
     sha256: str
@@ -303,7 +300,7 @@ class LawFile:
 
     @property
     def label(self) -> str:
-        """Names the file and its contents, as a result row does."""
+        """The file's name and the beginning of its SHA-256, as in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
     @property
@@ -313,7 +310,7 @@ class LawFile:
         return max(fitted, default=self.at[-1].lookahead)
 
     def behind(self, lookahead: int) -> LawsAt:
-        """Returns the models at the smallest measured K that is not below this one."""
+        """Returns the models at the smallest measured K that is at least `lookahead`."""
         for laws in self.at:
             if laws.lookahead >= lookahead:
                 return laws
@@ -324,7 +321,7 @@ class LawFile:
 
 
 def load_laws(path: str) -> LawFile:
-    """Reads a file of measured models, once as long as it stays the same; FILE#n: without its n-th
+    """Reads a file of measured models, once while it does not change; FILE#n: without its n-th
     group of prompts. Raises ConfigError for another kind of file."""
     try:
         file, _, group = path.rpartition("#") if not Path(path).exists() else (path, "", "")

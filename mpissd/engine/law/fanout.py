@@ -5,7 +5,7 @@ geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the hit 
                rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
 
-Of a tree (`--tree`) k is the node where the accepted path ends, and ΣF_k is spread over its nodes.
+With a tree (`--tree`), k is the node where the accepted path ends.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ def resolve_fan_out(
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
-    what, width = f"fan_out {text!r}", lookahead + 1
+    what = f"fan_out {text!r}"
+    width = lookahead + 1
     if kind not in ("uniform", "geometric", "list"):
-        known = unknown("fan_out", kind, ("uniform", "geometric", "list"))
-        raise ConfigError(f"{known}, as in uniform:3, geometric:24 or list:4,3,3")
+        error = unknown("fan_out", kind, ("uniform", "geometric", "list"))
+        raise ConfigError(f"{error}, as in uniform:3, geometric:24 or list:4,3,3")
     numbers = values.split(",") if kind == "list" else [values]
     for value in numbers:
         if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
@@ -66,9 +67,10 @@ def resolve_fan_out(
         if not 1 <= sum(fan_out) <= MAX_BRANCHES:
             raise ConfigError(f"{what}: allowed: a sum from 1 to {MAX_BRANCHES}")
         return fan_out
-    (budget,), most = fan_out, MAX_BRANCHES // (width if kind == "uniform" else 1)
-    if not 1 <= budget <= most:
-        raise ConfigError(f"{what}: {budget}: allowed: 1 to {most}")
+    (budget,) = fan_out
+    largest = MAX_BRANCHES // (width if kind == "uniform" else 1)
+    if not 1 <= budget <= largest:
+        raise ConfigError(f"{what}: {budget}: allowed: 1 to {largest}")
     if kind == "uniform":
         return fan_out * width
     if budget < minimum * width:
@@ -88,14 +90,13 @@ def optimal_fan_out(
     minimum: int = 0,
     floor: float | Sequence[float] = 0.0,
 ) -> tuple[int, ...]:
-    """Minimises Σ_k w_k·miss_k(F_k) over whole F_k ≥ minimum with ΣF_k ≤ B; of ties, the least
-    ΣF_k.
+    """Returns the whole F_k ≥ minimum with ΣF_k ≤ budget that minimise Σ_k weights[k]·miss_k(F_k).
 
-    It is a dynamic program over k, O(K·B²). A greedy search fails: with A = 1 the first candidate
-    at k gains nothing, so it would never take the second (B = 24: [24, 0, …], hit rate .19 instead
-    of .68).
+    hit_a, hit_r, floor: of miss_k, see resolve_fan_out. Of ties the least ΣF_k is taken. It is a
+    dynamic program over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
+    gains nothing, so it would never take the second (hit rate .19 instead of .68 at B = 24).
     """
-    slopes, floors = each_k(hit_r, len(weights)), each_k(floor, len(weights))
+    slopes, floors = (each_k(value, len(weights)) for value in (hit_r, floor))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
     assert spare >= 0, (budget, minimum, len(weights))
@@ -109,30 +110,28 @@ def optimal_fan_out(
 def tree_fan_out(
     tree: Tree, hazards: Sequence[float], hit_law: HitLaw, budget: int
 ) -> tuple[int, ...]:
-    """Returns F_n by node: the whole numbers with ΣF_n ≤ B for which most outcomes are keys.
-
-    Raises ConfigError if no candidate ever hits.
-    """
-    most = min(budget, MOST_CANDIDATES - 1)
-    best = _cheapest([-each for each in key_chances(tree, hazards, hit_law, most)], budget)
+    """Returns F_n by node: the whole numbers with ΣF_n ≤ budget for which most outcomes are keys;
+    raises ConfigError if no candidate ever hits."""
+    chances = key_chances(tree, hazards, hit_law, min(budget, MOST_CANDIDATES - 1))
+    best = _cheapest([-chance for chance in chances], budget)
     if not any(best):
         raise ConfigError(f"fan_out of {budget} branches: no candidate of the tree's nodes hits")
     return best
 
 
 def key_chances(
-    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, most: int
+    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, largest: int
 ) -> list[NDArray[np.float64]]:
-    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … most.
+    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … largest.
 
     A path ends at node n, of depth d, before the draft's r-th candidate with P(n is reached) ·
     law[d, r]; r counts from the number of n's children on.
     """
-    law = positional(hazards, hit_law, tree.width + most)
-    law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + most)[1])])
+    law = positional(hazards, hit_law, tree.width + largest)
+    law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + largest)[1])])
     chances = []
     for chance, depth, children in zip(tree.chances(law), tree.levels, tree.children, strict=True):
-        ahead = law[depth, len(children) : len(children) + most]
+        ahead = law[depth, len(children) : len(children) + largest]
         chances.append(chance * np.array([0.0, *np.cumsum(ahead)]))
     return chances
 
@@ -143,7 +142,8 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
     choices: list[NDArray[np.intp]] = []
     for cost in costs:
         # total[s] = min_e best[s−e] + cost[e], and the e that attains it
-        total, chosen = best + cost[0], np.zeros(len(best), np.intp)
+        total = best + cost[0]
+        chosen = np.zeros(len(best), np.intp)
         for extra in range(1, len(cost)):
             candidate = best[:-extra] + cost[extra]
             better = candidate < total[extra:] - _TIE
@@ -161,16 +161,16 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class FanOuts:
-    """The fan-outs F_0..F_K after each source of a trunk; empty lists mean that nothing is grown.
+    """The fan-outs F_0..F_K, by what drafted the tokens that are verified; (): nothing is prepared.
 
-    after_hit: for a trunk from the cache. after_miss: for a trunk that a backup drafted.
+    after_hit: they came from the speculation cache. after_miss: a backup drafted them.
     """
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
 
     def behind(self, source: int) -> tuple[int, ...]:
-        """Returns the list to use after a trunk that this Source drafted."""
+        """Returns the list to use when this Source drafted the tokens that are verified."""
         return self.after_hit if source == Source.CACHE else self.after_miss
 
     @property
@@ -180,12 +180,12 @@ class FanOuts:
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether the same fan-out list applies after every source of a trunk."""
+        """Whether both lists are the same."""
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
-        """Returns the lists with at most `width` candidates for a row (None: as they are), and with
-        none after more than `served` tokens (None: K)."""
+        """Returns the lists with at most `width` candidates at each k (None: as they are), and with
+        none where k is above `served` (None: K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property
@@ -206,15 +206,16 @@ class FanOuts:
 
 @lru_cache(maxsize=256)
 def _within(fan_outs: FanOuts, width: int | None, served: int | None) -> FanOuts:
-    most, last = (MAX_BRANCHES if n is None else n for n in (width, served))
+    limit, last = (MAX_BRANCHES if n is None else n for n in (width, served))
     lists = [
-        tuple(min(f, most) * (k <= last) for k, f in enumerate(each)) for each in fan_outs.lists
+        tuple(min(count, limit) * (k <= last) for k, count in enumerate(fan_out))
+        for fan_out in fan_outs.lists
     ]
     return FanOuts(*lists)
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
-    """Returns (k of each lane, its place among k's candidates) for F_0..F_K, both [ΣF]."""
+    """Returns, for the branches of F_0..F_K, the k of each and its place among k's candidates."""
     counts = np.asarray(fan_out, np.int64)
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)

@@ -27,7 +27,8 @@ Ranks = NDArray[np.integer]
 
 LEAST_COUNT = 10  # The least number of observations for a fit.
 _LOG_R = (math.log(1e-4), math.log(1e3))
-_GRID, _LEVELS = 33, 9
+_GRID = 33
+_LEVELS = 9
 
 
 def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
@@ -53,7 +54,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
     behind = float(hits[rank > first].sum() + misses[limit >= first].sum())
     share_behind = behind / (float(hits[0]) + behind)
     with np.errstate(divide="ignore"):
-        log_before, log_rank, log_limit = np.log(rank - 1.0), np.log(rank), np.log(limit)
+        log_before, log_rank, log_limit = map(np.log, (rank - 1.0, rank, limit))
 
     def best_log_a(r: Floats) -> Floats:
         """Returns the log A that maximises the likelihood for each given r."""
@@ -62,7 +63,8 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
 
     def likelihood(r: Floats) -> Floats:
         """Returns log P(ranks | A, r), maximised over A."""
-        log_a, slope = best_log_a(r)[:, None], r[:, None]
+        log_a = best_log_a(r)[:, None]
+        slope = r[:, None]
         # miss(0) = 1: log 0 = −∞ gives log 1 here
         before = np.minimum(0.0, log_a - slope * log_before)
         beyond = np.minimum(0.0, log_a - slope * log_rank)
@@ -75,7 +77,8 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
     for _ in range(_LEVELS):  # grids that are each 16 times as fine as the last
         grid = np.linspace(low, high, _GRID)
         top = int(np.argmax(likelihood(np.exp(grid))))
-        low, high = float(grid[max(top - 1, 0)]), float(grid[min(top + 1, _GRID - 1)])
+        low = float(grid[max(top - 1, 0)])
+        high = float(grid[min(top + 1, _GRID - 1)])
     r = math.exp(float(grid[top]))
     return math.exp(float(best_log_a(np.array(r)))), r
 

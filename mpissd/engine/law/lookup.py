@@ -21,10 +21,8 @@ _DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of 
 
 
 class Lookup(ABC):
-    """One sequence's tokens, indexed to look up their continuation.
-
-    longest: most tokens to compare, in lookups that bound them.
-    """
+    """One sequence's tokens, indexed to look up their continuation; longest: the most tokens to
+    compare, in lookups that bound them."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest
@@ -47,9 +45,9 @@ class Lookup(ABC):
 
     def padded(self, count: int, filler: int | None = None) -> list[int]:
         """Returns `count` tokens: the drafted ones, then `filler` (None: the last token)."""
-        found = self.drafted(count)
+        tokens = self.drafted(count)
         rest = self.tokens[-1] if filler is None else filler
-        return found + [rest] * (count - len(found))
+        return tokens + [rest] * (count - len(tokens))
 
     @abstractmethod
     def _add(self, token: int) -> None:
@@ -57,7 +55,7 @@ class Lookup(ABC):
 
     @abstractmethod
     def _start(self) -> int | None:
-        """Returns the index of the token after the located occurrence, or None."""
+        """Returns the index of the token after the earlier occurrence; None: there is none."""
 
 
 class PromptLookup(Lookup):
@@ -92,12 +90,14 @@ class SuffixLookup(Lookup):
     def __init__(self, longest: int = LONGEST) -> None:
         super().__init__(longest)
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length = [-1], [0]
+        self._link = [-1]
+        self._length = [0]
         self._end = [0]  # by state: index after its latest occurrence, once it has been updated
-        self._last, self._found = 0, 0
+        self._last = self._found = 0
 
     def _add(self, token: int) -> None:
-        new, state = self._state(self._length[self._last] + 1, {}), self._last
+        new = self._state(self._length[self._last] + 1, {})
+        state = self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
@@ -126,7 +126,8 @@ class SuffixLookup(Lookup):
         if self._length[old] == length:
             return old
         clone = self._state(length, dict(self._next[old]))
-        self._link[clone], self._end[clone] = self._link[old], self._end[old]
+        self._link[clone] = self._link[old]
+        self._end[clone] = self._end[old]
         self._link[old] = clone
         while state >= 0 and self._next[state].get(token) == old:
             self._next[state][token] = clone

@@ -48,12 +48,11 @@ class Weights:
 def probabilities(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Floats:
-    """Returns softmax(z / temperature), [V] → [V]; temperature 0 puts all weight on the first
-    maximum.
+    """Returns softmax(logits / temperature), [V]; temperature 0 gives the first maximum all weight.
 
-    top, scale: Saguaro's σ_{F,C} multiplies the weights of the F largest logits by C (0..1), which
-    moves more of the residual to the tokens that the cache holds. C = 1, C = 0 over the whole
-    support, and temperature 0 all give plain softmax.
+    top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest logits by C =
+    `scale` (0..1), so that more of the residual is at the tokens that the speculation cache holds.
+    C = 1, C = 0 over all tokens, and temperature 0 give plain softmax.
     """
     return weigh(logits, temperature, top, scale).probs
 
@@ -80,11 +79,8 @@ def weigh(
 
 
 def largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Returns the ids of the `count` largest logits, largest first; of equal logits the smaller id
-    first.
-
-    The result is shorter if the vocabulary has fewer ids.
-    """
+    """Returns the ids of the `count` largest logits (or of all), largest first; of equal logits the
+    smaller id comes first."""
     wanted = min(count, len(logits))
     if wanted == 0:
         return np.zeros(0, np.int64)
@@ -126,7 +122,8 @@ def _between(weights: Floats, u: float) -> int | None:
     """
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
     total = float(ends[-1])
-    wanted, margin = u * total, (len(weights) + 2 * _BLOCK) * 2.0**-50 * total
+    wanted = u * total
+    margin = (len(weights) + 2 * _BLOCK) * 2.0**-50 * total
     block = int(np.searchsorted(ends, wanted, side="right"))
     if block == len(ends):
         return None
@@ -139,10 +136,8 @@ def _between(weights: Floats, u: float) -> int | None:
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
-    """Draws a proposal from a distribution [V] with u in [0, 1).
-
-    Returns the token, its probability q, and the recorded row that both were computed from.
-    """
+    """Samples from a distribution [V] with u in [0, 1); returns the token, its probability q, and
+    the recorded row that both were computed from."""
     row = record(probs)
     exact = row.astype(np.float64)
     total = float(exact.sum())
@@ -158,8 +153,7 @@ def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """Returns max(p − q, 0) / Σ, the distribution that replaces a rejected proposal; None if p =
-    q."""
+    """Returns max(p − q, 0), normalised, which replaces a rejected proposal; None if p = q."""
     left = p - q
     np.maximum(left, 0.0, out=left)
     total = float(left.sum())
@@ -170,8 +164,7 @@ def residual(p: Floats, q: Floats) -> Floats | None:
 
 
 def without(p: Floats, token: int) -> Floats | None:
-    """Returns the residual for a proposal with q = 1 on `token`; None if p is certain of it as
-    well."""
+    """Returns the residual for a certain proposal `token` (q = 1); None if p is certain of it."""
     left = p.copy()
     left[token] = 0.0
     total = float(left.sum())
@@ -247,9 +240,9 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
 
 def spread(probs: Floats, ids: NDArray[np.int32], vocab: int) -> Floats:
     """Returns a distribution over the tokens `ids` as one over 0 … vocab − 1, 0 elsewhere."""
-    whole = np.zeros(vocab)
-    whole[ids] = probs
-    return whole
+    spread_out = np.zeros(vocab)
+    spread_out[ids] = probs
+    return spread_out
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:

@@ -5,9 +5,9 @@ children of a node follow one another, its likeliest one first. So the first n d
 tree themselves. The target accepts a path from node 0 on; its outcome is the node where the path
 ends, and t* [Miao et al. 2024, SpecInfer].
 
-In the KV cache the *principal path* (first children only) lies in the trunk, as a chain does. Every
-other leaf has a lane, which holds its path from where that leaves the principal one. A node of
-several lanes is stored in each of them; their numbers follow one another.
+In the KV cache the *principal path* (first children only) is stored in the sequence's slot, as a
+chain is. Each other leaf has a *lane*, scratch memory that holds its path from where that leaves
+the principal one. A node of several lanes is stored in all; their numbers follow one another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from mpissd.engine.law.acceptance import HitLaw
 
 Index = NDArray[np.int64]
 Nodes = Sequence[int]
-MOST_NODES, MOST_CHILDREN = 256, 16
+MOST_NODES = 256
+MOST_CHILDREN = 16
 
 
 class Tree:
@@ -41,32 +42,35 @@ class Tree:
 
     def __init__(self, parents: Sequence[int]) -> None:
         """Computes the attributes; the parents rise."""
-        count, every = len(parents) + 1, np.array([0, *parents])
-        children, self.paths = [list[int]() for _ in range(count)], [tuple[int, ...]()]
+        count = len(parents) + 1
+        above = np.array([0, *parents])
+        children = [list[int]() for _ in range(count)]
+        self.paths = [tuple[int, ...]()]
         for node, parent in enumerate(parents, 1):
             children[parent].append(node)
             self.paths.append((*self.paths[parent], node - 1))
-        self.parents, self.children = tuple(parents), [tuple(each) for each in children]
+        self.parents = tuple(parents)
+        self.children = [tuple(nodes) for nodes in children]
         self.depths: Index = np.array([len(path) for path in self.paths])
-        self.ranks: Index = np.arange(count) - [min(children[of], default=0) for of in every]
+        self.ranks: Index = np.arange(count) - [min(children[of], default=0) for of in above]
         self.ranks[0] = 0
         self.levels: list[int] = self.depths.tolist()
-        self.depth, self.width = int(self.depths[-1]), max(map(len, children))
+        self.depth = int(self.depths[-1])
+        self.width = max(map(len, children))
         levels = [np.flatnonzero(self.depths == d) for d in range(self.depth + 1)]
         self.ends = [int(level[-1]) for level in levels]
-        self.inner: list[Index] = [np.unique(every[level]) for level in levels[1:]]
+        self.inner: list[Index] = [np.unique(above[level]) for level in levels[1:]]
         self.reads = [int(of[0]) - 1 if len(of) == 1 else of - 1 for of in self.inner]
         pairs = zip(self.inner, levels[1:], strict=True)
-        self.lines: list[Index] = [np.searchsorted(inner, every[level]) for inner, level in pairs]
+        self.lines: list[Index] = [np.searchsorted(inner, above[level]) for inner, level in pairs]
         self.lanes, self.forks, self.spans = lay_out(parents, self.depths, count)
         self.num_lanes = _count(self.lanes, self.spans)
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
-        """Returns the node that a greedy target stops at; best[at[n]]: its token after node n.
-
-        The first `count` nodes have drafted tokens.
-        """
-        node, children = 0, self.children
+        """Returns the node that a greedy target stops at; best[at[n]]: its token after node n;
+        count: the nodes that have drafted tokens."""
+        node = 0
+        children = self.children
         while True:
             token = best[at[node]]
             for child in children[node]:
@@ -78,7 +82,8 @@ class Tree:
 
     def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
         """Returns a judged round as one of chains: its levels, and the accepted paths."""
-        rows, nodes = outcome.rows.copy(), outcome.num_accepted.tolist()
+        rows = outcome.rows.copy()
+        nodes = outcome.num_accepted.tolist()
         rows[:, 3] = self.depths[nodes]
         chains = Speculation.empty(speculation.round, len(rows), self.depth)
         chains.version = speculation.version
@@ -113,12 +118,15 @@ class BranchLayout:
     """
 
     def __init__(self, tree: Tree, fan_out: Sequence[int]) -> None:
+        count = len(tree.children)
         nodes = [node for node, children in enumerate(tree.children) if children]
-        self.size, self.inner = len(nodes), np.full(len(tree.children), -1)
+        self.size = len(nodes)
+        self.inner = np.full(count, -1)
         self.inner[nodes] = np.arange(self.size)
-        counts, count = np.asarray(fan_out), len(tree.children)
+        counts = np.asarray(fan_out)
         self.firsts: Index = count + (np.cumsum(counts) - counts) * self.size
-        parents, depths = list(tree.parents), list(tree.levels)
+        parents = list(tree.parents)
+        depths = list(tree.levels)
         for node in np.repeat(np.arange(count), counts).tolist():
             root = len(parents) + 1
             parents.append(node)
@@ -162,10 +170,8 @@ CHAIN = Tree(range(MOST_NODES))
 
 
 def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
-    """Returns P(the target's token is the draft's r-th at depth d | its path is accepted), [K, R].
-
-    The others than the first are the bonus candidates that a cache would keep after a rejection.
-    """
+    """Returns P(the target's token is the draft's r-th at depth d | its path is accepted), [K, R];
+    r > 1: bonus candidates that a cache would keep after a rejection."""
     later = np.diff(hit_law.hit_probabilities(width - 1)[0])
     return np.array([[rate, *(1 - rate) * later] for rate in hazards])
 
@@ -189,15 +195,18 @@ def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
     for d in range(depth - 1, -1, -1):
         best = np.zeros(nodes + 1)
         for r in range(width - 1, -1, -1):
-            others, best = best, np.zeros(nodes + 1)
+            others = best
+            best = np.zeros(nodes + 1)
             for n in range(1, nodes + 1):
                 gains = law[d, r] * (1 + below[:n]) + others[n - 1 :: -1]
                 sizes[d, r, n] = size = int(gains.argmax()) + 1
                 best[n] = gains[size - 1]
         below = best
-    parents, level = list[int](), [(0, nodes)]
+    parents = list[int]()
+    level = [(0, nodes)]
     for d in range(depth):
-        following, first = list[tuple[int, int]](), len(parents) + 1
+        following = list[tuple[int, int]]()
+        first = len(parents) + 1
         for parent, left in level:
             for r in range(width):
                 if not left:
