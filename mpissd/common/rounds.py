@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Biases = tuple[tuple[int, float], ...]
 MOST_GRAMMAR = 1 << 15  # bytes of a request's grammar
+MOST_SAMPLING = 1 << 17  # bytes of a Sampling in JSON: a grammar in quotes, and 1,024 biases
 MOST_FORCED = 32  # tokens that a grammar forces at once
 
 
@@ -63,59 +65,98 @@ class Control(NamedTuple):
     prefill_rows: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Adjustment:
-    """What a request adds to the target's logits, before temperature and top_p.
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are drafted and chosen; the same on all ranks.
 
-    start: tokens of its prompt; the answer follows them. bias: addends by token. presence,
-    frequency: subtracted once, and for each time, from a token that the answer has [OpenAI API
-    reference, presence_penalty and frequency_penalty].
+    temperature, top_p: of the target's distribution; at temperature 0 its likeliest token is taken.
+    seed: of the draws, whatever the request's id (None: the job's). logprobs: how many of the
+    target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
+    logit_bias: addends to the target's logits by token, before temperature and top_p.
+    presence_penalty, frequency_penalty: subtracted once, and for each time, from the logit of a
+    token that the answer has [OpenAI API reference]. grammar: which tokens may follow
+    (text.grammar; "": any), of at most MOST_GRAMMAR bytes. lookahead: most tokens that are drafted
+    in a round (None: K; 0: the draft skips the sequence). mode: of a server's rounds, "ar", "sd" or
+    "ssd" (None: the server's choice).
     """
 
-    start: int
-    bias: Mapping[int, float]
-    presence: float = 0.0
-    frequency: float = 0.0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    logit_bias: Biases = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    grammar: str = ""
+    lookahead: int | None = None
+    mode: str | None = None
 
-    def apply(self, logits: NDArray[np.float32], answer: Sequence[int]) -> NDArray[np.float64]:
+    @property
+    def adjusts(self) -> bool:
+        """Whether `adjusted` changes logits."""
+        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the lead reads the target's logits, also if the request is greedy."""
+        return self.logprobs is not None or self.adjusts or bool(self.grammar)
+
+    def adjusted(
+        self, logits: NDArray[np.floating[Any]], answer: Sequence[int]
+    ) -> NDArray[np.float64]:
         """Returns the logits [V] of the row after these tokens of the answer."""
         adjusted = logits.astype(np.float64)
-        adjusted[list(self.bias)] += list(self.bias.values())
+        bias = dict(self.logit_bias)
+        adjusted[list(bias)] += list(bias.values())
         tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
-        adjusted[tokens] -= self.presence + self.frequency * counts
+        adjusted[tokens] -= self.presence_penalty + self.frequency_penalty * counts
         return adjusted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields that differ from their defaults."""
+        return {name: value for name, value in vars(self).items() if value != vars(GREEDY)[name]}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Sampling:
+        """Returns the sampling of a JSON object of its fields; raises ValueError for another."""
+        kinds = cls.__annotations__
+        try:
+            return cls(**{name: _read(kinds[name], value) for name, value in values.items()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(values)[:80]!r} is no Sampling") from error
+
+
+def _read(kind: str, value: Any) -> Any:
+    """Returns the value of a field from JSON's, by the field's type; raises for another type."""
+    if kind == "Biases":
+        return tuple((_read("int | None", token), _read("float", bias)) for token, bias in value)
+    if kind.startswith("str"):
+        value.encode()  # no other type of JSON has it; half of a surrogate pair has no code
+        return value
+    kinds, low = ((int, float), -_MOST) if kind == "float" else ((int,), 0)
+    if type(value) not in kinds or not low <= value < _MOST:
+        raise TypeError
+    return value
+
+
+_MOST = 1 << 64  # limit of a field's number
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
 
-    prompt: its tokens up to first_token if the workers read them, or empty. temperature, top_p: of
-    its sampling. seed: of its draws, whatever its id (None: the job's). logprobs: how many of the
-    target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
-    lookahead: most tokens that are drafted for it in a round (None: K; 0: the draft skips it).
-    Ranks other than the lead know neither `logprobs` nor `adjustment`, but only `reads_logits`.
-    grammar: which tokens may follow (text.grammar; "": any), of at most MOST_GRAMMAR bytes.
-    answered: how many of the prompt's last tokens belong to the answer already.
+    prompt: its tokens up to first_token if the workers read them, or empty. answered: how many of
+    the prompt's last tokens belong to the answer already.
     """
 
     request_id: int
     first_token: int = 0
     epoch: int = 0
     prompt: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    lookahead: int | None = None
-    adjustment: Adjustment | None = None
-    grammar: str = ""
+    sampling: Sampling = GREEDY
     answered: int = 0
-
-    @property
-    def reads_logits(self) -> bool:
-        """Whether the lead reads the target's logits, also if it is greedy and has no grammar."""
-        return self.logprobs is not None or self.adjustment is not None
 
 
 _NO_DISTRIBUTIONS: Mapping[int, Sequence[Any]] = {}

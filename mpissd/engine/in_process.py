@@ -37,7 +37,7 @@ from mpissd.engine.round.speculator import (
     RemoteSpeculator,
     Speculator,
 )
-from mpissd.engine.round.target import RoundResult, Sequences, TargetLoop
+from mpissd.engine.round.target import RoundResult, TargetLoop
 from mpissd.engine.text.answer import AnswerText, sources_of
 from mpissd.engine.text.prompts import read_prompts
 from mpissd.engine.text.tokenizer import Message, load_tokenizer
@@ -171,25 +171,22 @@ class Decoder(Loops):
         """Opens the models; raises ConfigError for an impossible job, and for a GPU backend."""
         super().__init__(*in_one_process(config))
         self.records = RoundRecords(self.job.lookahead)
-        self._sequences = Sequences(self.workload)
-        self.records.ends = self._sequences.ends
-        requests = self._sequences.first()
+        self._scheduler = self.workload.scheduler()
+        requests = self._scheduler.turn().join
         self.worker.oracle.prepare(requests)
         self.loop.admit(requests)
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
         """Decodes one round of every sequence; returns the drafted tokens and the outcome."""
-        result = self.loop.step()
-        self._sequences.take(result, self.loop)
-        self.records.add(result.t_target_s, result.speculation, result.outcome)
+        result = self._scheduler.step(self.loop, self.records)
         self.loop.ledger.close_round(self.loop.round - 1, LeadPhase.RECORD)
         return result
 
     @property
     def is_over(self) -> bool:
         """Whether every sequence has ended, by itself or with num_tokens tokens."""
-        return not self._sequences.are_live
+        return not self._scheduler.running
 
     @property
     def tokens(self) -> dict[int, list[int]]:

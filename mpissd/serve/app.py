@@ -34,11 +34,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import End
-from mpissd.serve.request import Problem, Request, parse, whole
+from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; larger ones get 413
 DRAINED_BYTES = 1 << 25  # read of a refused body: most clients send it all first
@@ -180,7 +181,8 @@ class Endpoints:
         """Answers a chat or a completion: as a whole, or as a stream."""
         arrived_s = time.monotonic()
         self._lead.check_room()
-        request = parse(await read_body(http), is_chat=http.url.path == _CHAT)
+        defaults = Sampling(temperature=self._config.run.temperature)
+        request = parse(await read_body(http), is_chat=http.url.path == _CHAT, defaults=defaults)
         choices = await self._complete(request, http, arrived_s)
         self._lead.submit(choices)
         arriving = self._arriving(choices, arrived_s)
@@ -216,7 +218,7 @@ class Endpoints:
             background=BackgroundTask(self._lead.cancel, *choices),  # also if the client is gone
         )
 
-    async def _complete(self, request: Request, http: Http, arrived_s: float) -> list[Request]:
+    async def _complete(self, request: Exchange, http: Http, arrived_s: float) -> list[Exchange]:
         """Encodes a request's prompt and adds the defaults that it leaves out; returns its choices.
 
         Raises Problem for what this server cannot do. Prompts that wait for their turn count as
@@ -226,26 +228,22 @@ class Endpoints:
         if request.model is not None and request.model not in names:
             message = f"model={request.model!r}: allowed: {', '.join(names)}"
             raise Problem(404, message, "model", code="model_not_found")
-        if request.mode is not None and request.mode not in config.modes:
+        sampling = request.sampling
+        if sampling.mode is not None and sampling.mode not in config.modes:
             allowed = ", ".join(config.modes)
-            raise Problem(400, f"mode={request.mode}: allowed: {allowed}", "mode")
+            raise Problem(400, f"mode={sampling.mode}: allowed: {allowed}", "mode")
         most = 0 if config.run.mode == "ar" else config.run.lookahead
-        if (request.lookahead or 0) > most:
-            message = f"speculation.lookahead={request.lookahead}: allowed: 0 to {most}"
+        if (sampling.lookahead or 0) > most:
+            message = f"speculation.lookahead={sampling.lookahead}: allowed: 0 to {most}"
             raise Problem(400, message, "speculation")
-        if request.temperature is None:
-            request.temperature = config.run.temperature
-        if request.temperature and not config.sampling:
-            message = f"temperature={request.temperature}: allowed: 0, without sampling"
+        if sampling.temperature and not config.sampling:
+            message = f"temperature={sampling.temperature}: allowed: 0, without sampling"
             raise Problem(400, message, "temperature")
         if request.form is not None and not (config.sampling and self._tokenizer.stop_ids):
             message = (
                 f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
             )
             raise Problem(400, message, request.form[0])
-        if not request.temperature:
-            request.top_p = 1.0  # unused
-
         self._lead.check_room(self._encoding)
         self._encoding += 1
         try:
@@ -255,7 +253,7 @@ class Endpoints:
         finally:
             self._encoding -= 1
         ready, subject = self._lead.check(), "messages" if request.is_chat else "prompt"
-        for name, ids in ((subject, request.prompt), ("logit_bias", dict(request.logit_bias))):
+        for name, ids in ((subject, request.prompt), ("logit_bias", dict(sampling.logit_bias))):
             if (largest := max(ids, default=0)) >= ready.vocab:
                 message = f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}"
                 raise Problem(400, message, name)
@@ -274,11 +272,11 @@ class Endpoints:
         return request.begin(self._tokenizer, ready.stop_ids, names[0])
 
     async def _arriving(
-        self, choices: Sequence[Request], arrived_s: float
-    ) -> AsyncIterator[Request]:
+        self, choices: Sequence[Exchange], arrived_s: float
+    ) -> AsyncIterator[Exchange]:
         """Yields a choice whose text arrives; raises Problem if the lead refuses, or is gone."""
         every, messages = {choice.id: choice for choice in choices}, choices[0].messages
-        running, fresh = set(every), dict[int, Request]()
+        running, fresh = set(every), dict[int, Exchange]()
         while running:
             message = await messages.get()
             if isinstance(message, Problem):
@@ -307,7 +305,7 @@ class Endpoints:
                     yield each
                 fresh = {}
 
-    def _count(self, choice: Request, end: End, arrived_s: float) -> None:
+    def _count(self, choice: Exchange, end: End, arrived_s: float) -> None:
         """Counts a choice that has ended."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from time import monotonic
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Adjustment, Control, Request
+from mpissd.common.rounds import Control, Request
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.round.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.round.target import RoundObserver, RoundResult, TargetLoop
-from mpissd.engine.text.answer import SOURCES
+from mpissd.engine.text.answer import BONUS, SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
@@ -35,20 +35,18 @@ class Driver(RoundObserver):
         *,
         times: ForwardTimes | None = None,
         goodput: Goodput | None = None,
-        stop_ids: frozenset[int] = frozenset(),
         tree: Tree = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """tree: of the drafts. clock: returns seconds for arrivals and deadlines."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
-        self.mode, self.lookahead, self._stop_ids = mode, lookahead, stop_ids
+        self.mode, self.lookahead = mode, lookahead
         self._tree = tree
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # the sequences for which it has chosen
         self._chosen, self._kept = 0, 0  # live sequences of the last choice, and rounds since
         self._started_s = 0.0  # when the last round began
-        self._modes: dict[int, str] = {}  # by request, for those that asked for a mode
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # changes before the next round
         # Handled while the next round verifies: messages to send, results for the controller.
@@ -100,29 +98,13 @@ class Driver(RoundObserver):
         self._unsent += self._turn.ended
 
     def _submit(self, asked: Submit) -> None:
-        now, adjustment = self._clock(), None
-        if asked.logit_bias or asked.presence_penalty or asked.frequency_penalty:
-            penalties = asked.presence_penalty, asked.frequency_penalty
-            adjustment = Adjustment(len(asked.prompt), dict(asked.logit_bias), *penalties)
-        request = Request(
-            asked.id,
-            prompt=tuple(asked.prompt),
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            seed=asked.seed,
-            logprobs=asked.logprobs,
-            lookahead=asked.lookahead,
-            adjustment=adjustment,
-            grammar=asked.grammar,
-        )
-        ends = None if asked.deadline_s is None else now + asked.deadline_s
+        now = self._clock()
+        request = Request(asked.id, prompt=tuple(asked.prompt), sampling=asked.sampling)
+        deadline_s = None if asked.deadline_s is None else now + asked.deadline_s
         try:
-            self.scheduler.submit(Task(request, asked.max_tokens, now, ends, self._stop_ids))
+            self.scheduler.submit(Task(request, asked.max_tokens, now, deadline_s))
         except ConfigError as error:
             self._mail.put(End(asked.id, "refused", why=str(error)))
-            return
-        if asked.mode is not None and self.goodput is not None:
-            self._modes[asked.id] = asked.mode
 
     def _round(self, loop: TargetLoop) -> RoundResult:
         """Decodes one round in the way with the highest expected goodput."""
@@ -151,7 +133,7 @@ class Driver(RoundObserver):
         """
         if self.goodput is None or self.draft_lost:
             return self._within(Way(0 if self.draft_lost else self.lookahead), live)
-        modes = {self._modes.get(request_id) for request_id in live} if self._modes else {None}
+        modes = {task.request.sampling.mode for task in self.scheduler.tasks(live)}
         mode = modes.pop() if len(modes) == 1 else None
         if mode is not None:
             self._live = []
@@ -166,7 +148,7 @@ class Driver(RoundObserver):
 
     def _within(self, way: Way, live: list[int]) -> Way:
         """Returns a way with the K that the live requests allow: the largest one of them."""
-        limits = [task.asked.lookahead for task in self.scheduler.tasks(live)]
+        limits = [task.request.sampling.lookahead for task in self.scheduler.tasks(live)]
         most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
@@ -200,12 +182,12 @@ class Driver(RoundObserver):
         for one in self._unsent:
             task = one.task
             if one.tokens:
-                sources = [SOURCES[source] for source in one.sources]
+                sources = [*[SOURCES[one.source]] * one.accepted, *[BONUS] * len(one.tokens)]
+                sources = sources[: len(one.tokens)]
                 self._mail.put(
                     Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
                 )
             if one.ended is not None:
-                self._modes.pop(task.request_id, None)
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
                 self._mail.put(End(task.request_id, one.ended, *counts, task.forced))
         self._unsent = []

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 
 from mpissd.common.errors import ProtocolError
 from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
-from mpissd.serve.request import Problem, Request
+from mpissd.serve.request import Exchange, Problem
 
 _LINE_LIMIT = 1 << 22
 RETRY = {"retry-after": "5"}  # seconds
@@ -35,7 +34,7 @@ class Lead:
         self.is_leaving = self.is_refusing = False
         self.connected, self.ended = asyncio.Event(), asyncio.Event()
         self._max_queue = max_queue
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, Exchange] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._last_id = 0
         self._stats_s: float | None = None  # when the last statistics came
@@ -88,7 +87,7 @@ class Lead:
             message = "the server finishes what it has, and ends"
             raise Problem(503, message, code="draining", headers=RETRY)
 
-    def submit(self, choices: Sequence[Request]) -> None:
+    def submit(self, choices: Sequence[Exchange]) -> None:
         """Numbers the choices of a request; raises Problem if there is no lead, or no room for all.
 
         It sends the first one. `send` sends another when the first one's prompt is stored, so that
@@ -101,19 +100,20 @@ class Lead:
             self._open[choice.id] = choice
         self.send(choices[0])
 
-    def send(self, request: Request) -> None:
-        """Sends a request that was numbered."""
-        request.is_sent = True
-        request.deadline_s = max(1e-9, request.ends_s - time.monotonic())
-        self._send(Submit(**{f.name: getattr(request, f.name) for f in fields(Submit)}))
+    def send(self, choice: Exchange) -> None:
+        """Sends a choice that was numbered."""
+        assert choice.max_tokens is not None, "a choice without its defaults"
+        choice.is_sent = True
+        left_s = max(1e-9, choice.ends_s - time.monotonic())
+        self._send(Submit(choice.id, choice.prompt, choice.max_tokens, choice.sampling, left_s))
 
-    def cancel(self, *requests: Request) -> None:
-        """Asks the lead to end requests; their `End` follows, unless it came already."""
-        for request in requests:
-            if not request.is_sent:
-                self._open.pop(request.id, None)
-            elif request.id in self._open:
-                self._send(Cancel(request.id))
+    def cancel(self, *choices: Exchange) -> None:
+        """Asks the lead to end choices; their `End` follows, unless it came already."""
+        for choice in choices:
+            if not choice.is_sent:
+                self._open.pop(choice.id, None)
+            elif choice.id in self._open:
+                self._send(Cancel(choice.id))
 
     def stop(self) -> None:
         """Ends the job, by closing the lead's connection."""

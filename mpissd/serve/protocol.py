@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpissd.common.errors import ProtocolError
-from mpissd.common.rounds import Logprob
+from mpissd.common.rounds import GREEDY, Logprob, Sampling
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # path of the front's socket, for the ranks
 _CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; reads between two rounds, at most
@@ -29,27 +29,16 @@ _MOST_UNREAD = 64 << 20  # bytes that the front may leave unread before it count
 class Submit:
     """A request.
 
-    id: chosen by the front, never reused. seed: None lets the lead choose. deadline_s: seconds from
-    now after which the answer ends as it is, or None. mode: "ar", "sd" or "ssd" for the rounds of
-    this request, or None: the server's own choice. lookahead: most tokens that are drafted for it
-    in a round, or None: the server's K. grammar: which tokens may follow ("": any).
+    id: chosen by the front, never reused. deadline_s: seconds from now after which the answer ends
+    as it is, or None.
     """
 
     op: ClassVar[str] = "submit"
     id: int
     prompt: Sequence[int]
     max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: int | None = None
-    logit_bias: Sequence[tuple[int, float]] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    sampling: Sampling = GREEDY
     deadline_s: float | None = None
-    mode: str | None = None
-    lookahead: int | None = None
-    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,8 @@ _NAMES = {kind: frozenset(f.name for f in fields(kind)) for kind in _KINDS.value
 
 def pack(message: Message) -> bytes:
     """Returns a message as a line."""
-    return json.dumps({"op": message.op, **vars(message)}).encode() + b"\n"
+    values = {"op": message.op, **vars(message)}
+    return json.dumps(values, default=Sampling.to_dict).encode() + b"\n"
 
 
 def unpack(line: bytes) -> Message:
@@ -155,6 +145,8 @@ def unpack(line: bytes) -> Message:
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("op")]
+        if kind is Submit:
+            values["sampling"] = Sampling.from_dict(values["sampling"])
         message: Message = kind(**{name: values[name] for name in values if name in _NAMES[kind]})
         return message
     except (ValueError, TypeError, LookupError, AttributeError) as error:

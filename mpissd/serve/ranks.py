@@ -15,14 +15,14 @@ from time import monotonic
 
 from mpissd.common import guard
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.rounds import Control, Request
+from mpissd.common.rounds import Control, Request, Sampling
 from mpissd.common.stage import Stage
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way, warm_sizes, widths_of
 from mpissd.engine.job import Job, Serving
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.oracle.logits import TextWorkload
-from mpissd.engine.round.scheduler import Room, Scheduler
+from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened_machine, session_of, tell_doubt
@@ -76,19 +76,18 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     times, pages = ForwardTimes(rank.target.stepper.sizes), rank.target.stepper.pages
     assert pages is not None, "text without a KV cache"
     batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many pages
-    room = Room(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
+    room = Capacity(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
     goodput = Goodput(job.lookahead, widths_of(job), times) if config.auto else None
     _pass(rank, lambda loop: warm(loop, job, times, room, goodput))
     guard.stage(Stage.ROUNDS)
     line = Line(_connected())
     driver = Driver(
-        Scheduler(room),
+        Scheduler(room, Endings(*workload.stop_ids)),
         line,
         job.config.mode,
         job.lookahead,
         times=times,
         goodput=goodput,
-        stop_ids=workload.stop_ids,
         tree=job.tree,
     )
     line.put(
@@ -113,7 +112,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
 
 
 def warm(
-    loop: TargetLoop, job: Job, times: ForwardTimes, room: Room, goodput: Goodput | None = None
+    loop: TargetLoop, job: Job, times: ForwardTimes, room: Capacity, goodput: Goodput | None = None
 ) -> None:
     """Decodes a few rounds of batches of several sizes, and measures their forwards, and for a
     controller the rounds of AR and of each width with the largest K.
@@ -134,8 +133,9 @@ def warm(
     first = _WARM_ID
     for count, way, temperature in batches:
         ids = range(first, first + count)
+        sampling = Sampling(temperature)
         loop.control = Control(*way)
-        loop.admit([Request(n, _WARM_PROMPT[-1], 0, _WARM_PROMPT, temperature) for n in ids])
+        loop.admit([Request(n, _WARM_PROMPT[-1], 0, _WARM_PROMPT, sampling) for n in ids])
         for number in range(_WARM_ROUNDS):
             start = monotonic()
             result = loop.step()

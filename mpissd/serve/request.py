@@ -14,12 +14,12 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.flags import MODES
-from mpissd.common.rounds import Logprob
+from mpissd.common.rounds import GREEDY, Biases, Logprob, Sampling
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import make_grammar
 from mpissd.engine.text.prompts import check_text
@@ -70,43 +70,34 @@ class Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class Request:
+class Exchange:
     """A request and the state of its answer.
 
     The first fields are the body's; None means that the server's default is missing yet. subject: a
     conversation, a text, or token ids. form: what the answer must be: the field that says so, and
-    make_grammar's kind and value; grammar: made from it. prompt: its tokens. id: of the lead's
-    messages, chosen by `Lead.submit`. messages: of the lead, or the reason why it is gone, for all
-    choices. index: of the choice. is_sent: whether the lead has it. ends_s: the time of its
-    deadline; first_s: of its first token. num_tokens: up to the end of the text, also if the lead
-    decoded further. end: the lead's, None until then.
+    make_grammar's kind and value. prompt: its tokens. id: of the lead's messages, chosen by
+    `Lead.submit`. messages: of the lead, or the reason why it is gone, for all choices. index: of
+    the choice. is_sent: whether the lead has it. ends_s: the time of its deadline; first_s: of its
+    first token. num_tokens: up to the end of the text, also if the lead decoded further. end: the
+    lead's, None until then.
     """
 
     is_chat: bool
     subject: Any
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    logit_bias: Sequence[tuple[int, float]] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     stream: bool = False
     include_usage: bool = False
     include_sources: bool = False
     deadline_s: float | None = None
-    mode: str | None = None
-    lookahead: int | None = None
     n: int = 1
     tools: Sequence[Any] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     form: tuple[str, str, Any] | None = None
 
-    grammar: str = ""
     prompt: list[int] = field(default_factory=list)
     id: int = 0
     messages: asyncio.Queue[Tokens | End | Problem] = field(default_factory=asyncio.Queue)
@@ -133,9 +124,10 @@ class Request:
         subject = self.subject
         if self.form is not None:
             try:
-                self.grammar = make_grammar(*self.form, tokenizer)
+                grammar = make_grammar(*self.form, tokenizer)
             except ConfigError as error:
                 raise Problem(400, str(error), self.form[0]) from error
+            self.sampling = replace(self.sampling, grammar=grammar)
         try:
             if self.is_chat:
                 begins, continues = self.add_generation_prompt, self.continue_final_message
@@ -150,7 +142,7 @@ class Request:
             raise Problem(400, "prompt: has no tokens", "prompt")
         return tokens
 
-    def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Request]:
+    def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Exchange]:
         """Prepares the answer; returns its n choices. model: the name that it carries."""
         self._tokenizer = tokenizer
         self._head = {
@@ -165,8 +157,9 @@ class Request:
         for index, choice in enumerate(choices):
             choice.index, choice._new = index, []
             choice._text = AnswerText(tokenizer, self.stop, stop_ids, self.prompt)
-            if index and self.seed is not None:
-                choice.seed = (self.seed + index) % 2**63
+            if index and self.sampling.seed is not None:
+                seed = (self.sampling.seed + index) % 2**63
+                choice.sampling = replace(self.sampling, seed=seed)
         return choices
 
     @property
@@ -246,10 +239,10 @@ class Request:
         known = ([*each["top_logprobs"], each] for each in content)
         tops = [{one["token"]: one["logprob"] for one in each} for each in known]
         parts = {"tokens": names, "token_logprobs": values, "text_offset": None}
-        return {**parts, "top_logprobs": tops if self.logprobs else None}
+        return {**parts, "top_logprobs": tops if self.sampling.logprobs else None}
 
 
-def whole(choices: Sequence[Request]) -> dict[str, Any]:
+def whole(choices: Sequence[Exchange]) -> dict[str, Any]:
     """Returns OpenAI's object of choices that have ended; `speculation` is this server's own."""
     first, ends = choices[0], [one.end for one in choices if one.end is not None]
     prompt, tokens = len(first.prompt), sum(one.num_tokens for one in choices)
@@ -339,12 +332,12 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     return tuple(check_text(name, text) for text in texts)
 
 
-def _bias(name: str, value: Any) -> list[tuple[int, float]]:
+def _bias(name: str, value: Any) -> Biases:
     """Parses an object of addends by token id."""
     is_map = isinstance(value, dict) and len(value) <= MOST_BIASES
     if not is_map or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in value):
         raise _refused(name, value, f'{{"TOKEN ID": NUMBER}} of at most {MOST_BIASES} tokens')
-    return [(int(token), _real(-100, 100)(name, addend)) for token, addend in value.items()]
+    return tuple((int(token), _real(-100, 100)(name, bias)) for token, bias in value.items())
 
 
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
@@ -498,8 +491,9 @@ _COMPLETION: dict[str, Parser] = {
 }
 
 
-def parse(body: bytes, *, is_chat: bool) -> Request:
-    """Returns the request of a body; raises Problem(400)."""
+def parse(body: bytes, *, is_chat: bool, defaults: Sampling = GREEDY) -> Exchange:
+    """Returns the exchange that a body begins, with `defaults` for what the body leaves out of its
+    sampling; raises Problem(400)."""
     known, subject = (_CHAT, "messages") if is_chat else (_COMPLETION, "prompt")
     try:
         fields = json.loads(body.decode(), parse_constant=_refuse_constant)
@@ -526,20 +520,24 @@ def parse(body: bytes, *, is_chat: bool) -> Request:
         if top and not logprobs:
             raise Problem(400, f"top_logprobs={top}: allowed: with logprobs=true", "top_logprobs")
         logprobs = (top or 0) if logprobs else None
-    own = Request.__dataclass_fields__.keys() - {subject, "max_tokens", "logprobs"}
+    values |= {**values.get("speculation", {}), "logprobs": logprobs}
+    names = Sampling.__dataclass_fields__.keys() & values.keys()
+    sampling = replace(defaults, **{name: values[name] for name in names})
+    if not sampling.temperature:
+        sampling = replace(sampling, top_p=1.0)  # unused
+    own = Exchange.__dataclass_fields__.keys() - {subject, "max_tokens"}
     if values.get("tool_choice") == "none":
         values["tools"] = ()
     if values.get("add_generation_prompt") and values.get("continue_final_message"):
         message = "continue_final_message=true: allowed: add_generation_prompt=false"
         raise Problem(400, message, "continue_final_message")
-    return Request(
+    return Exchange(
         is_chat,
         values[subject],
         max_tokens=values.get("max_completion_tokens", values.get("max_tokens")),
-        logprobs=logprobs,
+        sampling=sampling,
         form=forms[0] if forms else None,
         **values.get("stream_options", {}),
-        **values.get("speculation", {}),
         **{name: value for name, value in values.items() if name in own},
     )
 

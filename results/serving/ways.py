@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpissd.common.rounds import Sampling
 from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Ready, Submit, Tokens
 
 NUMBERS = itertools.count(1)  # ids of requests
@@ -41,8 +42,7 @@ def load(
             next(NUMBERS),
             prompt,
             int(random.integers(16, 112)),
-            mode=mode_k[0],
-            lookahead=mode_k[1],
+            Sampling(mode=mode_k[0], lookahead=mode_k[1]),
         )
         due.append((at, ask))
         at += random.exponential() / rate

@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Outcome, Request, Source, Speculation
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.job import fine_buckets
-from mpissd.engine.round.scheduler import Room, Scheduler, Task
+from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler, Task
 from mpissd.engine.round.target import RoundResult
 
 K = 5
@@ -309,12 +309,12 @@ def test_one_delayed_forward_of_a_warm_up_changes_little(place: int) -> None:
 
 
 DRAFTED = 3
-ROOM = Room(sequences=4, context=100, ahead=DRAFTED + 1, page=10, pages=12)
+ROOM = Capacity(sequences=4, context=100, ahead=DRAFTED + 1, page=10, pages=12)
 
 
 def task(request_id: int, prompt: int = 5, tokens: int = 5, **told: object) -> Task:
-    asked = Request(request_id, prompt=tuple(range(prompt)))
-    return Task(asked, tokens, arrived_s=float(request_id), **told)  # type: ignore[arg-type]
+    request = Request(request_id, prompt=tuple(range(prompt)))
+    return Task(request, tokens, arrived_s=float(request_id), **told)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -349,7 +349,7 @@ def test_requests_join_in_their_order_as_far_as_there_is_room() -> None:
         scheduler.submit(task(n))
     assert [request.request_id for request in scheduler.turn(0.0).join] == [0, 1, 2, 3]
     assert (scheduler.num_waiting, scheduler.free_pages) == (2, 8)
-    scheduler = Scheduler(Room(sequences=8, context=100, ahead=DRAFTED + 1, page=10, pages=12))
+    scheduler = Scheduler(Capacity(sequences=8, context=100, ahead=DRAFTED + 1, page=10, pages=12))
     for n, length in enumerate((50, 70, 2)):
         scheduler.submit(task(n, length, 20))
     assert [request.request_id for request in scheduler.turn(0.0).join] == [0]
@@ -369,7 +369,7 @@ def test_what_can_never_run_is_refused(made: Task, told: str) -> None:
 
 
 def test_more_than_the_pool_holds_is_refused() -> None:
-    room = Room(sequences=2, context=100, ahead=DRAFTED + 1, page=10, pages=6)
+    room = Capacity(sequences=2, context=100, ahead=DRAFTED + 1, page=10, pages=6)
     Scheduler(room).submit(task(0, 20, 36))
     with pytest.raises(ConfigError, match="20 tokens and max_tokens=37: allowed: 56 together"):
         Scheduler(room).submit(task(0, 20, 37))
@@ -393,13 +393,13 @@ def test_a_stop_token_or_the_limit_ends_a_request_within_a_round() -> None:
     served, rows = Speculation.empty(0, 2, DRAFTED), np.zeros((2, Outcome.WIDTH), np.int32)
     served.rows[:, 2], served.tokens[:] = DRAFTED, [[7, 8, 9], [7, 8, 9]]
     rows[:] = [(0, 0, 0, 3, 6), (1, 0, 0, 3, 6)]
-    scheduler = Scheduler(ROOM)
-    scheduler.submit(task(0, tokens=9, stop_ids=frozenset({8})))
-    scheduler.submit(task(1, tokens=3))
+    scheduler = Scheduler(ROOM, Endings(8))
+    scheduler.submit(task(0, tokens=9))
+    scheduler.submit(task(1, tokens=1))
     scheduler.turn(0.0)
     first, second = scheduler.take(RoundResult(served, Outcome(0, rows), 0.0))
     assert (first.tokens, first.ended) == ([7, 8], "stop")
-    assert (second.tokens, second.ended) == ([7, 8, 9], "length")
+    assert (second.tokens, second.ended) == ([7], "length")
     assert scheduler.turn(0.0).leave == [0, 1] and not scheduler.running
 
 
@@ -417,7 +417,7 @@ def test_what_was_cached_of_a_prompt_is_counted_at_its_first_admission_alone() -
 def test_random_arrivals_all_end_and_no_page_is_lost_or_lent_twice(seed: int) -> None:
     dice = random.Random(seed)
     pages = dice.choice([10, 12, 20, 40])
-    room = Room(dice.randint(1, 6), 100 - DRAFTED - 1, DRAFTED + 1, 10, pages)
+    room = Capacity(dice.randint(1, 6), 100 - DRAFTED - 1, DRAFTED + 1, 10, pages)
     scheduler, ranks = Scheduler(room), Ranks(dice)
     left, ended, emitted, waited = 120, dict[int, str](), dict[int, int](), 0
     wanted: dict[int, int] = {}

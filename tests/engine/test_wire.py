@@ -1,8 +1,9 @@
 """Messages: fields are unpacked as they were packed, and bad messages are refused in one line. The
 batch that every rank keeps by applying the same outcomes: rows, tokens and places."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,18 @@ from hypothesis import strategies as st
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rng import Purpose
-from mpissd.common.rounds import Control, Event, Ints, Outcome, Request, Source, Speculation
+from mpissd.common.rounds import (
+    MOST_GRAMMAR,
+    MOST_SAMPLING,
+    Control,
+    Event,
+    Ints,
+    Outcome,
+    Request,
+    Sampling,
+    Source,
+    Speculation,
+)
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.link import queue_link
@@ -22,6 +34,7 @@ from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlac
 from mpissd.engine.oracle.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.sequence import Batch, Placement
+from mpissd.serve.request import MOST_BIASES, MOST_TOP
 from tests.loop.harness import CountingForwards
 
 BATCH, K, V, ROUND, MOST_PROMPT = 3, 4, 50, 7, 9
@@ -58,14 +71,15 @@ def admission(seed: int) -> Outcome:
     """Goes on with one sequence, and admits two with prompts of 1 to 9 tokens."""
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, V, rng.integers(1, 10)).tolist() for _ in range(2)]
-    seeds = None, int(rng.integers(0, 2**63)) * 2 + 1
-    admitted = Outcome.admission(
-        0,
-        [
-            Request(n, text[-1], 1, tuple(text), 0.5, 0.9, seed, 0 if n else None, 3 if n else None)
-            for n, (text, seed) in enumerate(zip(texts, seeds, strict=True))
-        ],
+    told = Sampling(
+        *(0.1 + 0.2, 1 / 3, int(rng.integers(0, 2**63)) * 2 + 1, 0, ((7, -1e-300), (8, 5e-324))),
+        *(float(rng.normal()), 2.5, '{"é": "\\n"}\n', 3),
     )
+    requests = [
+        Request(n, text[-1], 1, tuple(text), sampling, n)
+        for n, (text, sampling) in enumerate(zip(texts, (Sampling(), told), strict=True))
+    ]
+    admitted = Outcome.admission(0, requests)
     rows = np.concatenate([outcome(seed).rows[2:], admitted.rows])
     return Outcome(ROUND - 1, rows, admitted.prompts)
 
@@ -204,6 +218,39 @@ def test_whatever_arrives_is_a_protocol_error(send: Send, found: bytes) -> None:
         refused(sent)
 
 
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"", b"[]", b"7", b"{", b"[" * 10**5, b'{"colour": 1}', b'{"temperature": "hot"}',
+        b'{"temperature": NaN}', b'{"temperature": 1e999}', b'{"temperature": true}',
+        b'{"seed": -1}', b'{"seed": 1.5}', b'{"seed": 18446744073709551616}', b'{"lookahead": -1}',
+        b'{"logprobs": null}', b'{"logit_bias": [[1]]}', b'{"logit_bias": [[-1, 2.0]]}',
+        b'{"logit_bias": {"7": 1}}', b'{"grammar": ["x"]}', b'{"grammar": "\\ud800"}',
+    ],
+)  # fmt: skip
+def test_what_is_no_sampling_is_refused(packed: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the checksum is right: a draft's client is not trusted."""
+    monkeypatch.setattr(json, "dumps", lambda *_, **told: packed.decode("latin-1"))
+    refused(sent_prompts(3))
+
+
+@settings(max_examples=60)
+@given(numbers=st.lists(st.integers(-3, 9) | st.integers(-(2**31), 2**31 - 1), max_size=20))
+def test_prompts_of_any_numbers_are_refused(numbers: list[int]) -> None:
+    message, made = SHAPE.message(Kind.PROMPT), admission(0)
+    message.write(made.round, len(made.fresh), [np.array(numbers, np.int32)])
+    refused(Sent(message, 0, lambda: wire.read_prompts(message, Outcome(made.round, made.rows))))
+
+
+def test_the_largest_sampling_fits_its_message() -> None:
+    biases = tuple((10**9 - 1 - n, -1.2345678901234567e-101) for n in range(MOST_BIASES))
+    told = Sampling(*(1e-300 / 3, 1e-300 / 7, 2**64 - 1, MOST_TOP, biases), 1 / 3, 2 / 3)
+    told = replace(told, grammar='"' * MOST_GRAMMAR, lookahead=256)
+    packed = json.dumps(told.to_dict(), ensure_ascii=False)
+    assert len(packed.encode()) + 3 <= MOST_SAMPLING
+    assert Sampling.from_dict(json.loads(packed)) == told
+
+
 def test_large_messages_are_checked_by_a_fold() -> None:
     """Distributions of a large vocabulary: any one bit counts there, too."""
     message = LinkShape(0, 2, 4, vocab=30_011).message(Kind.PROPOSALS)
@@ -220,7 +267,7 @@ def test_large_messages_are_checked_by_a_fold() -> None:
 
 def test_every_draft_receives_the_prompts_as_they_are() -> None:
     lead, draft = queue_link(SHAPE, WAITER)
-    requests = [Request(n, n, n, (5, n), 0.5 * n, 1.0) for n in range(BATCH)]
+    requests = [Request(n, n, n, (5, n), Sampling(0.5 * n)) for n in range(BATCH)]
     for round_ in (-1, 0):  # the memory is used again
         told = Outcome.admission(round_, requests)
         lead.send_outcome(told)

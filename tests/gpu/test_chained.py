@@ -15,7 +15,7 @@ from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from mpissd.engine.model.transformer.trees import Size
 from mpissd.engine.round.rows import DraftWorker
-from mpissd.engine.round.target import Sequences, TargetLoop
+from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from tests.gpu.transformer_rig import FORKED, check_growing, check_stages, use_megakernel
@@ -74,13 +74,10 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
         records = RoundRecords(session.job.lookahead)
 
         def drive(loop: TargetLoop) -> None:
-            sequences = Sequences(session.workload)
-            records.ends = sequences.ends
-            loop.admit(sequences.first())
-            while sequences.are_live and (rounds is None or len(records) < rounds):
-                result = loop.step()
-                sequences.take(result, loop)
-                records.add(result.t_target_s, result.speculation, result.outcome)
+            scheduler = session.workload.scheduler()
+            loop.admit(scheduler.turn().join)
+            while scheduler.running and (rounds is None or len(records) < rounds):
+                scheduler.step(loop, records)
 
         rank.run_pass(rank.target, rank.make_drafters(), drive)
         rank.close()

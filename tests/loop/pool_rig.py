@@ -20,7 +20,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
 from mpissd.engine.round.speculator import RemoteSpeculator
-from mpissd.engine.round.target import Sequences, TargetLoop
+from mpissd.engine.round.target import TargetLoop
 from tests.loop.harness import Guarded
 
 WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled
@@ -34,16 +34,13 @@ class Group:
         worker = workload.target_worker(stepper_of(job, drafts=False))
         batch = job.config.batch_size
         self.loop = TargetLoop(worker, speculator, None, batch, WAITER)
-        self.sequences = Sequences(workload, number)
+        self.scheduler = workload.scheduler(number)
         self.records = RoundRecords(job.lookahead)
-        self.records.ends = self.sequences.ends
-        self.loop.admit(self.sequences.first())
+        self.loop.admit(self.scheduler.turn().join)
         self.is_stopped = False
 
     def step(self) -> None:
-        result = self.loop.step()
-        self.sequences.take(result, self.loop)
-        self.records.add(result.t_target_s, result.speculation, result.outcome)
+        self.scheduler.step(self.loop, self.records)
 
     def stop(self) -> None:
         if not self.is_stopped:
@@ -85,7 +82,8 @@ class Pool:
 
 
 def _is_left(group: Group, rounds: int) -> bool:
-    return len(group.records) < rounds and group.sequences.are_live and not group.is_stopped
+    is_live = bool(group.scheduler.running) and not group.is_stopped
+    return len(group.records) < rounds and is_live
 
 
 def stepper_of(job: Job, *, drafts: bool) -> Stepper:

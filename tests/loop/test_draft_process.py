@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from mpissd.common.rounds import Event, Outcome, Request
+from mpissd.common.rounds import Event, Outcome, Request, Sampling
 from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, write_prompts
 from mpissd.engine.features.draft_client import DraftClient
 from mpissd.huggingface import Candidates
@@ -261,14 +261,25 @@ def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("event", "bonus", "token"), [(4, 2, 5), (0, 2, 5), (9, 2, 5), (1, V, 5), (1, -1, 5), (1, 2, V)]
+    ("event", "bonus", "token", "seed"),
+    [
+        (4, 2, 5, 0),
+        (0, 2, 5, 0),
+        (9, 2, 5, 0),
+        (1, V, 5, 0),
+        (1, -1, 5, 0),
+        (1, 2, V, 0),
+        (1, 2, 5, -1),
+    ],
 )
-def test_a_protocol_breaker_is_left(flags: str, event: int, bonus: int, token: int) -> None:
+def test_a_protocol_breaker_is_left(
+    flags: str, event: int, bonus: int, token: int, seed: int
+) -> None:
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
     until(lambda: client._open() is not None, START_S)
     peer, process = client._socket, client._process
     sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))
-    prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus))}
+    prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus), Sampling(seed=seed))}
     outcome = Outcome(-1, np.array([[0, 0, event, 0, bonus]], np.int32), prompts)
     write_outcome(sent, outcome)
     peer.send(sent.array[: HEADER + Outcome.WIDTH].data)

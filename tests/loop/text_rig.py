@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from mpissd.common.rounds import Adjustment, Request
+from mpissd.common.rounds import Request, Sampling
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
@@ -137,12 +137,11 @@ class TextPair(Pair):
 
     def requests(self) -> list[Request]:
         asked = self.prompts[: self.batch]
-        told = self.temperature, self.top_p
-        more = dict[str, Any](grammar=GRAMMAR if self.has_grammar else "")
-        if self.penalties is not None:
-            bias, *penalties = self.penalties
-            more["adjustment"] = Adjustment(len(asked[0]), dict(bias), *penalties)
-        return [Request(n, prompt[-1], 0, prompt, *told, **more) for n, prompt in enumerate(asked)]
+        bias, presence, frequency = self.penalties or ((), 0.0, 0.0)
+        penalties = {"presence_penalty": presence, "frequency_penalty": frequency}
+        grammar = GRAMMAR if self.has_grammar else ""
+        told = Sampling(self.temperature, self.top_p, logit_bias=bias, grammar=grammar, **penalties)
+        return [Request(n, prompt[-1], 0, prompt, told) for n, prompt in enumerate(asked)]
 
     def forced(self, answer: list[int]) -> list[int]:
         if not self.forces:
@@ -183,11 +182,12 @@ class JudgedText(Judging, LogitsTarget):
         self, sequence: LiveSequence, start: int, i: int
     ) -> sampling.Floats | sampling.Weights:
         if self.wrong_top_p is not None:
-            sequence.request = replace(sequence.request, top_p=self.wrong_top_p)
+            told = replace(sequence.request.sampling, top_p=self.wrong_top_p)
+            sequence.request = replace(sequence.request, sampling=told)
         return super()._target_row(sequence, start, i)
 
-    def _answer(self, sequence: LiveSequence, start: int, node: int) -> list[int]:
-        return super()._answer(sequence, start, 0 if self.forgets_drafts else node)
+    def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
+        return super()._answer(sequence, 0 if self.forgets_drafts else node)
 
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpissd.common.rounds import Sampling
 from mpissd.lab.show import harmless
 from mpissd.serve.protocol import Cancel, Stats, Submit
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
@@ -64,7 +65,7 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         server.send(Submit(22, [3, 4, 5], 200, deadline_s=1e-9))
         assert server.ends([22])[22].reason == "deadline"
         server.send(Submit(23, [3, 4, 5], 8))  # the ranks are still there
-        server.send(Submit(24, [3, 4, 5], 8, logit_bias=[(7, 100.0)]))
+        server.send(Submit(24, [3, 4, 5], 8, Sampling(logit_bias=((7, 100.0),))))
         server.ends([23, 24])
         assert server.tokens(24) == [7] * 8
         stops = list(server.ready.stop_ids)
@@ -98,7 +99,7 @@ def test_a_lost_draft_costs_the_speculation_alone(
             server.take()
         os.kill(draft, signum)
         ends = server.ends([0, 1, 2])
-        server.send(Submit(20, [3, 4], 12, temperature=0.8))
+        server.send(Submit(20, [3, 4], 12, Sampling(0.8)))
         assert server.ends([20])[20].drafted == 0
         stops = list(server.ready.stop_ids)
         late = time.monotonic() + 20  # Stats are sent ten times a second

@@ -83,8 +83,8 @@ class FakeLead:
             self._writer.transport.abort()
             return
         logprobs = None
-        if asked.logprobs is not None:
-            logprobs = [Logprob(-0.25, self.script.likeliest[: asked.logprobs])] * len(tokens)
+        if (count := asked.sampling.logprobs) is not None:
+            logprobs = [Logprob(-0.25, self.script.likeliest[:count])] * len(tokens)
         self._tell(Tokens(asked.id, tokens, ["cache"] * len(tokens), logprobs))
 
     def _end(self, number: int, reason: str) -> None:

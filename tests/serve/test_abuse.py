@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ProtocolError
+from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve import protocol
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack, unpack
@@ -321,7 +322,7 @@ def test_a_lead_that_sends_nothing_is_not_ready(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_message_is_one_line_and_comes_back() -> None:
-    asked = Submit(3, [1, 2], 5, temperature=0.5, seed=7, logit_bias=[[7, 1.5]], deadline_s=2.5)
+    asked = Submit(3, [1, 2], 5, Sampling(0.1, seed=7, logit_bias=((7, 1.5),)), deadline_s=2.5)
     for message in (asked, Ready("é\n", 2048, [0, 2], 16, "ssd", 97), Stats(draft="lost")):
         line = pack(message)
         assert line.count(b"\n") == 1 and line.endswith(b"\n") and unpack(line) == message

@@ -58,7 +58,7 @@ def test_a_conversation_is_coloured_and_its_history_goes_along(rig: Rig) -> None
         first, second, third = (len(each.prompt) for each in rig.script.submitted)
         assert second > 2 * first - 8, "the first answer is part of the history"
         assert third == 2 * second - first, "the refused question is not"
-        assert rig.script.submitted[-1].mode == "ssd"
+        assert rig.script.submitted[-1].sampling.mode == "ssd"
         screen.type(END_OF_FILE)
         assert screen.end() == 0
 
@@ -88,7 +88,7 @@ def test_commands_change_the_mode_the_colours_and_the_history(rig: Rig) -> None:
         screen.type("hello\n")
         assert "\x1b[32m" not in screen.until("ar> ")
         first, second = rig.script.submitted
-        assert first.prompt == second.prompt and first.mode == "ar"
+        assert first.prompt == second.prompt and first.sampling.mode == "ar"
         screen.type("/quit\n")
         assert screen.end() == 0
 

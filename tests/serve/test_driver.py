@@ -3,16 +3,18 @@ alike share pages: their tokens stay, no page is lost, less is computed."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
+from mpissd.common.rounds import Sampling
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
-from mpissd.engine.round.scheduler import Room, Scheduler, Task
+from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler, Task
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
 from mpissd.serve.ranks import warm
@@ -86,9 +88,10 @@ def served(
     clock: Callable[[], float] = lambda: 0.0,
     goodput: Goodput | None = None,
 ) -> Driver:
-    scheduler, job = Scheduler(room_of(loops)), loops.job
+    job = loops.job
+    stop_ids = job.workload.stop_ids  # type: ignore[attr-defined]
+    scheduler = Scheduler(room_of(loops), Endings(*stop_ids))
     told: Any = {"times": times, "goodput": goodput, "clock": clock, "tree": job.tree}
-    told["stop_ids"] = job.workload.stop_ids  # type: ignore[attr-defined]
     driver = Driver(scheduler, mail, "", job.lookahead, **told)
     while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
         driver.wait(1.0)
@@ -96,10 +99,10 @@ def served(
     return driver
 
 
-def room_of(loops: Loops) -> Room:
+def room_of(loops: Loops) -> Capacity:
     job, pages = loops.job, loops.target_stepper.pages
     sizes, ahead = pages.sizes, job.lookahead + 1
-    return Room(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
+    return Capacity(job.config.batch_size, job.longest, ahead, sizes.page, sizes.num_pages)
 
 
 def prompts(count: int, seed: int = 0) -> Iterator[list[int]]:
@@ -200,9 +203,9 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
 
 @pytest.mark.parametrize("mode", ["ssd", "tree", "branches of trees"])
 def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) -> None:
-    told = {"temperature": 0.9, "top_p": 0.95}
-    mine = [Submit(n, [4, 5, 6], 40, seed=7, **told) for n in (0, 40)]
-    others = [Submit(n, prompt, 30, **told) for n, prompt in enumerate(prompts(6), 1)]
+    mine = [Submit(n, [4, 5, 6], 40, Sampling(0.9, 0.95, seed=7)) for n in (0, 40)]
+    told = Sampling(0.9, 0.95)
+    others = [Submit(n, prompt, 30, told) for n, prompt in enumerate(prompts(6), 1)]
     greedy = Submit(50, [8, 9], 40)
     mail = Script(
         (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, greedy)
@@ -217,7 +220,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
     for mode in ("ar", "ssd", "tree"):
-        mail = Script((0, Submit(0, [4, 5, 6], 20, logprobs=3)), (0, Submit(1, [9], 20)))
+        mail = Script((0, Submit(0, [4, 5, 6], 20, Sampling(logprobs=3))), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
@@ -236,24 +239,22 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
 
 def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
     """Greedy ones among others, some of them sampled; their definition decodes one by one."""
-    every, greedy = (
-        [[5, 6, 7 + n] for n in range(4)],
-        {"presence_penalty": 0.8, "frequency_penalty": 0.5},
-    )
+    every = [[5, 6, 7 + n] for n in range(4)]
+    greedy = Sampling(presence_penalty=0.8, frequency_penalty=0.5)
     asked = [
-        Submit(0, every[0], 25, **greedy),
-        Submit(1, every[1], 25, logit_bias=[(7, 3.0), (8, -100.0)], logprobs=1),
+        Submit(0, every[0], 25, greedy),
+        Submit(1, every[1], 25, Sampling(logit_bias=((7, 3.0), (8, -100.0)), logprobs=1)),
         Submit(2, every[2], 25),
-        Submit(3, every[3], 25, temperature=0.9, **greedy),
+        Submit(3, every[3], 25, replace(greedy, temperature=0.9)),
     ]
     want = {2: alone(pair, every[2], 25)}
     for one in asked[:2]:
-        tokens = tuple(one.prompt)
+        tokens, told = tuple(one.prompt), one.sampling
         for _ in range(25):
             logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
             counts = np.bincount(answer, minlength=len(logits)) if answer else 0
-            z = logits - one.presence_penalty * np.sign(counts) - one.frequency_penalty * counts
-            for token, addend in one.logit_bias:
+            z = logits - told.presence_penalty * np.sign(counts) - told.frequency_penalty * counts
+            for token, addend in told.logit_bias:
                 z[token] += addend
             tokens = (*tokens, int(np.argmax(z)))
         want[one.id] = list(tokens[len(one.prompt) :])
@@ -267,7 +268,7 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
 
 
 def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> None:
-    asked = [Submit(n, [4, 5, 6 + n], 80, frequency_penalty=0.7) for n in range(3)]
+    asked = [Submit(n, [4, 5, 6 + n], 80, Sampling(frequency_penalty=0.7)) for n in range(3)]
     want = Script(*((200 * n, one) for n, one in enumerate(asked)))
     run(pair, "ar", want)
     mail = Script(*((0, one) for one in asked))
@@ -291,7 +292,7 @@ def test_a_request_that_is_over_at_once_begins_no_pass(pair: TinyPair, second: M
 @pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
 def test_a_request_s_mode_decodes_its_rounds(pair: TinyPair, mode: str) -> None:
     prompt = [5, 6, 7]
-    asked = Submit(0, prompt, 60, mode=mode), Submit(1, prompt, 60)
+    asked = Submit(0, prompt, 60, Sampling(mode=mode)), Submit(1, prompt, 60)
     mail = Script((0, asked[0]), (200, asked[1]))
     goodput = Goodput(K, [None, 1], ForwardTimes())
     run(pair, "ssd", mail, goodput=goodput)
@@ -307,7 +308,7 @@ def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: flo
     """Limits change no token, of no request; drafted tokens keep to them."""
     limits = [0, 1, None, 2, 0]
     asked = [
-        Submit(n, prompt, 30, temperature, seed=n, lookahead=limit)
+        Submit(n, prompt, 30, Sampling(temperature, seed=n, lookahead=limit))
         for n, (prompt, limit) in enumerate(zip(prompts(5), limits, strict=True))
     ]
     mail = Script(*((3 * n, one) for n, one in enumerate(asked)))

@@ -13,6 +13,7 @@ import pytest
 
 from mpissd.__main__ import main
 from mpissd.common.config import parse_flags
+from mpissd.common.rounds import Sampling
 from mpissd.engine import Decoder
 from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
@@ -119,8 +120,8 @@ def requests(count: int) -> list[tuple[Submit, Asked | None]]:
         grammar = "" if asked is None else make_grammar("x", *asked)
         prompt = [rng.randrange(3, len(tiny.tokens())) for _ in range(rng.randint(1, 20))]
         is_long = asked is not None and asked[0] != "regex"
-        told = {"temperature": 1.0 if n % 4 == 3 else 0.0, "top_p": rng.choice([1.0, 0.8])}
-        made.append((Submit(n, prompt, MOST if is_long else 40, **told, grammar=grammar), asked))
+        told = Sampling(float(n % 4 == 3), rng.choice([1.0, 0.8]), grammar=grammar)
+        made.append((Submit(n, prompt, MOST if is_long else 40, told), asked))
     return made
 
 
@@ -151,7 +152,7 @@ def test_every_answer_meets_its_grammar_and_all_modes_are_equal(
     tokens, ends, counts = found.tokens(), found.ends(), [0, 0]
     assert sum(end.forced for end in ends.values()) > 4 * COUNT
     for one, asked in requests(COUNT):
-        assert one.temperature or tokens[one.id] == expected[one.id]
+        assert one.sampling.temperature or tokens[one.id] == expected[one.id]
         if asked is not None:
             end, text = ends[one.id], words.decode(tokens[one.id])
             assert end.reason == "stop" and is_met(asked, text), (asked, text)
@@ -164,7 +165,7 @@ def test_a_preempted_answer_and_a_narrow_draft_meet_theirs(narrow: TinyPair, mod
     item = {"enum": ["hello", "hell", "x y"]}
     schema = json.dumps({"type": "array", "items": item, "minItems": 16, "maxItems": 18})
     grammar, words = make_grammar("x", "json", schema), load_tokenizer(str(narrow.target))
-    asked = [Submit(n, [n + 5] * (n + 1), MOST, grammar=grammar) for n in range(5)]
+    asked = [Submit(n, [n + 5] * (n + 1), MOST, Sampling(grammar=grammar)) for n in range(5)]
     found = answers(narrow, asked, Serving(kv_tokens=CONTEXT), **MODES[mode])
     assert found.watched[0] > 0 or mode != "ssd", "some are preempted"
     assert found.tokens() == answers(narrow, asked, Serving(), mode="ar").tokens()
@@ -175,7 +176,7 @@ def test_a_preempted_answer_and_a_narrow_draft_meet_theirs(narrow: TinyPair, mod
 def test_a_preempted_answer_ends_at_the_same_limit(pair: TinyPair) -> None:
     """A preempted answer's tokens were read at once, and met a limit that others do not meet."""
     grammar = make_grammar("x", "regex", r"([a-z]{1,20} ?){1,30}\.")
-    asked = [Submit(n, [n + 5] * 20, 160, grammar=grammar) for n in range(SLOTS)]
+    asked = [Submit(n, [n + 5] * 20, 160, Sampling(grammar=grammar)) for n in range(SLOTS)]
     found = answers(pair, asked, Serving(kv_tokens=CONTEXT), **MODES["ssd"])
     assert found.watched[0] > 0, "some are preempted"
     assert found.tokens() == answers(pair, asked, Serving(), forces=False, mode="ar").tokens()
@@ -189,7 +190,7 @@ def test_a_draft_on_hidden_states_meets_grammars(
     asked = [one for one, _ in requests(COUNT)][:12]
     found = answers(replace(pair, draft=draft), asked, Serving(), **MODES["inline"])
     tokens, ends = found.tokens(), found.ends().values()
-    assert all(one.temperature or tokens[one.id] == expected[one.id] for one in asked)
+    assert all(one.sampling.temperature or tokens[one.id] == expected[one.id] for one in asked)
     assert sum(end.accepted for end in ends) > 0.5 * sum(end.drafted for end in ends)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.common.rounds import GREEDY, Sampling
 from mpissd.engine.text.grammar import make_grammar
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.app import event
@@ -46,7 +47,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
     assert used.speculation == {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4, "forced": 0}
     asked = rig.script.submitted[0]
     assert list(asked.prompt) == words.chat(QUESTION)
-    assert (asked.temperature, asked.top_p, asked.seed, asked.logprobs) == (0.0, 1.0, None, None)
+    assert asked.sampling == GREEDY
     assert asked.max_tokens == rig.script.context - prompt
     assert asked.deadline_s is not None and 570 < asked.deadline_s < 600  # from the arrival on
 
@@ -79,9 +80,9 @@ def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None
         assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
         asked = rig.script.submitted[-1]
         assert list(asked.prompt) == words.encode("hello")
-        assert (asked.temperature, asked.top_p, asked.seed, asked.max_tokens) == (0.5, 0.9, 7, 3)
-        assert (asked.presence_penalty, asked.frequency_penalty) == (0.5, -0.5)
-        assert asked.logit_bias == [[7, -100.0], [8, 2.5]]
+        bias = ((7, -100.0), (8, 2.5))
+        assert asked.sampling == Sampling(0.5, 0.9, 7, None, bias, 0.5, -0.5)
+        assert asked.max_tokens == 3
     with pytest.raises(openai.BadRequestError, match="logit_bias: token 70000: allowed: 0"):
         client(rig).completions.create(model="tiny", prompt="x", logit_bias={"70000": 1})
     streamed = client(rig).completions.create(model="tiny", prompt="hello", stream=True)
@@ -107,12 +108,11 @@ def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> N
     assert [each.logprob for each in found] == [-0.25] * len(ids)
     assert [each.token for each in found] == [words.decode([i], specials=True) for i in ids]
     assert found[0].token == "hello" and found[0].bytes == list(b"hello")
-    assert found[0].top_logprobs == [] and rig.script.submitted[-1].logprobs == 0
+    assert found[0].top_logprobs == [] and rig.script.submitted[-1].sampling.logprobs == 0
     asked = {"model": "tiny", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
     tops = client(rig).chat.completions.create(**asked).choices[0].logprobs.content[3].top_logprobs
-    assert [each.logprob for each in tops] == [-0.25, -2.0] and rig.script.submitted[
-        -1
-    ].logprobs == 2
+    assert [each.logprob for each in tops] == [-0.25, -2.0]
+    assert rig.script.submitted[-1].sampling.logprobs == 2
     assert [each.token for each in tops] == [words.decode([n]) for n in (20, 21)]
     told = client(rig).completions.create(model="tiny", prompt="x", logprobs=2)
     told = told.choices[0].logprobs.top_logprobs[0]
@@ -141,7 +141,7 @@ def test_forms_reach_the_lead_as_grammars(rig: Rig) -> None:
         client(rig).completions.create(model="tiny", prompt="x", extra_body=form)
     made = [make_grammar("", "json", json.dumps(each)) for each in ({"type": "object"}, SCHEMA)]
     made += [make_grammar("", "regex", "a+"), make_grammar("", "choice", ["yes", "n|o"]), ""]
-    assert [asked.grammar for asked in rig.script.submitted] == made
+    assert [asked.sampling.grammar for asked in rig.script.submitted] == made
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_choices_are_answers_of_their_own(rig: Rig) -> None:
     assert answer.usage.completion_tokens == 3 * said and answer.usage.speculation["accepted"] == 15
     asked_first = rig.script.submitted[0]
     assert answer.usage.prompt_tokens == len(asked_first.prompt)
-    assert [one.seed for one in rig.script.submitted] == [7, 8, 9]
+    assert [one.sampling.seed for one in rig.script.submitted] == [7, 8, 9]
     streamed: dict[int, str] = {}
     for chunk in client(rig).chat.completions.create(**asked, stream=True, max_tokens=said):
         (choice,) = chunk.choices

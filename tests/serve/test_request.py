@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.protocol import End, Tokens
-from mpissd.serve.request import CALL, Problem, Request, called, parse
+from mpissd.serve.request import CALL, Exchange, Problem, called, parse
 from tests.text import tiny
 
 NAMES = (
@@ -112,12 +112,12 @@ def test_what_cannot_be_is_refused_by_name(words: Tokenizer) -> None:
         assert says in refusal(words, body)
 
 
-def is_sound(ask: Request) -> bool:
+def is_sound(ask: Exchange) -> bool:
     ranges = [
         ask.max_tokens is None or ask.max_tokens >= 1,
-        ask.temperature is None or 0 <= ask.temperature <= 2,
-        0 < ask.top_p <= 1 <= ask.n <= 8,
-        ask.seed is None or 0 <= ask.seed < 2**63,
+        0 <= ask.sampling.temperature <= 2,
+        0 < ask.sampling.top_p <= 1 <= ask.n <= 8,
+        0 <= (ask.sampling.seed or 0) < 2**63,
         ask.deadline_s is None or 0 < ask.deadline_s <= 86400,
         all(isinstance(stop, str) and stop for stop in ask.stop),
     ]

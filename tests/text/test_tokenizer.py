@@ -25,7 +25,7 @@ from mpissd.engine.text.prompts import read_entries, read_prompts
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.lab.tables.load import load_rows
 from mpissd.serve.protocol import Tokens
-from mpissd.serve.request import Request
+from mpissd.serve.request import Exchange
 from tests import weight_files
 from tests.text import layouts, tiny
 
@@ -369,10 +369,10 @@ def test_the_text_of_an_answer_continues_the_prompts(tmp_path: Path) -> None:
     assert found.piece(word) == " a"
     endings = TextEndings(found, [" a"], {2}, {0: 9}, {0: [1, 260]})
     assert endings.kept(0, 0, [260, word]) == 2
-    request = Request(is_chat=False, subject="a", prompt=[1, 260])
-    request.begin(found, {2}, "m")
-    request.add(Tokens(0, [word]))
-    assert request.choice()["text"] == " a"
+    exchange = Exchange(is_chat=False, subject="a", prompt=[1, 260])
+    exchange.begin(found, {2}, "m")
+    exchange.add(Tokens(0, [word]))
+    assert exchange.choice()["text"] == " a"
 
 
 @given(st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xE6, 0x97, 0xFF]), max_size=12))

@@ -8,6 +8,7 @@ and the whole message with its checksum. A difference raises ProtocolError with 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
@@ -22,23 +23,22 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import (
     MOST_FORCED,
-    MOST_GRAMMAR,
+    MOST_SAMPLING,
     Control,
     Ints,
     Outcome,
     Request,
+    Sampling,
     Speculation,
 )
 
-VERSION = 0x5D05
+VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
 _FOLD = 1 << 10  # numbers that are left of a folded body
-# Of a prompt, before its tokens: their number, flags, lookahead (−1: None), how many of them are
-# answered, the int32 of the grammar that follows the tokens, temperature, top_p, seed.
-_PROMPT = Struct("=iiiiiddQ")
-_PROMPT_HEAD = _PROMPT.size // 4
-_READS_LOGITS, _HAS_SEED = 1, 2
+# int32 of a prompt before its tokens: their number, how many of them are answered, and the int32
+# of the Sampling that follows them, in JSON.
+_PROMPT_HEAD = 3
 
 
 class Kind(IntEnum):
@@ -114,7 +114,7 @@ class LinkShape:
             Kind.SPECULATION: self.speculation_width,
             Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
-            Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_GRAMMAR // 4,
+            Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_SAMPLING // 4,
             Kind.START: 2 * self.lookahead + 1,
         }
         return self.batch * each[kind]
@@ -307,31 +307,30 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
-        flags = _READS_LOGITS * request.reads_logits + _HAS_SEED * (request.seed is not None)
-        sampling = request.temperature, request.top_p, request.seed or 0
-        grammar = request.grammar.encode()
-        grammar += b"\0" * (-len(grammar) % 4)
-        most = -1 if request.lookahead is None else request.lookahead
-        sizes = most, request.answered, len(grammar) // 4
-        head = _PROMPT.pack(len(request.prompt), flags, *sizes, *sampling)
-        parts += [np.frombuffer(head, np.int32), np.array(request.prompt, np.int32)]
-        parts.append(np.frombuffer(grammar, np.int32))
+        packed = json.dumps(request.sampling.to_dict(), ensure_ascii=False).encode()
+        packed += b" " * (-len(packed) % 4)
+        sizes = len(request.prompt), request.answered, len(packed) // 4
+        parts.append(np.array([*sizes, *request.prompt], np.int32))
+        parts.append(np.frombuffer(packed, np.int32))
     return message.write(outcome.round, len(fresh), parts)
 
 
 def read_prompts(message: Message, outcome: Outcome) -> Outcome:
     """Returns the outcome with the prompts of its admissions, which have arrived."""
     fresh = outcome.fresh.tolist()
-    body = message.body(message.header(outcome.round, len(fresh)))
-    prompts, at = dict[tuple[int, int], Request](), 0
+    header = message.header(outcome.round, len(fresh))
+    body = message.body(header)
+    prompts = dict[tuple[int, int], Request]()
     for id_, epoch, _, _, last in fresh:
-        head, at = body[at : at + _PROMPT_HEAD], at + _PROMPT_HEAD
-        size, flags, most, answered, rest, *told = _PROMPT.unpack(head.tobytes())
-        temperature, top_p, seed = told
-        tokens, at = body[at : at + size], at + size
-        grammar, at = body[at : at + rest].tobytes().rstrip(b"\0").decode(), at + rest
-        sampling = temperature, top_p, seed if flags & _HAS_SEED else None
-        more = 0 if flags & _READS_LOGITS else None, None if most < 0 else most, None, grammar
-        every = tuple(tokens.tolist()), *sampling, *more, answered
-        prompts[id_, epoch] = Request(id_, last, epoch, *every)
+        head, body = body[:_PROMPT_HEAD].tolist(), body[_PROMPT_HEAD:]
+        size, answered, words = head if len(head) == _PROMPT_HEAD else (-1, 0, 0)
+        if not (0 <= size <= len(body) - words and words >= 0):
+            raise message.refused(header, f"{len(body)} numbers after {head}, expected a prompt")
+        tokens, packed, body = np.split(body, [size, size + words])
+        try:
+            sampling = Sampling.from_dict(json.loads(packed.tobytes().decode()))
+        except (ValueError, RecursionError) as error:
+            raise message.refused(header, f"{error}, expected a Sampling in JSON") from error
+        prompt = tuple(tokens.tolist())
+        prompts[id_, epoch] = Request(id_, last, epoch, prompt, sampling, answered)
     return Outcome(outcome.round, outcome.rows, prompts, outcome.control)

@@ -390,7 +390,7 @@ class Goodput:
         own = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
         share = (own[:, 0] + _OWN * mean) / (own.sum(axis=1) + _OWN)
         each = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
-        limits = (task.asked.lookahead for task in tasks)
+        limits = (task.request.sampling.lookahead for task in tasks)
         most = [self._lookahead if limit is None else limit for limit in limits]
         drafts = np.arange(self._lookahead) < np.array(most)[:, None]
         ahead = len(tasks) + np.cumsum((np.cumprod(each, axis=1) * drafts).sum(axis=0))

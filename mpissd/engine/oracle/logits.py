@@ -13,7 +13,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
-from mpissd.common.rounds import Ints, Logprob, Request, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.law import sampling
@@ -34,16 +34,11 @@ from mpissd.engine.oracle.sampled import (
     TargetRow,
     check_finite,
 )
-from mpissd.engine.oracle.workload import (
-    WARM_TOKENS,
-    Endings,
-    Resolved,
-    Workload,
-    laws_label,
-)
+from mpissd.engine.oracle.workload import WARM_TOKENS, Resolved, Workload, laws_label
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import Logits, LogitsGather, OpenGather, Proposals
 from mpissd.engine.round.rows import TargetWorker
+from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, LiveSequence
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
@@ -96,9 +91,9 @@ class LogitsTarget(SampledTarget):
         if batch.sequences is self._live:
             return
         self._live = batch.sequences
-        requests = [sequence.request for sequence in batch.sequences]
-        self._draws_any = self._samples and any(request.temperature > 0 for request in requests)
-        asked = self._teaches or any(r.reads_logits or r.grammar for r in requests)
+        settings = [sequence.request.sampling for sequence in batch.sequences]
+        self._draws_any = self._samples and any(setting.temperature > 0 for setting in settings)
+        asked = self._teaches or any(setting.reads_logits for setting in settings)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -123,9 +118,9 @@ class LogitsTarget(SampledTarget):
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
         """Returns the served tokens that are the likeliest of their rows, and the next one; None if
         the sequence is sampled, or its logits are adjusted or masked."""
-        request = sequence.request
-        is_changed = request.adjustment is not None or bool(request.grammar)
-        if is_changed or (request.temperature > 0 and self._draws_any):
+        settings = sequence.request.sampling
+        is_changed = settings.adjusts or bool(settings.grammar)
+        if is_changed or (settings.temperature > 0 and self._draws_any):
             return None
         count = len(sequence.served)
         rows = range(start, start + count + 1)
@@ -136,8 +131,8 @@ class LogitsTarget(SampledTarget):
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is None or self._gather is not None or self.tree.num_lanes:
             return super()._judge_all(cases)
-        requests = [case.sequence.request for case in cases]
-        is_drawn = [r.top_p >= 1 and r.adjustment is None and not r.grammar for r in requests]
+        settings = [case.sequence.request.sampling for case in cases]
+        is_drawn = [s.top_p >= 1 and not (s.adjusts or s.grammar) for s in settings]
         drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
         pairs = zip(cases, is_drawn, strict=True)
@@ -149,7 +144,7 @@ class LogitsTarget(SampledTarget):
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
-            if (count := sequence.request.logprobs) is not None:
+            if (count := sequence.request.sampling.logprobs) is not None:
                 path = self.tree.paths[accepted[row]]
                 tokens = [*sequence.path(path), int(bonus[row])]
                 logprobs[row] = []
@@ -206,22 +201,19 @@ class LogitsTarget(SampledTarget):
         grammar = self._grammars.of(sequence)
         if grammar is None:
             return logits
-        path = sequence.path(self.tree.paths[node])
-        return grammar.masked(logits, [*sequence.answer, *path])
+        return grammar.masked(logits, self._answer(sequence, node))
 
     def _target_row(self, sequence: LiveSequence, start: int, i: int) -> TargetRow:
-        request, row = sequence.request, self._masked(sequence, start, i)
-        logits: Logits | sampling.Floats = row
-        if request.adjustment is not None:
-            logits = request.adjustment.apply(
-                row, self._answer(sequence, request.adjustment.start, i)
-            )
-        weights = sampling.weigh(logits, request.temperature)
-        return weights if request.top_p >= 1 else sampling.nucleus(weights.probs, request.top_p)
+        settings = sequence.request.sampling
+        logits: Logits | sampling.Floats = self._masked(sequence, start, i)
+        if settings.adjusts:
+            logits = settings.adjusted(logits, self._answer(sequence, i))
+        weights = sampling.weigh(logits, settings.temperature)
+        return weights if settings.top_p >= 1 else sampling.nucleus(weights.probs, settings.top_p)
 
-    def _answer(self, sequence: LiveSequence, start: int, node: int) -> list[int]:
-        """Returns the tokens from position `start` up to a node of the draft."""
-        return sequence.tokens[start:] + sequence.path(self.tree.paths[node])
+    def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
+        """Returns the tokens of the answer up to a node of the draft."""
+        return sequence.answer + sequence.path(self.tree.paths[node])
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
@@ -232,7 +224,7 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
     """
     asked = []
     for case in cases:
-        how, every = (case.sequence.request.temperature, case.u), list[Judging]()
+        how, every = (case.sequence.request.sampling.temperature, case.u), list[Judging]()
         for token, q, coin in zip(case.tokens, case.q, case.coins, strict=False):
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
@@ -334,7 +326,7 @@ class LogitsDraft(SampledDraft):
                 row += 1
 
     def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
-        return (*sequence.answer, *ahead) if sequence.request.grammar else ()
+        return (*sequence.answer, *ahead) if sequence.request.sampling.grammar else ()
 
     def _follow(self, state: DrawState, token: int) -> None:
         if state.grammar is not None:
@@ -590,8 +582,8 @@ class TextWorkload(Workload):
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
         """Returns the request that continues these tokens, sampled according to the flags."""
         config = self.job.config
-        sampled = config.temperature, config.top_p
-        return Request(request_id, tokens[-1], 0, tuple(tokens), *sampled, grammar=self.grammar)
+        settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
+        return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns prompts first_id …; beyond their number, short ones to warm the job up."""

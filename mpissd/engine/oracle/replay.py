@@ -36,7 +36,8 @@ from mpissd.engine.law.fanout import lanes_of
 from mpissd.engine.law.lookup import make_lookup
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
-from mpissd.engine.oracle.workload import Endings, Workload, laws_label
+from mpissd.engine.oracle.workload import Workload, laws_label
+from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 SCHEMA = 1

@@ -82,9 +82,10 @@ class GrammarStates:
 
     def of(self, sequence: LiveSequence) -> Grammar | None:
         """Returns the state of a sequence's grammar; None without one."""
-        if sequence.constraint is None and sequence.request.grammar and self._make is not None:
-            grammar = self._make().begin(sequence.request.grammar)
-            grammar.forces = self.forces and sequence.request.logprobs is None
+        settings = sequence.request.sampling
+        if sequence.constraint is None and settings.grammar and self._make is not None:
+            grammar = self._make().begin(settings.grammar)
+            grammar.forces = self.forces and settings.logprobs is None
             sequence.constraint = grammar
         state: Grammar | None = sequence.constraint
         return state
@@ -118,7 +119,7 @@ class SampledDraft(DraftOracle):
             sequence = batch.sequences[row]
             fan_out = fan_outs.behind(source)
             served = sequence.served
-            is_drafted = sequence.request.lookahead != 0
+            is_drafted = sequence.request.sampling.lookahead != 0
             for k in range(len(served) + 1):
                 drafted = [served[child - 1] for child in tree.children[k] if child <= len(served)]
                 others = [token for token in next(likeliest) if token not in drafted]
@@ -179,7 +180,7 @@ class SampledDraft(DraftOracle):
                 sequence.first_draw(nodes is not None),
                 self._context(sequence, ahead),
                 fan_out,
-                sequence.request.temperature,
+                sequence.request.sampling.temperature,
                 grammar=self._grammar(sequence),
             )
             states.append(state)

@@ -6,7 +6,7 @@ It reads a `Resolved`: the job's shapes, token models, fan-out lists and sizes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, Size
 from mpissd.engine.round.oracle import DraftOracle, OpenGather, TargetOracle
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
+from mpissd.engine.round.scheduler import UNLIMITED, Capacity, Endings, Scheduler, Task
 from mpissd.engine.round.sequence import Placement
 
 _LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
@@ -235,35 +236,6 @@ class Resolved:
         return max(1, *(most + max(0, len(children) - 1) for most, children in each))
 
 
-class Endings:
-    """Ends sequences at a stop token, or when they have no room for more; base of further rules.
-
-    The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
-    """
-
-    def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
-        """room: returns the tokens that a request may emit (None: any number)."""
-        self._stop, self._room = frozenset(stop_tokens), room
-
-    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of a round's tokens count if the sequence ends with them, or None.
-
-        before: the number of tokens that the sequence had emitted before this round.
-        """
-        kept = self._stopped(request_id, tokens)
-        left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
-        if left > len(tokens):
-            return kept
-        return left if kept is None else min(kept, left)
-
-    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of these tokens there are up to a stop, or None."""
-        for n, token in enumerate(tokens, 1):
-            if token in self._stop:
-                return n
-        return None
-
-
 # The keys of a result row that a workload fills, in their order; null if it does not.
 ROW_FIELDS = (
     "acceptance acceptance_fast hit_law laws temperature vocab order divergence saguaro_c "
@@ -393,6 +365,16 @@ class Workload(ABC):
         """Returns the rule that ends a pass's sequences, by default a stop token; None: no rule."""
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
+
+    def scheduler(self, group: int = 0) -> Scheduler:
+        """Returns the schedule of a target group's sequences, batch_size of them at a time. One
+        ends when `endings` end it, or with as many tokens as its limit."""
+        config = self.job.config
+        share = self.share(group)
+        scheduler = Scheduler(Capacity(config.batch_size), self.endings())
+        for request in self.requests(share.start, len(share)):
+            scheduler.queue(Task(request, config.token_limit or UNLIMITED))
+        return scheduler
 
     def row_fields(self) -> dict[str, Any]:
         """Returns the values of this workload's keys in the result row, some of ROW_FIELDS."""

@@ -154,7 +154,7 @@ class Drafter:
         """Returns the cache's branch for each sequence, None for a miss."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
-            if sequence.request.lookahead == 0:
+            if sequence.request.sampling.lookahead == 0:
                 found[row] = None
         for row, tokens in self.batch.forced.items():  # a branch must begin with these, too
             if len(tokens) >= self.levels or self.batch.tree.num_lanes:
@@ -178,7 +178,7 @@ class Drafter:
             if misses := [
                 row
                 for row, branch in enumerate(found)
-                if branch is None and sequences[row].request.lookahead != 0
+                if branch is None and sequences[row].request.sampling.lookahead != 0
             ]:
                 parts.append(self.restarted(misses))
         start = perf_counter()
@@ -237,7 +237,7 @@ class Drafter:
             table[rows, head : head + nodes] = branches.tokens[:, :nodes]
             for row in numbers:
                 most = after_forced.get(row, nodes)
-                if (limit := self.batch.sequences[row].request.lookahead) is not None:
+                if (limit := self.batch.sequences[row].request.sampling.lookahead) is not None:
                     most = min(most, ends[min(limit, len(ends) - 1)])
                 if most != nodes:
                     speculation.num_draft[row] = most

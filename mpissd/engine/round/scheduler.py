@@ -12,32 +12,64 @@ forwards are batch-invariant, bit for bit, its tokens stay the same (temperature
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
 from mpissd.common.errors import ConfigError
-from mpissd.common.rounds import Logprob, Request, Source
-from mpissd.engine.round.target import RoundResult
+from mpissd.common.records import RoundRecords
+from mpissd.common.rounds import Logprob, Request
+from mpissd.engine.round.target import RoundResult, TargetLoop
 
+UNLIMITED = 1 << 62
 _ORDER = attrgetter("arrived_s", "request_id")
 
 
+class Endings:
+    """Ends sequences at a stop token, or when they have no room for more; base of further rules.
+
+    The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
+    """
+
+    def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
+        """room: returns the tokens that a request may emit (None: any number)."""
+        self._stop = frozenset(stop_tokens)
+        self._room = room
+
+    def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of a round's tokens count if the sequence ends with them, or None.
+
+        before: the number of tokens that the sequence had emitted before this round.
+        """
+        kept = self._stopped(request_id, tokens)
+        left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
+        if left > len(tokens):
+            return kept
+        return left if kept is None else min(kept, left)
+
+    def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
+        """Returns how many of these tokens there are up to a stop, or None."""
+        for n, token in enumerate(tokens, 1):
+            if token in self._stop:
+                return n
+        return None
+
+
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """Capacity of the ranks.
 
     sequences: sequences that run at once. context: tokens of a sequence, its prompt included.
     ahead: positions that a round may write after the last token. page: positions of a page. pages:
-    of the pool.
+    of the pool. By default nothing but the number of sequences is limited.
     """
 
     sequences: int
-    context: int
-    ahead: int
-    page: int
-    pages: int
+    context: int = UNLIMITED
+    ahead: int = 0
+    page: int = 1
+    pages: int = UNLIMITED
 
     def pages_of(self, tokens: int) -> int:
         """Returns the pages that a sequence of so many tokens needs for its next round."""
@@ -48,16 +80,15 @@ class Room:
 class Task:
     """One request and its progress. Times are seconds of the caller's clock.
 
-    asked: the request as it arrived. max_tokens: tokens that it may emit. deadline_s: the time at
-    which it ends (None: never). stop_ids: tokens that end it. cached: tokens of its prompt reused
-    from the cache. forced: tokens by its grammar.
+    request: as it arrived. max_tokens: tokens that it may emit. deadline_s: the time at which it
+    ends (None: never). cached: tokens of its prompt reused from the cache. forced: tokens by its
+    grammar.
     """
 
-    asked: Request
-    max_tokens: int
+    request: Request
+    max_tokens: int = UNLIMITED
     arrived_s: float = 0.0
     deadline_s: float | None = None
-    stop_ids: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     epoch: int = 0
     drafted: int = 0
@@ -71,32 +102,38 @@ class Task:
     @property
     def length(self) -> int:
         """Committed tokens, the prompt included."""
-        return len(self.asked.prompt) + len(self.tokens)
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
     def request_id(self) -> int:
         """The request's id."""
-        return self.asked.request_id
+        return self.request.request_id
 
-    def request(self) -> Request:
+    def admitted(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
-        known = (*self.asked.prompt, *self.tokens)
-        seen = replace(self.asked, prompt=known, first_token=known[-1])
-        return replace(seen, epoch=self.epoch, answered=len(self.tokens))
+        prompt = (*self.request.prompt, *self.tokens)
+        if not prompt:
+            return self.request
+        answered = len(self.tokens)
+        resumed = replace(self.request, prompt=prompt, first_token=prompt[-1], answered=answered)
+        return replace(resumed, epoch=self.epoch)
 
 
 class Emitted(NamedTuple):
     """The tokens of a request from one round, or of one that ended between two rounds none.
 
-    ended: "stop", "length", "cancelled" or "deadline" if it is over. sources: by token, NONE for
-    the target's own.
+    ended: "stop", "length", "cancelled" or "deadline" if it is over. accepted: how many of the
+    round's tokens were drafted, by `source`; the others are the target's own. logprobs: of tokens.
+    stop: where the endings end the sequence, counted in all of its tokens, or None.
     """
 
     task: Task
     ended: str | None
-    tokens: list[int]
-    sources: list[Source]
-    logprobs: list[Logprob] | None
+    tokens: Sequence[int] = ()
+    accepted: int = 0
+    source: int = 0
+    logprobs: list[Logprob] | None = None
+    stop: int | None = None
 
 
 class Turn(NamedTuple):
@@ -108,14 +145,18 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """The requests of a server: those that wait, in order, and those that run."""
+    """The requests of a server, or the prompts of a run: those that wait, in order, and those that
+    run."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Capacity, endings: Endings | None = None) -> None:
+        """endings: end sequences; None: only their limits do."""
         self.room = room
+        self._endings = endings
         self._waiting: list[Task] = []  # in order of _ORDER
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # running in the last round, released before the next one
         self._ended: list[Emitted] = []
+        self._can_end = endings is not None  # or a request is limited
         self._deadlines: list[tuple[float, int]] = []  # rising (time, request id), until it ends
         self.num_preempted = self.num_rounds = 0
 
@@ -125,9 +166,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def running(self) -> list[Task]:
+    def running(self) -> Collection[Task]:
         """The requests that hold pages, in the order in which they were admitted."""
-        return list(self._running.values())
+        return self._running.values()
 
     @property
     def free_pages(self) -> int:
@@ -141,7 +182,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Takes a request; raises ConfigError for one that can never be decoded."""
-        room, count = self.room, len(task.asked.prompt)
+        room, count = self.room, len(task.request.prompt)
         if not 0 < count < room.context:
             raise ConfigError(
                 f"prompt of {count} tokens: allowed: 1..{room.context - 1}, since the model's "
@@ -156,7 +197,12 @@ class Scheduler:
                 f"{count} tokens and max_tokens={task.max_tokens}: allowed: {most} together, which "
                 "is what the KV cache holds"
             )
+        self.queue(task)
+
+    def queue(self, task: Task) -> None:
+        """Takes a request that the ranks have room for, with a prompt or without."""
         insort(self._waiting, task, key=_ORDER)
+        self._can_end = self._can_end or task.max_tokens < UNLIMITED
         if task.deadline_s is not None:
             insort(self._deadlines, (task.deadline_s, task.request_id))
 
@@ -171,13 +217,13 @@ class Scheduler:
                 return
             self._waiting.remove(task)
         self._forget_deadline(task)
-        self._ended.append(Emitted(task, reason, [], [], None))
+        self._ended.append(Emitted(task, reason))
 
     def _forget_deadline(self, task: Task) -> None:
         if task.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (task.deadline_s, task.request_id))]
 
-    def turn(self, now: float) -> Turn:
+    def turn(self, now: float = 0.0) -> Turn:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(self._deadlines[0][1], "deadline")
@@ -200,7 +246,7 @@ class Scheduler:
                 if self._running and room.pages_of(task.length) > spare:
                     break
                 self._running[task.request_id] = self._waiting.pop(0)
-                join.append(task.request())
+                join.append(task.admitted())
         turn = Turn(self._ended, self._leaving, join)
         self._ended, self._leaving = [], []
         return turn
@@ -209,38 +255,56 @@ class Scheduler:
         """Counts a round; returns the tokens of each request that still runs."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
-            if (one := self._running.get(request_id)) and not one.epoch:
-                one.cached = count
-        drafted, outcome = result.speculation, result.outcome
-        rows = zip(outcome.rows.tolist(), drafted.rows.tolist(), strict=True)
-        given = list[Emitted]()
-        for row, ((request_id, epoch, _, accepted, bonus), served) in enumerate(rows):
+            task = self._running.get(request_id)
+            if task is not None and not task.epoch:
+                task.cached = count
+        speculation = result.speculation
+        rows = zip(result.outcome.rows.tolist(), speculation.rows.tolist(), strict=True)
+        emitted = list[Emitted]()
+        for row, ((request_id, epoch, _, accepted, bonus), drafted) in enumerate(rows):
             task = self._running.get(request_id)
             if task is None or task.epoch != epoch:  # cancelled in this round
                 continue
-            source, hit, count = served[:3]
+            source, hit, count = drafted[:3]
             task.rounds += 1
             task.drafted += count
             task.accepted += accepted
-            task.rejected += accepted < count and not drafted.is_lost  # lost: not judged
+            task.rejected += accepted < count and not speculation.is_lost  # lost: not judged
             task.hits += hit
-            tokens = [*served[3 : 3 + accepted], bonus, *result.forced.get(row, ())]
-            tokens = tokens[: task.max_tokens - len(task.tokens)]
-            sources = [*[Source(source)] * accepted, *[Source.NONE] * len(tokens)]
-            logprobs, reason = result.logprobs.get(row), None
-            if len(task.tokens) + len(tokens) == task.max_tokens:
+            tokens = [*drafted[3 : 3 + accepted], bonus, *result.forced.get(row, ())]
+            before = len(task.tokens)
+            kept = None
+            if self._endings is not None:
+                kept = self._endings.kept(request_id, before, tokens)
+            stop = None if kept is None else before + kept
+            reason = None if kept is None else "stop"
+            left = task.max_tokens - before
+            if left <= len(tokens) and (kept is None or left < kept):
+                kept = left
                 reason = "length"
-            for n, token in enumerate(tokens, 1):
-                if token in task.stop_ids:
-                    tokens, reason = tokens[:n], "stop"
-                    break
+            tokens = tokens[:kept]
             task.tokens += tokens
             task.forced += max(0, len(tokens) - accepted - 1)
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)
                 self._forget_deadline(task)
-            kept = slice(len(tokens))
-            shown = None if logprobs is None else logprobs[kept]
-            given.append(Emitted(task, reason, tokens, sources[kept], shown))
-        return given
+            logprobs = result.logprobs.get(row)
+            shown = None if logprobs is None else logprobs[: len(tokens)]
+            emitted.append(Emitted(task, reason, tokens, accepted, source, shown, stop))
+        return emitted
+
+    def step(self, loop: TargetLoop, records: RoundRecords) -> RoundResult:
+        """Decodes one round of a run's prompts, and adds it to the records: sequences that have
+        ended leave the loop, and the next ones join it."""
+        result = loop.step()
+        if self._can_end:
+            for emitted in self.take(result):
+                if emitted.stop is not None:
+                    records.ends[emitted.task.request_id] = emitted.stop
+            if self._leaving:
+                turn = self.turn()
+                loop.finish(turn.leave)
+                loop.admit(turn.join)
+        records.add(result.t_target_s, result.speculation, result.outcome)
+        return result

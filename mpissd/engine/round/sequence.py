@@ -125,7 +125,7 @@ class LiveSequence:
 
     def stream(self, seed: int) -> tuple[int, int]:
         """Returns (seed, sequence), the key of its random draws; seed: the job's."""
-        given = self.request.seed
+        given = self.request.sampling.seed
         return (seed, self.request.request_id) if given is None else (given, 0)
 
     def copied(

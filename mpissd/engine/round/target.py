@@ -15,7 +15,6 @@ import numpy as np
 from mpissd.common.rounds import Control, Event, Ints, Logprob, Outcome, Request, Speculation
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
-from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import Speculator
@@ -312,54 +311,3 @@ def follow(
         worker.wait(waiter)
         ledger.close_round(round_, FollowPhase.DEVICE_WAIT)
         round_ += 1
-
-
-class Sequences:
-    """Follows the sequences of one pass on the lead, and decides which of them join and leave.
-
-    batch_size of them are decoded at a time. One ends when the workload ends it (Workload.endings),
-    or with num_tokens tokens. ends: {id: tokens that count} of sequences that the workload ended.
-    """
-
-    def __init__(self, workload: Workload, group: int = 0) -> None:
-        """Takes the sequences of one target group."""
-        self._workload, self._limit = workload, workload.job.config.token_limit
-        self._endings = workload.endings()
-        self._left = workload.share(group)
-        self._emitted: dict[int, int] = {}  # emitted tokens of each live sequence, by request id
-        self.ends: dict[int, int] = {}
-
-    @property
-    def are_live(self) -> bool:
-        """Whether a sequence is left to decode."""
-        return bool(self._emitted)
-
-    def first(self) -> list[Request]:
-        """Returns the sequences that begin: at most batch_size."""
-        return self._next(self._workload.job.config.batch_size)
-
-    def _next(self, count: int) -> list[Request]:
-        count = min(count, len(self._left))
-        requests = self._workload.requests(self._left.start, count)
-        self._left = self._left[count:]
-        self._emitted |= {request.request_id: 0 for request in requests}
-        return requests
-
-    def take(self, result: RoundResult, loop: TargetLoop) -> None:
-        """Counts a round's tokens, releases sequences that ended, and admits as many new ones."""
-        if self._limit is None and self._endings is None:
-            return
-        gone = []
-        for name, tokens in result.emitted():
-            before, kept = self._emitted[name], None
-            if self._endings is not None:
-                kept = self._endings.kept(name, before, tokens)
-            if kept is not None:
-                self.ends[name] = before + kept
-            self._emitted[name] = count = before + len(tokens)
-            if kept is not None or (self._limit is not None and count >= self._limit):
-                del self._emitted[name]
-                gone.append(name)
-        if gone:
-            loop.finish(gone)
-            loop.admit(self._next(len(gone)))

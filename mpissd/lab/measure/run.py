@@ -29,7 +29,7 @@ from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
 from mpissd.engine.features.learning import Teaching
 from mpissd.engine.oracle.logits import LogitsTarget
-from mpissd.engine.round.target import Sequences, TargetLoop
+from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened_machine, rest, session_of, tell_doubt
 from mpissd.lab.gates import violations
@@ -214,8 +214,8 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     session = rank.session
     config, group = session.job.config, session.group
     warm = warm_up(loop, rank, config.warmup_rounds)
-    sequences = Sequences(session.workload, session.topology.group_index)
-    loop.admit(sequences.first())
+    scheduler = session.workload.scheduler(session.topology.group_index)
+    loop.admit(scheduler.turn().join)
     rank.meet()
     guard.stage(Stage.ROUNDS)
     learning, teaching = session.learning, None
@@ -229,15 +229,12 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds
-    records.ends = sequences.ends
     with shown(session.workload) if is_alone else nullcontext() as show:
         has_bar = not (show is not None and show.is_live) and session.topology.is_lead
         with progress_bar(config, limit) if has_bar else nullcontext() as advance:
             start = last = _begin(loop.ledger)
-            while sequences.are_live and (limit is None or len(records) < limit):
-                result = loop.step()
-                sequences.take(result, loop)
-                records.add(result.t_target_s, result.speculation, result.outcome)
+            while scheduler.running and (limit is None or len(records) < limit):
+                result = scheduler.step(loop, records)
                 if show is not None:
                     show.take(result)
                 if advance is not None:
