@@ -29,6 +29,7 @@ LAYERS = {
     "mpissd.engine.round": 4,
     "mpissd.engine.oracle": 4,
     "mpissd.engine.job": 4,
+    "mpissd.engine.sizes": 4,
     "mpissd.engine.features": 5,
     "mpissd.engine.in_process": 5,
     "mpissd.engine.session": 6,

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.exclusions import FLAGS, refuse
 from mpissd.common.flags import (
     DRAFTING,
     GROWING,
@@ -501,7 +502,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return mapped(Learning, self.learn, "learn")
 
     def check(self) -> None:
-        """Refuses flags of other workloads, and a draft or target that misses the other."""
+        """Refuses flags of other workloads, a wrong --learn, and what `exclusions.FLAGS` states."""
         super().check()
         for name, field in flags_of(RunConfig).items():
             value, allowed = getattr(self, name), readers(name, field.metadata["workloads"])
@@ -510,12 +511,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
                     f"{name}={value} with workload={self.workload}: allowed: "
                     f"workload={' or '.join(allowed)}"
                 )
-        needs_draft = self.mode != "ar" and not self.is_lookup
-        if self.target is not None and self.draft is None and needs_draft:
-            raise ConfigError(f"target={self.target} without draft: allowed: both, or mode=ar")
         self.learning  # noqa: B018  (raises a wrong --learn)
-        if self.learners and self.is_lookup:
-            raise ConfigError("learners=1 with backup=fast in sd: allowed: a draft model")
+        refuse(FLAGS, config=self)
 
     @property
     def digest(self) -> str:

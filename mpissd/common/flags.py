@@ -107,7 +107,7 @@ def mapped(kind: type[Config], text: str | None, name: str) -> Config:
 
 
 @dataclass(frozen=True)
-class Need:
+class Condition:
     """A condition on another flag: `mode=sd|ssd` (one of these values), `temperature>0`, or
     `target` (it is given)."""
 
@@ -115,7 +115,7 @@ class Need:
     allowed: str
 
     @classmethod
-    def parse(cls, text: str) -> Need:
+    def parse(cls, text: str) -> Condition:
         """Reads a condition; it is made of names and values without spaces."""
         name, is_equal, values = text.partition("=")
         if is_equal:
@@ -155,7 +155,7 @@ def flag(
 
     text: its help. modes: the modes in which the flag has an effect; in other modes a sweep
     measures one value of it. workloads: those that read it ("": all); others refuse it. needs: what
-    other flags have to be (Need), separated by spaces, if the value is neither the default nor
+    other flags have to be (Condition), separated by spaces, if the value is neither the default nor
     `neutral`; as a mapping, for each value.
     """
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
@@ -166,7 +166,7 @@ def flag(
             "help": text,
             "modes": modes,
             "workloads": tuple(workloads.split()),
-            "needs": {v: tuple(map(Need.parse, each.split())) for v, each in of_value.items()},
+            "needs": {v: tuple(map(Condition.parse, each.split())) for v, each in of_value.items()},
             "neutral": (default, neutral),
         },
     )

@@ -13,7 +13,7 @@ from mpissd.cli.arguments import SPECS, PlanConfig
 from mpissd.common import config
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.flags import Need, flags_of, parse_into, switch, words
+from mpissd.common.flags import Condition, flags_of, parse_into, switch, words
 from mpissd.lab.sweep.commands import check_sweep
 from mpissd.lab.sweep.plan import SweepConfig, planned
 from mpissd.serve.config import ChatConfig
@@ -74,14 +74,14 @@ def test_every_flag_refuses_what_its_declaration_excludes(command: str) -> None:
                 assert text in refusal(kind, {name: text})
 
 
-def needs_of(name: str, text: str) -> list[Need]:
+def needs_of(name: str, text: str) -> list[Condition]:
     """The conditions that the declarations set on other flags for one value of a flag."""
     metadata = FLAGS[name].metadata
     value = metadata["parse"](name, text)
     generic = metadata["needs"].get("any value", ())
     needs = [*metadata["needs"].get(value, ()), *(generic if value != FLAGS[name].default else ())]
     readers = metadata["workloads"]
-    return [*needs, *([Need("workload", "|".join(readers))] if readers else [])]
+    return [*needs, *([Condition("workload", "|".join(readers))] if readers else [])]
 
 
 def meeting(name: str, text: str) -> dict[str, str]:
@@ -97,7 +97,7 @@ def meeting(name: str, text: str) -> dict[str, str]:
     return flags
 
 
-def held(need: Need, text: str) -> bool:
+def held(need: Condition, text: str) -> bool:
     """Whether a flag's value meets a condition."""
     return need.holds(None if text == "None" else FLAGS[need.name].metadata["parse"]("", text))
 

@@ -13,9 +13,9 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Outcome, Request, Source, Speculation
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
-from mpissd.engine.job import fine_buckets
 from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler, Task
 from mpissd.engine.round.target import RoundResult
+from mpissd.engine.sizes import fine_buckets
 
 K = 5
 

@@ -13,7 +13,7 @@ from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.engine.job import Job, Room, Serving, resolve
+from mpissd.engine.job import DeviceMemory, Job, Serving, resolve
 from tests.loop.harness import Scenario, run, run_stepped
 from tests.mpi.harness import Together, needs_mpi
 
@@ -115,7 +115,7 @@ def test_a_default_context_of_text_is_as_long_as_memory_allows() -> None:
     wide, batch = job_of(None, **TEXT, batch_size=64), 64
     need = sum(wide.rank_bytes(2))
     tight = job_of(need - 5 * GB, **TEXT, batch_size=batch)
-    assert 256 <= tight.longest < wide.longest and Room(2, need - 5 * GB, None).fits(tight)
+    assert 256 <= tight.longest < wide.longest and DeviceMemory(2, need - 5 * GB, None).fits(tight)
     with pytest.raises(ConfigError):
         job_of(need - 5 * GB, **TEXT, batch_size=batch, context=wide.longest)
 
@@ -161,6 +161,11 @@ def test_a_lookup_holds_no_draft() -> None:
         ({"pair": "8b/medusa:8b", "lookahead": "3"}, "lookahead=3 with medusa4-llama-3.1-8b: allo"),
         ({"pair": "8b/medusa:8b", "backup_lookahead": "2"}, "backup_lookahead=2 with medusa4"),
         ({"pair": "8b/medusa:8b", "workload": "markov"}, "medusa4.*workload=markov: allowed: gemm"),
+        ({"pair": "8b/eagle:8b", "tree": "8"}, "tree=8 with draft=eagle:8b: allowed: a draft mod"),
+        ({"tree": "8", "backup_lookahead": "2"}, "=2 with tree=8 and mode=ssd: keys .*allowed: 4"),
+        ({"tree": "8", "p_hit": "0.5"}, "p_hit=0.5 with tree=8 and mode=ssd: keys share the ranks"),
+        ({"fuse": "true", "forward": "transformer"}, "^fuse with forward=transformer: allowed: f"),
+        ({"draft_device": "h100"}, "^draft_device=h100 with backend=numpy: allowed: backend=emul"),
     ],
 )
 def test_what_makes_no_sense_takes_one_line(flags: dict[str, str], message: str) -> None:

@@ -110,7 +110,7 @@ def probed(backend: Backend, found: Job) -> tuple[list[dict[str, Any]], list[str
     faults: list[str] = []
     group = GroupProbe(backend, MPI.COMM_SELF, WAITER, faults, "measured: here")
     rows, batches = ([1, 5], [1]) if backend.name == "numpy" else ([1, 2, 5, 24], [1, 8])
-    model, options = found.workload.target_model, replace(found.options, context=2000)
+    model, options = found.needs[0].model, replace(found.options, context=2000)
     parts = found.target_shard, options, rows, batches, model
     return group.transformer(SoloGroup(found.tp), *parts), faults
 

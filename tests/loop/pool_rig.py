@@ -88,17 +88,15 @@ def _is_left(group: Group, rounds: int) -> bool:
 
 def stepper_of(job: Job, *, drafts: bool) -> Stepper:
     """A whole model with the weights of a run."""
-    workload, config = job.workload, job.config
-    backend = open_backend(config.backend, device=config.device, local_rank=0)
-    shard = job.draft_shard if drafts else job.target_shard
+    need, config = job.needs[drafts], job.config
     return Stepper(
-        backend,
+        open_backend(config.backend, device=config.device, local_rank=0),
         SoloGroup(),
-        shard,
-        job.draft_options if drafts else job.options,
-        buckets=job.draft_buckets() if drafts else job.target_buckets(),
-        num_sequences=job.draft_sequences if drafts else config.batch_size,
-        model=workload.draft_model if drafts else workload.target_model,
+        need.shard,
+        need.options,
+        buckets=need.buckets,
+        num_sequences=need.num_sequences,
+        model=need.model,
         seed=2 * config.seed + drafts,
     )
 

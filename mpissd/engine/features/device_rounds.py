@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, FaultError
+from mpissd.common.exclusions import DEVICE_ROUNDS, refusal
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
@@ -62,8 +63,8 @@ def chained_forwards(
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
     """Returns whether chained rounds are possible with the lead's workers."""
-    is_jit = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
-    if job.serving or job.config.drafts or (job.lookahead and (draft is None or not is_jit)):
+    is_missing = draft is None and job.lookahead > 0
+    if is_missing or refusal(DEVICE_ROUNDS, job=job):
         return False
     is_dynamic = job.dynamic is not None
     return all(device_decides(worker, is_dynamic) for worker in (draft, target) if worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpissd.common.exclusions import DEVICE_GROWTH, refusal
 from mpissd.common.rounds import Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.features.device_rounds import device_decides
@@ -19,10 +20,9 @@ from mpissd.engine.round.sequence import Batch
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
     """Returns a draft rank's worker whose device joins the steps of its growth, or the same one if
     the host must grow."""
-    stepper = worker.stepper
-    is_excluded = job.serving or job.config.learners or job.tree_lanes
-    if is_excluded or not (job.config.drafts and job.fan_out and device_decides(worker)):
+    if refusal(DEVICE_GROWTH, job=job) or not device_decides(worker):
         return worker
+    stepper = worker.stepper
     assert isinstance(stepper, Stepper)
     counts = {job.config.batch_size * sum(fan_out) for fan_out in job.fan_outs.lists}
     return JoiningWorker(worker, DeviceGrowth(stepper, counts, job.lookahead))

@@ -34,12 +34,13 @@ from mpissd.engine.oracle.sampled import (
     TargetRow,
     check_finite,
 )
-from mpissd.engine.oracle.workload import WARM_TOKENS, Resolved, Workload, laws_label
+from mpissd.engine.oracle.workload import Workload, laws_label
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import Logits, LogitsGather, OpenGather, Proposals
 from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, LiveSequence
+from mpissd.engine.sizes import WARM_TOKENS, Sizes
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
 from mpissd.engine.text.prompts import Prompt, digest_of, read_prompts
@@ -533,9 +534,6 @@ class TextWorkload(Workload):
         token, longest = self.job.config.stop_token, self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
-        if self.job.reads_states and self.job.config.learners:
-            asked = f"learners=1 with draft={self.job.draft_where}, which reads hidden states"
-            raise ConfigError(f"{asked}: allowed: a draft model of its own")
         if longest < 2:
             raise ConfigError(f"context={longest} with workload=text: allowed: 2 or more tokens")
 
@@ -626,7 +624,7 @@ class TextWorkload(Workload):
         }
 
 
-def check_prompts(job: Resolved) -> None:
+def check_prompts(job: Sizes) -> None:
     """Raises ConfigError if a job of text has a prompt that cannot be answered.
 
     For the lead, since only the lead must reach the file of prompts.

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
+from mpissd.common.exclusions import BEST_TREES, refuse
 from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, resolve_model, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
@@ -596,12 +597,7 @@ def with_best_tree(
     """
     if config.mode == "ar":
         return replace(config, tree=None), {}
-    if config.mode == "ssd":
-        raise ConfigError(
-            "tree=auto with mode=ssd: predictions err by more than a tree gains: allowed: mode=sd"
-        )
-    if config.workload not in ("gemm", "text", "replay"):
-        raise ConfigError(f"tree=auto with workload={config.workload}: allowed: gemm, text, replay")
+    refuse(BEST_TREES, config=config)
     if config.workload != "gemm" and config.laws is None:
         raise ConfigError(
             f"tree=auto with workload={config.workload}: needs laws: a file of `mpissd pair`"

@@ -296,12 +296,9 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
     ranks' devices, if they differ.
     """
     batch = job.config.batch_size
-    for known, shard, options in (
-        (profile, job.target_shard, job.options),
-        (draft_profile or profile, job.draft_shard, job.draft_options),
-    ):
-        if shard is not None and known.forwards and not known.models_others:
-            known.require(shard.key(batch, options), shard.num_params(options))
+    for known, need in zip((profile, draft_profile or profile), job.needs, strict=False):
+        if known.forwards and not known.models_others:
+            known.require(need.shard.key(batch, need.options), need.shard.num_params(need.options))
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ job with exit code 3, and nothing is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,7 @@ from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.topology import Refused, agree, agreed
-from mpissd.engine.job import resolve
-from mpissd.engine.model.shard import ForwardOptions
-from mpissd.engine.model.stacks import AnyShard
+from mpissd.engine.job import DRAFT, TARGET, Need, resolve
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened
 from mpissd.lab.measure.calibrate import WarmUp, calibrate, host_costs, warm_up
@@ -160,27 +158,19 @@ class Prober:
     def forwards(self) -> None:
         """Measures the target's forwards on all its ranks, then the draft's, with each possible
         kernel."""
-        job, topology = self._job, self._topology
+        topology, needs = self._topology, self._job.needs
         if not topology.is_draft:
-            parts = replace(job.target_shard, rank=topology.world.rank), job.options
-            probe = self._probe(topology.group)
-            self._model(probe, self._session.group, *parts, job.target_buckets(), "target_model")
-        if (draft := job.draft_shard) is not None:
-            rest = SoloGroup(), draft, job.draft_options, job.draft_buckets(), "draft_model"
+            shard = replace(needs[TARGET].shard, rank=topology.world.rank)
+            target = replace(needs[TARGET], shard=shard)
+            self._model(self._probe(topology.group), self._session.group, target)
+        if len(needs) > 1:
+            probe = partial(self._probe, MPI.COMM_SELF)
             # It is measured on the lead if the draft is inline, or on the first draft rank.
             where = topology.tp if topology.num_drafts else 0
-            self._turn(where, lambda: self._model(self._probe(MPI.COMM_SELF), *rest))
+            self._turn(where, lambda: self._model(probe(), SoloGroup(), needs[DRAFT]))
 
-    def _model(
-        self,
-        probe: GroupProbe,
-        group: Group,
-        shard: AnyShard,
-        options: ForwardOptions,
-        buckets: Sequence[int],
-        which: str,
-    ) -> None:
-        """Measures one model's forwards; which: the workload's attribute that has its weights.
+    def _model(self, probe: GroupProbe, group: Group, need: Need) -> None:
+        """Measures one model's forwards; need: its weights, options and rows.
 
         Products are measured with the kernel of small jobs if it differs, and with the common one;
         the weights are made anew for each, because their order differs. A transformer is measured
@@ -189,8 +179,9 @@ class Prober:
         all-reduces: derive.py adds them, so that `plan` knows these T.
         """
         config, entries, shares = self._job.config, list[Entry](), list[Entry]()
+        shard, options = need.shard, need.options
         if not config.is_transformer:
-            every = sorted({*FORWARD_ROWS, *buckets})
+            every = sorted({*FORWARD_ROWS, *need.buckets})
             for most in kinds(self._session.backend):
                 rows = [n for n in every if most is None or n <= most]
                 parts = shard, options, rows, config.batch_size, most
@@ -200,13 +191,12 @@ class Prober:
             on_gpu = self._kind == "gpu"
             factors = (1, MORE_SEQUENCES, 4 * MORE_SEQUENCES)
             batches = factors[: 1 if self._brief else 3 if on_gpu else 2]
-            rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *buckets})
-            model = getattr(self._session.workload, which)
-            if self._brief and which == "draft_model" and self._topology.world.size == 1:
+            rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *need.buckets})
+            if self._brief and need.which == DRAFT and self._topology.world.size == 1:
                 options = replace(options, top_k=max(2, options.top_k))  # measures lists for trees
-            rest = options, rows, [factor * config.batch_size for factor in batches], model
+            rest = options, rows, [factor * config.batch_size for factor in batches], need.model
             entries = probe.transformer(group, shard, *rest, ends=self._brief)
-            is_alone = self._topology.tp == 1 and which == "target_model" and not self._brief
+            is_alone = self._topology.tp == 1 and need.which == TARGET and not self._brief
             for tp in _SHARDS if is_alone and self._kind != "emulated" else ():
                 try:
                     share = replace(shard, tp=tp)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.exclusions import DEVICES, refuse
 from mpissd.common.output import check_output
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
-from mpissd.engine.job import check_draft_device, resolve_unopened
+from mpissd.engine.job import resolve_unopened
 from mpissd.engine.oracle.logits import check_prompts
 from mpissd.lab.sweep.plan import Plan, Point, SweepConfig, planned, read_grid
 
@@ -25,7 +26,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | N
     if both := given & twice:
         raise ConfigError(f"{min(both)}: in the grid and on the command line: say it once")
     run = config.run
-    check_draft_device(run, run.backend)
+    refuse(DEVICES, config=run, backend=run.backend)
     plan = planned(config)
     tp = _tp(config, plan, num_ranks)
     if run.backend == "emulated":

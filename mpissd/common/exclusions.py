@@ -1,0 +1,148 @@
+"""The features that exclude each other: one table, in the order in which they are refused.
+
+A condition of one flag on another stands at the flag (`needs` in config.py), a limit where the size
+is computed. The rows here read more: models, rates, fan-outs, trees, and what runs a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from mpissd.common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Two features that exclude each other, what is allowed instead, and why.
+
+    The texts are formats of the values that `refuse` gets. is_asked: returns from these values, as
+    attributes, whether a configuration asks for both features.
+    """
+
+    feature: str
+    other: str
+    allowed: str
+    is_asked: Callable[[Any], object]
+    why: str = ""
+
+
+def refusal(exclusions: Iterable[Exclusion], **values: Any) -> str | None:
+    """Returns the message of the first exclusion that a configuration asks for; None without one.
+
+    values: what the exclusions read, as the comment above them states.
+    """
+    for row in exclusions:
+        if row.is_asked(SimpleNamespace(**values)):
+            other = row.other if row.other.startswith("without ") else f"with {row.other}"
+            why = f": {row.why}" if row.why else ""
+            return f"{row.feature} {other}{why}: allowed: {row.allowed}".format(**values)
+    return None
+
+
+def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
+    """Raises ConfigError for the first exclusion that a configuration asks for (`refusal`)."""
+    if (message := refusal(exclusions, **values)) is not None:
+        raise ConfigError(message)
+
+
+# Values: config.
+FLAGS = (
+    Exclusion("target={config.target}", "without draft", "both, or mode=ar",
+              lambda at: at.config.target and not at.config.draft
+              and at.config.mode != "ar" and not at.config.is_lookup),
+    Exclusion("learners=1", "backup=fast in sd", "a draft model",
+              lambda at: at.config.learners and at.config.is_lookup),
+)  # fmt: skip
+BEST_TREES = (
+    Exclusion("tree=auto", "mode=ssd", "mode=sd", lambda at: at.config.mode == "ssd",
+              "predictions err by more than a tree gains"),
+    Exclusion("tree=auto", "workload={config.workload}", "gemm, text, replay",
+              lambda at: at.config.workload not in ("gemm", "text", "replay")),
+)  # fmt: skip
+# Values: config; backend.
+DEVICES = (
+    Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",
+              lambda at: at.config.draft_device and at.backend != "emulated"),
+    Exclusion("draft_device={config.draft_device}", "without a draft rank", "num_drafts=1",
+              lambda at: at.config.draft_device and not at.config.drafts),
+)  # fmt: skip
+FORWARDS = (
+    Exclusion("workload=text", "backend=emulated", "numpy, cupy",
+              lambda at: at.config.is_text and at.backend == "emulated"),
+    Exclusion("fuse", "forward=transformer", "forward=gemm",
+              lambda at: at.config.fuse and at.config.is_transformer),
+)  # fmt: skip
+# Of drafts that are heads on the target, or a lookup. Values: config; draft, a shape.
+HEADS = (
+    Exclusion("draft={draft.name}", "mode={config.mode}, backup={config.backup}",
+              "mode=sd, backup=fast",
+              lambda at: not at.draft.head.lm_heads and not at.config.is_lookup),
+    Exclusion("draft={draft.name}", "forward=transformer", "a whole model",
+              lambda at: at.draft.head.lm_heads and at.config.is_transformer),
+    # Heads that draft in parallel cannot stop after fewer tokens than one forward drafts.
+    Exclusion("lookahead={config.lookahead}", "{draft.name}",
+              "{draft.num_tokens}, one head a token (medusaN:MODEL has N)",
+              lambda at: at.draft.num_tokens not in (1, at.config.lookahead)),
+    Exclusion("backup_lookahead={config.backup_lookahead}", "{draft.name}",
+              "{config.lookahead}, which one forward drafts",
+              lambda at: at.draft.num_tokens > 1
+              and at.config.backup_lookahead not in (None, at.config.lookahead)),
+)  # fmt: skip
+# Of drafts that read the target's hidden states. Values: config; tp; draft, a shape; kind.
+STATES = (
+    Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
+              "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
+              "it reads the hidden state of the bonus token, known only after the verification"),
+    Exclusion("draft={draft.name} ({kind})", "workload={config.workload}", "workload=text",
+              lambda at: not at.config.is_text),
+    Exclusion("draft={draft.name} ({kind})", "tp={tp}", "tp=1", lambda at: at.tp > 1,
+              "it reads one rank's hidden states and LM head"),
+    Exclusion("lookahead={config.lookahead}", "draft={draft.name} ({kind})",
+              "at most its {draft.num_layers} heads",
+              lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
+)  # fmt: skip
+# A hit cannot be imposed without a candidate. Values: job; fan_out, one of its lists.
+FAN_OUTS = (
+    Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
+              lambda at: at.job.hit_law.p_hit and not all(at.fan_out)),
+)  # fmt: skip
+# Of a job whose drafts will be trees. Values: config; job.
+TREES = (
+    Exclusion("backup_lookahead={job.backup_lookahead}", "tree_shape=dynamic", "{job.lookahead}",
+              lambda at: at.job.backup_lookahead < at.job.lookahead
+              and at.config.tree_shape == "dynamic"),
+    Exclusion("backup_lookahead={job.backup_lookahead}", "tree={config.tree} and mode=ssd",
+              "{job.lookahead}",
+              lambda at: at.job.backup_lookahead < at.job.lookahead and at.job.fan_out,
+              "keys are by node of the whole tree"),
+    Exclusion("p_hit={job.hit_law.p_hit}", "tree={config.tree} and mode=ssd", "hit_law=power:…",
+              lambda at: at.job.hit_law.p_hit is not None and at.job.fan_out,
+              "keys share the ranks of nodes"),
+)  # fmt: skip
+DRAFTS = (
+    Exclusion("tree={config.tree}", "draft={job.draft_where}", "a draft model of its own",
+              lambda at: at.config.tree and at.job.draft
+              and (at.job.draft.head or at.job.reads_states)),
+    Exclusion("draft={job.draft.name}", "workload={config.workload}", "gemm",
+              lambda at: at.job.draft and at.job.draft.num_tokens > 1
+              and not at.job.workload.drafts_in_parallel),
+)  # fmt: skip
+# Of rounds that the device decides, and of branches that it grows, without the host: the host does
+# it where these exclude it, and nothing is refused. Values: job.
+DEVICE_ROUNDS = (
+    Exclusion("device rounds", "a server", "run", lambda at: at.job.serving),
+    Exclusion("device rounds", "a draft rank", "num_drafts=0", lambda at: at.job.config.drafts),
+    Exclusion("device rounds", "backup=fast", "jit", lambda at: at.job.config.fast_lookup),
+    Exclusion("device rounds", "backup_lookahead={job.backup_lookahead}", "{job.lookahead}",
+              lambda at: at.job.backup_lookahead < at.job.lookahead),
+)  # fmt: skip
+DEVICE_GROWTH = (
+    Exclusion("device growth", "a server", "run", lambda at: at.job.serving),
+    Exclusion("device growth", "learners=1", "learners=0", lambda at: at.job.config.learners),
+    Exclusion("device growth", "a tree", "a chain", lambda at: at.job.tree_lanes),
+    Exclusion("device growth", "without a draft rank", "1", lambda at: not at.job.config.drafts),
+    Exclusion("device growth", "without branches", "mode=ssd", lambda at: not at.job.fan_out),
+)  # fmt: skip
