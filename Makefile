@@ -135,7 +135,7 @@ setup_submit = $(if $(call given,SERVE),$(call check_only,submit SERVE=N,$(serve
 
 submit:
 	$(setup_submit)
-	@$(python) launch/submit.py --ranks=$(num_ranks) $(call flag,SERVE,serve) $(job) -- \
+	@$(python) -m launch.submit --ranks=$(num_ranks) $(call flag,SERVE,serve) $(job) -- \
 	    $(if $(call given,SERVE),$(asked_serve),$(asked_run))
 
 doctor:

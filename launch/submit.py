@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Judges a job, prints the sbatch line, runs it; `make submit` calls this.
 
-    launch/submit.py --ranks=5 --partition=GPU --gpu_type=h100-80 -- --mode=ssd --pair=70b/1b
+    python -m launch.submit --ranks=5 --partition=GPU --gpu_type=h100-80 -- --mode=ssd --pair=70b/1b
 
 What follows -- are flags of `mpissd run` (of `mpissd sweep` with --array, of `mpissd serve` with
 --serve=N, which submits N replicas). --dry only asks Slurm when such a job would start.
@@ -9,7 +8,6 @@ What follows -- are flags of `mpissd run` (of `mpissd sweep` with --array, of `m
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import re
@@ -20,92 +18,81 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mpissd.cli import arguments as cli
+from mpissd.common.errors import ConfigError, line_of, unknown
+from mpissd.common.flags import read, words
+from mpissd.engine.comm.topology import check_world
+from mpissd.engine.job import Serving, resolve
+from mpissd.lab.sweep.commands import check_sweep
+from mpissd.ops.slurm import BRIDGES2_TYPES, JobRequest, read_header
+from mpissd.serve.config import ServeConfig
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from mpissd.cli import arguments as cli  # noqa: E402
-from mpissd.common.errors import ConfigError, line_of  # noqa: E402
-from mpissd.engine.comm.topology import check_world  # noqa: E402
-from mpissd.engine.job import Serving, resolve  # noqa: E402
-from mpissd.lab.sweep.commands import check_sweep  # noqa: E402
-from mpissd.ops.slurm import BRIDGES2_TYPES, Request, read_header  # noqa: E402
-from mpissd.serve.config import ServeConfig  # noqa: E402
-
 _ARRAY, _SLURM, _REPLICA = "launch/array.sh", "launch/slurm.sh", "launch/replica.sh"
 _EVERYWHERE = "--host=0.0.0.0"  # as launch/replica.sh says it: refused without a key
 WORDS = ("partition", "gpu_type", "account", "time", "array")
 COUNTS = ("gpus", "nodes", "cpus")
 EXPORTS = ("tp", "command", "python", "mpirun")
+FLAGS = ("ranks", "script", "serve", "cluster", *WORDS, *COUNTS, "sbatch", *EXPORTS, "dry")
 # What launch/job.sh reads; make's contract is that only MPIRUN counts from the environment.
 UNSEEN = ("BACKEND", "COMMAND", "DEVICE", "NUM_LAYERS", "OUT", "PAIR", "PYTHON", "ROUNDS", "TP")
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The options; a make variable each."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--script")
-    parser.add_argument("--serve", help="number of replicas of a server")
-    for name in ("cluster", *WORDS, *COUNTS):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--sbatch", default="", help="further options of sbatch")
-    for name in EXPORTS:
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--dry", nargs="?", const="1", default="")
-    parser.add_argument("flags", nargs="*")
-    return parser
+def flags_in(arguments: list[str]) -> dict[str, str]:
+    """Returns this script's flags, a make variable each; an empty value counts as left out."""
+    given = read(arguments, FLAGS)
+    if stray := [name for name in given if name not in FLAGS]:
+        raise unknown("flag", f"--{stray[0]}", (f"--{name}" for name in FLAGS))
+    given = {name: text for name, text in given.items() if text}
+    for name in given.keys() - {"dry"}:
+        words(name, given[name])
+    if "serve" in given:
+        if said := [name for name in ("array", "script", "command") if name in given]:
+            raise ConfigError(
+                f"{said[0].upper()} with SERVE={given['serve']}: allowed: one of them"
+            )
+        given["array"] = f"0-{(count('serve', given['serve']) or 1) - 1}"
+    return given
 
 
 def count(name: str, text: str | None) -> int | None:
-    """A count from 1, where one is given."""
+    """Returns a count from 1, or None if the text is empty."""
     if text and not (text.isdecimal() and int(text)):
         raise ConfigError(f"{name.upper()}={text}: allowed: a whole number from 1")
     return int(text) if text else None
 
 
-def serve_as_array(given: argparse.Namespace) -> None:
-    """Makes SERVE=N the array of N tasks; ConfigError beside an array or a script."""
-    if not given.serve:
-        return
-    if said := [name for name in ("array", "script", "command") if getattr(given, name)]:
-        raise ConfigError(f"{said[0].upper()} with SERVE={given.serve}: allowed: one of them")
-    given.array = f"0-{(count('serve', given.serve) or 1) - 1}"
-
-
-def parsed(given: argparse.Namespace, script: str) -> cli.Command:
-    """The flags as the job's command takes them."""
-    if script == _REPLICA:
-        return cli.parse(["serve", _EVERYWHERE, *given.flags])
-    name = "sweep" if script == _ARRAY else given.command or "run"
-    return cli.parse([name, *given.flags])
-
-
-def request_of(given: argparse.Namespace, script: str, command: cli.Command) -> Request:
-    """What is asked for."""
+def request_of(
+    given: dict[str, str], script: str, flags: list[str], *, needs_gpus: bool
+) -> JobRequest:
+    """Returns the request to Slurm; `flags` are the script's arguments."""
     try:
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"SCRIPT={script}: {getattr(error, 'strerror', 'no text')}") from error
-    flags = {name: getattr(given, name) for name in EXPORTS if getattr(given, name)}
-    if not given.script:  # T = tasks - D there
-        flags.pop("tp", None)
-    if bad := [name for name, value in flags.items() if "," in value]:
-        raise ConfigError(f"{bad[0].upper()}={flags[bad[0]]}: sbatch takes no comma there")
+    exports = {name.upper(): given[name] for name in EXPORTS if name in given}
+    if "script" not in given:  # T = tasks - D there
+        exports.pop("TP", None)
+    if bad := [name for name, value in exports.items() if "," in value]:
+        raise ConfigError(f"{bad[0]}={exports[bad[0]]}: sbatch takes no comma there")
     try:
-        extra = tuple(shlex.split(given.sbatch))
+        extra = tuple(shlex.split(given.get("sbatch", "")))
     except ValueError as error:
-        raise ConfigError(f"SBATCH={given.sbatch}: {error}") from error
-    sizes: dict[str, Any] = {name: count(name, getattr(given, name)) for name in COUNTS}
-    return Request(
+        raise ConfigError(f"SBATCH={given['sbatch']}: {error}") from error
+    ranks = count("ranks", given.get("ranks"))
+    if ranks is None:
+        raise ConfigError("--ranks: needs a value")
+    sizes: dict[str, Any] = {name: count(name, given.get(name)) for name in COUNTS}
+    return JobRequest(
         script=script,
-        ranks=given.ranks,
+        ranks=ranks,
         header=header,
-        cluster=given.cluster or "bridges2",
+        cluster=given.get("cluster", "bridges2"),
         extra=extra,
-        exports={name.upper(): value for name, value in flags.items()},
-        flags=tuple(given.flags),
-        needs_gpus=command.run.backend in ("auto", "cupy"),
-        **{name: getattr(given, name) or None for name in WORDS},
+        exports=exports,
+        flags=tuple(flags),
+        needs_gpus=needs_gpus,
+        **{name: given.get(name) for name in WORDS},
         **sizes,
     )
 
@@ -130,7 +117,7 @@ def check_shards(array: str, configurations: int) -> None:
         )
 
 
-def check_job(request: Request, command: cli.Command) -> None:
+def check_job(request: JobRequest, command: cli.Command) -> None:
     """ConfigError for what the job would refuse when its turn comes: a grid, or memory."""
     if request.script == _ARRAY:
         plan = check_sweep(command.config, command.given, request.ranks)
@@ -152,7 +139,7 @@ def check_job(request: Request, command: cli.Command) -> None:
         resolve(config.decoding, config.tp, backend="cupy", memory_bytes=memory, serving=serving)
 
 
-def check_cupy(request: Request, *, is_dry: bool) -> None:
+def check_cupy(request: JobRequest, *, is_dry: bool) -> None:
     """ConfigError where the job needs CuPy and this Python has none; a dry run only says so."""
     has_gpus = request.needs_gpus and request.resolve().get("gpus") is not None
     if not has_gpus or importlib.util.find_spec("cupy") is not None:
@@ -168,13 +155,25 @@ def check_cupy(request: Request, *, is_dry: bool) -> None:
 
 def main() -> int:
     """Exit 2 with one line where a job would be refused; otherwise sbatch's code."""
-    given = arguments().parse_args()
-    script = given.script or (_ARRAY if given.array else _REPLICA if given.serve else _SLURM)
-    is_dry = given.dry not in ("", "0")
+    arguments = [*sys.argv[1:], "--"]
+    end = arguments.index("--")
+    options = arguments[:end]
+    flags = arguments[end + 1 : -1]
+    if {"-h", "--help"} & set(options):
+        print(__doc__, *(f"--{name}" for name in FLAGS))
+        return 0
     try:
-        serve_as_array(given)
-        command = parsed(given, script)
-        request = request_of(given, script, command)
+        given = flags_in(options)
+        is_dry = given.get("dry", "0") != "0"
+        default = _REPLICA if "serve" in given else _ARRAY if "array" in given else _SLURM
+        script = given.get("script", default)
+        if script == _REPLICA:
+            command = cli.parse(["serve", _EVERYWHERE, *flags])
+        else:
+            name = "sweep" if script == _ARRAY else given.get("command", "run")
+            command = cli.parse([name, *flags])
+        needs_gpus = command.run.backend in ("auto", "cupy")
+        request = request_of(given, script, flags, needs_gpus=needs_gpus)
         line = request.command()
         check_job(request, command)
         check_cupy(request, is_dry=is_dry)

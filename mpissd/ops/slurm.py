@@ -39,7 +39,7 @@ CLUSTERS = ("bridges2", "other")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A request to Slurm; a field that is None takes the script's value or the cluster's default.
 
     header: the script's own #SBATCH options. ranks: T + D, each with a GPU if needs_gpus (a GPU

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.ops.slurm import Request, read_header
+from mpissd.ops.slurm import JobRequest, read_header
 from mpissd.serve.config import DRAIN_S
 from tests.scripts import ROOT, call
 
@@ -21,9 +21,9 @@ def header(name: str) -> dict[str, str]:
     return read_header((ROOT / "launch" / f"{name}.sh").read_text())
 
 
-def request(name: str = "slurm", **given: Any) -> Request:
+def request(name: str = "slurm", **given: Any) -> JobRequest:
     told: dict[str, Any] = {"ranks": 3, "partition": "GPU-shared", **given}
-    return Request(f"launch/{name}.sh", header=header(name), **told)
+    return JobRequest(f"launch/{name}.sh", header=header(name), **told)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_every_script_is_a_request_that_is_taken(name: str) -> None:
 
 def submit(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Where there is no Slurm."""
-    return call(ROOT, sys.executable, "launch/submit.py", *words, PATH="/nowhere", **env)
+    return call(ROOT, sys.executable, "-m", "launch.submit", *words, PATH="/nowhere", **env)
 
 
 H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")

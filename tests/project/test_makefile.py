@@ -69,12 +69,12 @@ def launched(box: Path, *variables: str, **env: str) -> tuple[int, list[str]]:
 
 
 def submitted(box: Path, *variables: str) -> list[str]:
-    """How launch/submit.py is called."""
+    """How launch.submit is called."""
     done = call(box, "make", "submit", "PYTHON=fakes/bin/python", *variables)
     assert done.returncode == 0, done.stderr
     argv = json.loads((box / "dry_runs").read_text().splitlines()[-1])
-    assert argv[0] == "launch/submit.py"
-    return list(argv[1:])
+    assert argv[:2] == ["-m", "launch.submit"]
+    return list(argv[2:])
 
 
 def test_submit(box: Path) -> None:
