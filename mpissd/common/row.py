@@ -222,7 +222,7 @@ class Row(Mapping[str, Any]):
         "tokens, and acceptance_length"
     )
     learner: Mapping[str, Any] | None = key(
-        "what the learner did: `swaps`, `refused_versions`, the `cost` of teaching on the lead, "
+        "what the learner did: `swaps`, `refused_versions`, the lead's `cost` of sending examples, "
         "`ready_s`, `first_step_s`, its `gpu`, and `shares_gpu_of`, the rank on the same GPU"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")

@@ -64,7 +64,7 @@ class Distillation:
         checkpoint, dtype = source.checkpoint, torch.bfloat16 if self.on_gpu else torch.float32
         self.target = load(checkpoint, self.device, dtype)
         self.blocks = blocks_of(checkpoint.config, dtype)
-        exams = (*source.exams.values(), *source.lessons.values())
+        exams = (*source.exams.values(), *source.training.values())
         prompts = max((len(prompt) for exam in exams for prompt in exam), default=0)
         farthest = max(config.length, prompts + config.answer) + max(LOOKAHEADS)
         self.table = angles(checkpoint.config, farthest, self.device)
@@ -94,13 +94,13 @@ class Distillation:
         return code
 
     def _sample(self) -> None:
-        """Has the target write conversations until the time for it is over, or answer lessons."""
-        if self.source.lessons:
-            for lesson in self.source.lessons.values():
+        """Has the target write conversations until the time for it is over, or answer prompts."""
+        if self.source.training:
+            for prompts in self.source.training.values():
                 # A process has its share of the prompts, or all of them if there are too few.
-                mine = lesson[self.group.rank :: self.group.size]
-                few = len(lesson) < self.group.size
-                self.parts.append(self._answered(lesson if few else mine, self.sampled_by))
+                mine = prompts[self.group.rank :: self.group.size]
+                few = len(prompts) < self.group.size
+                self.parts.append(self._answered(prompts if few else mine, self.sampled_by))
             self._count()
             return
         config, template, begun = self.config, self.source.template, time.monotonic()
@@ -171,7 +171,7 @@ class Distillation:
             sizes += torch.tensor([len(part.tokens), len(answers), part.tokens.numel()]).to(sizes)
         self.counts = self.group.add(counts).cpu()
         self.num_sequences, self.num_answered, num_tokens = self.group.add(sizes).tolist()
-        is_own = not self.source.lessons
+        is_own = not self.source.training
         if self.num_answered < (max(config.length, FEWEST * num_tokens) if is_own else 1):
             why = f"{self.num_answered} of {num_tokens} sampled tokens answer a message: allowed: "
             refusal = (

@@ -138,7 +138,7 @@ def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str
 class Source:
     """The target's weights and tokenizer, and its template's parts.
 
-    exams: people's prompts to judge a draft on, by name. lessons: those to train it on instead of
+    exams: people's prompts to judge a draft on, by name. training: those to train it on instead of
     samples; empty if the target writes samples.
     """
 
@@ -146,7 +146,7 @@ class Source:
     tokenizer: Tokenizer
     template: TemplateParts
     exams: dict[str, Prompts]
-    lessons: dict[str, Prompts]
+    training: dict[str, Prompts]
 
 
 def read(config: DistillConfig) -> Source:
@@ -164,5 +164,5 @@ def read(config: DistillConfig) -> Source:
     if beyond and not (config.forms or config.kinds):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
     exams = read_prompts("prompts", config.prompts, tokenizer)
-    lessons = read_prompts("on", config.on, tokenizer)
-    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, lessons)
+    training = read_prompts("on", config.on, tokenizer)
+    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, training)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.comm.learner_messages import Lesson
+from mpissd.engine.features.learning import ExamplePart
 
 KEPT = 64  # tokens of a distribution: 390 bytes a position instead of 4 V in float32
 HELD = 8  # one sequence in so many is held out, to judge versions before they are published
@@ -93,7 +93,7 @@ class _Growing:
 
 
 class Collector:
-    """Joins each sequence's lessons over the rounds; returns the sequence once it has ended."""
+    """Joins the parts of each sequence's example; returns it once the sequence has ended."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
         """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""
@@ -101,21 +101,21 @@ class Collector:
         self._live: dict[tuple[int, int], _Growing] = {}
         self.dropped = 0  # sequences of which a round is missing
 
-    def add(self, lessons: Sequence[Lesson]) -> list[Example]:
-        """Takes a round's lessons; returns the sequences that are not in it any more."""
-        names = {one.name for one in lessons}
+    def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
+        """Takes a round's parts; returns the sequences that are not in it any more."""
+        names = {part.name for part in parts}
         ended = [self._example(self._live.pop(n)) for n in [*self._live] if n not in names]
-        for lesson in lessons:
-            growing = self._live.setdefault(lesson.name, _Growing(lesson.prompt))
-            if lesson.start != len(growing.tokens):
-                self.dropped += lesson.start > 0
-                growing = self._live[lesson.name] = _Growing(lesson.prompt)
-                if lesson.start:
+        for part in parts:
+            growing = self._live.setdefault(part.name, _Growing(part.prompt))
+            if part.start != len(growing.tokens):
+                self.dropped += part.start > 0
+                growing = self._live[part.name] = _Growing(part.prompt)
+                if part.start:
                     continue
-            growing.tokens += lesson.tokens.tolist()
-            if len(lesson.at):
-                ids, logs = compressed(lesson.logits, self._kept)
-                growing.at += lesson.at.tolist()
+            growing.tokens += part.tokens.tolist()
+            if len(part.at):
+                ids, logs = compressed(part.logits, self._kept)
+                growing.at += part.at.tolist()
                 growing.ids += list(ids)
                 growing.logs += list(logs)
         return ended

@@ -1,4 +1,5 @@
-"""A learner's rank: it receives lessons, has a trainer learn from them, and sends new weights on.
+"""A learner's rank: it receives training examples, has a trainer learn from them, and sends on
+new weights.
 
 It computes little itself, so that it answers at once whatever its trainer does. It starts the
 trainer and exchanges pickled messages with it, without ever waiting for it: to the trainer go
@@ -26,7 +27,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.stage import Stage
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm.learner_messages import Bytes, pieces, read_lessons
+from mpissd.engine.features.learning import Bytes, pieces, read_parts
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.oracle.logits import TextWorkload
 from mpissd.online.examples import Collector, Example
@@ -163,7 +164,7 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
-    """Brings lessons to the trainer, and its versions to the draft, until the lead sends stop."""
+    """Brings examples to the trainer, and its versions to the draft, until the lead sends stop."""
     parts: Iterator[Bytes] = iter(())  # pieces of the current version that are still to be sent
     sending: Any = None  # the request of a piece, and the piece
     fault, version = None, 0
@@ -178,9 +179,9 @@ def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) ->
             fault = f"{type(error).__name__}: {error}"
 
     def received() -> bool:
-        if (message := comms.lesson()) is None:
+        if (message := comms.examples()) is None:
             return False
-        post(lambda: collector.add(read_lessons(message)))
+        post(lambda: collector.add(read_parts(message)))
         return True
 
     is_over = False

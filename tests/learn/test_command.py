@@ -88,14 +88,14 @@ def test_a_tiny_draft_and_what_is_written_of_it(target: Path, draft: tuple[Path,
 
 def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
     """Trained on the target's answers to people's prompts instead of its own conversations."""
-    lessons = tmp_path / "lessons.jsonl"
+    training = tmp_path / "training.jsonl"
     texts = [f"{word} {n}" for word in ("hello", "well") for n in range(20)]
-    lessons.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    training.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
     out = tmp_path / "well"
-    again = shutil.copy(lessons, tmp_path / "again.jsonl")
+    again = shutil.copy(training, tmp_path / "again.jsonl")
     alphas = []
     for steps in (1, 100):
-        flags = [f"--target={target}", f"--on={lessons}", f"--out={out}", f"--prompts={again}"]
+        flags = [f"--target={target}", f"--on={training}", f"--out={out}", f"--prompts={again}"]
         code, told = distill(*flags, *SMALL, f"--steps={steps}", "--held_out=0")
         assert code == 0, told
         report = report_of(out)

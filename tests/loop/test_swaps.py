@@ -1,5 +1,5 @@
 """A draft whose weights change while it drafts: nothing is lost, and no version drafts twice. The
-lessons that a learner receives of a round: when, and with which logits."""
+examples that a learner receives of a round: when, and with which logits."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,10 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import RunConfig
-from mpissd.common.rounds import Ints
-from mpissd.engine.comm import learner_messages
-from mpissd.engine.comm.learner_messages import Bytes, Lesson, pieces
-from mpissd.engine.features.learning import Teaching, Updates
+from mpissd.engine.features.learning import (
+    Bytes,
+    ExamplePart,
+    ExampleSender,
+    Updates,
+    pieces,
+    read_parts,
+)
 from mpissd.engine.in_process import Decoder
 from mpissd.engine.law import sampling
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, Arrays, packed, tensors
@@ -232,29 +236,24 @@ def overflowing(arrays: Arrays) -> Arrays:
 
 
 class Recorded:
-    """An outlet that keeps the sent lessons, and has room only in some rounds."""
+    """An outlet that keeps the sent examples, and has room only in some rounds."""
 
     def __init__(self, has_room: Callable[[int], bool]) -> None:
-        self._has_room, self.asked, self.lessons = has_room, 0, list[list[Lesson]]()
+        self._has_room, self.asked, self.parts = has_room, 0, list[list[ExamplePart]]()
 
     def has_room(self) -> bool:
         self.asked += 1
         return self._has_room(self.asked)
 
-    def send(self, numbers: Ints) -> None:
-        self.lessons.append(learner_messages.read_lessons(numbers))
+    def send(self, message: Bytes) -> None:
+        self.parts.append(read_parts(message))
 
 
 class Read:
     """A target oracle that counts the rows of logits that are read of it."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self.rows, self.asked = worker, 0, 0
-
-    def lessons(self, *args: Any, **told: Any) -> list[Lesson]:
-        self.asked += 1
-        found: list[Lesson] = self._worker.lessons(*args, **told)
-        return found
+        self._worker, self.rows = worker, 0
 
     def logits_of(self, row: int) -> Any:
         self.rows += 1
@@ -263,23 +262,23 @@ class Read:
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])
 @pytest.mark.parametrize("every", [1, 3])
-def test_lessons_carry_the_deciding_logits(pair: TinyPair, mode: str, every: int) -> None:
+def test_examples_carry_the_deciding_logits(pair: TinyPair, mode: str, every: int) -> None:
     """No later forward has overwritten them; if there is no room, none are read."""
     config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=60, mode=mode, lookahead=3)
     outlet = Recorded(lambda asked: asked % every == 0)
     with Decoder(config) as decoder:
         read = Read(decoder.worker.oracle)
-        teaching = Teaching(read, outlet)  # type: ignore[arg-type]
-        decoder.loop.observers.append(teaching)
+        sender = ExampleSender(read, outlet)  # type: ignore[arg-type]
+        decoder.loop.observers.append(sender)
         while not decoder.is_over:
             decoder.step()
         decoder.loop.tell()
         answer = next(iter(decoder.tokens.values()))
     text = np.array([3, 1, 4, 1, 5, *answer], np.int32)
-    assert len(outlet.lessons) == read.asked == teaching.rounds // every > 5
-    assert teaching.dropped == teaching.rounds - read.asked
-    rows = [row for (one,) in outlet.lessons for row in zip(one.at, one.logits, strict=True)]
-    assert len(rows) == read.rows == teaching.rows
+    assert len(outlet.parts) == sender.rounds // every > 5
+    assert sender.dropped == sender.rounds - len(outlet.parts)
+    rows = [row for (one,) in outlet.parts for row in zip(one.at, one.logits, strict=True)]
+    assert len(rows) == read.rows == sender.rows
     assert all(int(logits.argmax()) == text[at + 1] for at, logits in rows)
-    joined = [token for (one,) in outlet.lessons for token in one.tokens.tolist()]
+    joined = [token for (one,) in outlet.parts for token in one.tokens.tolist()]
     assert joined == text[: len(joined)].tolist()

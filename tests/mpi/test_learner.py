@@ -73,7 +73,7 @@ def test_a_learner_that_fails_costs_nothing_but_learning(
 ) -> None:
     row = launched(pair, tmp_path, 3, "--mode=sd", *LEARNING, trainer=trainer).row
     assert row["token_digest"] == alone and row["learner_state"] == state
-    if trainer == "dying":  # no reader: a few lessons are sent, and no more are made
+    if trainer == "dying":  # no reader: a few examples are sent, and no more are made
         assert row["learner"]["cost"]["dropped_rounds"] > 0
     if trainer == "huge":  # the learned weights overflow: the draft goes back to its own
         assert 1 <= row["draft_versions"] <= 3 and row["acceptance_by_version"][0]["accepted"] > 0

@@ -6,25 +6,25 @@ import numpy as np
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm import learner_messages
-from mpissd.engine.comm.learner_messages import Lesson
+from mpissd.engine.features.learning import ExamplePart, read_parts, write_parts
 from mpissd.online.examples import HELD, Collector, Example, Memory, compressed
 from mpissd.online.process import check_trainer
 
 V = 20
 
 
-def lesson(
+def part(
     request: int, start: int, tokens: list[int], at: list[int], *, prompt: int = 2, epoch: int = 0
-) -> Lesson:
-    ints = (np.array(part, np.int32) for part in (tokens, at))
-    return Lesson(request, epoch, start, next(ints), prompt, next(ints), range(len(at)))
+) -> ExamplePart:
+    """The logits of position n are largest at token n."""
+    ints = (np.array(values, np.int32) for values in (tokens, at))
+    logits = np.eye(V, dtype=np.float32)[at] * 9
+    return ExamplePart((request, epoch), start, prompt, next(ints), next(ints), logits)
 
 
-def sent(*told: Lesson) -> list[Lesson]:
-    """The lessons as they arrive; the logits of position n are largest at token n."""
-    logits = [np.eye(V, dtype=np.float32)[at] * 9 for one in told for at in one.at.tolist()]
-    return learner_messages.read_lessons(learner_messages.write_lessons(told, logits))
+def sent(*parts: ExamplePart) -> list[ExamplePart]:
+    """The parts as they arrive."""
+    return read_parts(write_parts(parts))
 
 
 def example(size: int, rows: int = 2) -> Example:
@@ -47,8 +47,8 @@ def test_the_likeliest_tokens_are_kept_with_their_log_probabilities() -> None:
     assert compressed(logits, 100)[0].shape == (5, V)
 
 
-def test_lessons_survive_their_message_bit_for_bit() -> None:
-    told = [lesson(3, 0, [4, 5, 6], [1, 2]), lesson(9, 7, [1], [], epoch=2)]
+def test_parts_survive_their_message_bit_for_bit() -> None:
+    told = [part(3, 0, [4, 5, 6], [1, 2]), part(9, 7, [1], [], epoch=2)]
     first, second = sent(*told)
     assert (first.name, first.start, first.prompt) == ((3, 0), 0, 2)
     assert first.tokens.tolist() == [4, 5, 6] and first.at.tolist() == [1, 2]
@@ -58,9 +58,9 @@ def test_lessons_survive_their_message_bit_for_bit() -> None:
 
 def test_a_sequence_is_joined_of_its_rounds_and_given_when_it_leaves() -> None:
     collector = Collector(kept=3)
-    assert collector.add(sent(lesson(1, 0, [7, 8, 3], [1]), lesson(2, 0, [7, 8, 9], []))) == []
-    assert collector.add(sent(lesson(1, 3, [4, 5], [2, 3]), lesson(2, 3, [1], [2]))) == []
-    (ended,) = collector.add(sent(lesson(2, 4, [2], [3])))
+    assert collector.add(sent(part(1, 0, [7, 8, 3], [1]), part(2, 0, [7, 8, 9], []))) == []
+    assert collector.add(sent(part(1, 3, [4, 5], [2, 3]), part(2, 3, [1], [2]))) == []
+    (ended,) = collector.add(sent(part(2, 4, [2], [3])))
     assert ended.tokens.tolist() == [7, 8, 3, 4, 5] and ended.at.tolist() == [1, 2, 3]
     assert ended.ids[:, 0].tolist() == [1, 2, 3] and ended.logs.dtype == np.float16
     (rest,) = collector.rest()
@@ -69,16 +69,16 @@ def test_a_sequence_is_joined_of_its_rounds_and_given_when_it_leaves() -> None:
 
 def test_what_stands_behind_a_stop_token_is_dropped() -> None:
     collector = Collector([5])
-    collector.add(sent(lesson(1, 0, [5, 8, 3, 5, 9], [1, 2, 3])))  # a prompt may hold one
+    collector.add(sent(part(1, 0, [5, 8, 3, 5, 9], [1, 2, 3])))  # a prompt may hold one
     (ended,) = collector.rest()
     assert ended.tokens.tolist() == [5, 8, 3, 5] and ended.at.tolist() == [1, 2]
 
 
 def test_a_sequence_of_which_a_round_is_missing_is_dropped() -> None:
     collector = Collector()
-    collector.add(sent(lesson(1, 0, [7, 8, 3], [1])))
-    collector.add(sent(lesson(1, 5, [4], [4])))
-    collector.add(sent(lesson(1, 6, [4], [5])))
+    collector.add(sent(part(1, 0, [7, 8, 3], [1])))
+    collector.add(sent(part(1, 5, [4], [4])))
+    collector.add(sent(part(1, 6, [4], [5])))
     assert collector.dropped == 2
     assert all(not len(one.at) for one in collector.rest())
 

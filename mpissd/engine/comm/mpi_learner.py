@@ -1,4 +1,4 @@
-"""The messages of online learning over MPI: lessons from the lead, new weights to the draft.
+"""Online learning over MPI: training examples from the lead, new weights to the draft.
 
 The learner is the last rank of the world. It is split off before the job opens, so the job's own
 collectives never wait for it. Nothing of the job waits for its messages either.
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from mpissd.engine.comm.learner_messages import HEADER, PIECE, Bytes
 from mpissd.engine.comm.mpi_patient import PatientComm
 
-_LESSON, _STOP, _REPORT, _VERSION = range(1, 5)  # the messages' tags
-_MOST = 8  # lessons in flight
+Bytes = NDArray[np.uint8]
+_EXAMPLES, _STOP, _REPORT, _VERSION = range(1, 5)  # the messages' tags
+_MOST = 8  # messages of examples in flight
 _REPORT_S = 10.0  # longest wait of the job for the learner's report
 _NAP_S = 1e-3
 
@@ -29,8 +30,11 @@ class LearnerComms:
     leads and the one before the learner drafts. local_rank: among the ranks of its host.
     """
 
-    def __init__(self) -> None:
-        """Starts MPI and splits the learner off; collective over MPI's world."""
+    def __init__(self, piece_bytes: int) -> None:
+        """Starts MPI and splits the learner off; collective over MPI's world.
+
+        piece_bytes: the longest message of new weights.
+        """
         self._all = PatientComm(MPI.COMM_WORLD).Dup()
         rank, self.world_size = self._all.rank, self._all.size
         self._learner = self.world_size - 1
@@ -38,8 +42,8 @@ class LearnerComms:
         self.is_learner, self.is_lead = rank == self._learner, rank == 0
         self.is_draft = rank == self._learner - 1
         self.world = self._all.Split(int(self.is_learner), rank)
-        self.outlet = LessonOutlet(self._all, self._learner) if self.is_lead else None
-        self.inbox = PieceInbox(self._all, self._learner) if self.is_draft else None
+        self.outlet = ExampleOutlet(self._all, self._learner) if self.is_lead else None
+        self.inbox = PieceInbox(self._all, self._learner, piece_bytes) if self.is_draft else None
         self._stop: MPI.Request | None = None  # of `stop`; holds its message until it is received
 
     def stop(self) -> dict[str, Any] | None:
@@ -60,12 +64,12 @@ class LearnerComms:
         if self.inbox is not None:
             self.inbox.close()
 
-    def lesson(self) -> Bytes | None:
-        """Returns the next lesson, on the learner; None if none has arrived."""
-        return self._probed(0, _LESSON)
+    def examples(self) -> Bytes | None:
+        """Returns a round's training examples, on the learner; None if none have arrived."""
+        return self._probed(0, _EXAMPLES)
 
     def must_stop(self) -> bool:
-        """Returns whether the lead ends the learner; lessons before it have been received."""
+        """Returns whether the lead has ended the learner; what it sent before has arrived."""
         return self._probed(0, _STOP) is not None
 
     def send_piece(self, message: Bytes) -> MPI.Request:
@@ -92,7 +96,7 @@ class LearnerComms:
         return data
 
 
-class LessonOutlet:
+class ExampleOutlet:
     """The lead's sends to the learner, which never block; a few may be in flight."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
@@ -100,23 +104,23 @@ class LessonOutlet:
         self._sending: list[tuple[MPI.Request, Bytes]] = []
 
     def has_room(self) -> bool:
-        """Returns whether few enough lessons are on their way."""
+        """Returns whether few enough messages are on their way."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
         return len(self._sending) < _MOST
 
     def send(self, message: Bytes) -> None:
-        """Starts to send a lesson, which is on its way until the learner takes it.
+        """Starts to send a message, which is on its way until the learner takes it.
 
         A plain send of a short message would complete before it is received.
         """
-        self._sending.append((self._comm.Issend(message, self._learner, _LESSON), message))
+        self._sending.append((self._comm.Issend(message, self._learner, _EXAMPLES), message))
 
 
 class PieceInbox:
     """Receives the pieces of new weights for a draft."""
 
-    def __init__(self, comm: MPI.Comm, learner: int) -> None:
-        self._buffer = np.empty(HEADER + PIECE, np.uint8)
+    def __init__(self, comm: MPI.Comm, learner: int, piece_bytes: int) -> None:
+        self._buffer = np.empty(piece_bytes, np.uint8)
         self._comm, self._learner = comm, learner
         self._request: MPI.Request | None = None
         self._ended = False

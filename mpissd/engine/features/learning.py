@@ -1,19 +1,25 @@
-"""Online learning in the loops: the lead teaches a learner, and the draft takes newer weights.
+"""Online learning in the loops: the lead sends training examples, the draft takes newer weights.
 
-`Teaching` sends the learner the results of each verified round. `Updates` receives, checks and
-packs a draft's newer weights between rounds, and swaps them in at once.
+Each round the lead sends the learner one message, a part of each sequence's training example. A
+version of weights is sent to the draft in pieces, so that none of them holds up a round for long. A
+piece is a header and up to 1 MiB; the last one completes the version. A message without bytes ends
+the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from struct import Struct
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Ints
-from mpissd.engine.comm import learner_messages
-from mpissd.engine.comm.learner_messages import Assembly
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.checkpoint import unpacked
 from mpissd.engine.oracle.logits import LogitsTarget
@@ -22,10 +28,118 @@ from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.target import RoundObserver
 
 if TYPE_CHECKING:
-    from mpissd.engine.comm.mpi_learner import LessonOutlet, PieceInbox  # importing it starts MPI
+    from mpissd.engine.comm.mpi_learner import ExampleOutlet, PieceInbox  # importing it starts MPI
 
+Bytes = NDArray[np.uint8]
+_HEADER = Struct("=2q")  # version, its bytes
+PIECE_BYTES = _HEADER.size + (1 << 20)  # some .3 ms to take over on one host
 _DONE = object()
 _PATIENCE = 3  # diverged versions after which a draft takes no more
+
+
+@dataclass(frozen=True)
+class ExamplePart:
+    """What one round adds to a sequence's training example.
+
+    name: the sequence's request id and epoch. start: the position of the first of `tokens` in the
+    sequence, which begins with `prompt` tokens of its prompt. at: the positions whose next token
+    the target decided in this round, by the rows of `logits`, float32 [len(at), V].
+    """
+
+    name: tuple[int, int]
+    start: int
+    prompt: int
+    tokens: Ints
+    at: Ints
+    logits: NDArray[np.float32]
+
+
+def write_parts(parts: Sequence[ExamplePart]) -> Bytes:
+    """Returns the message of a round's parts."""
+    values = []
+    for part in parts:
+        arrays = [array.tobytes() for array in (part.tokens, part.at, part.logits)]
+        values.append((*part.name, part.start, part.prompt, *arrays))
+    return np.frombuffer(pickle.dumps(values), np.uint8)
+
+
+def read_parts(message: Bytes) -> list[ExamplePart]:
+    """Returns the parts in a round's message."""
+    parts = []
+    for request_id, epoch, start, prompt, *arrays in pickle.loads(message.data):
+        tokens, at = (np.frombuffer(data, np.int32) for data in arrays[:2])
+        logits = np.frombuffer(arrays[2], np.float32)
+        logits = logits.reshape(len(at), len(logits) // max(1, len(at)))
+        parts.append(ExamplePart((request_id, epoch), start, prompt, tokens, at, logits))
+    return parts
+
+
+class ExampleSender(RoundObserver):
+    """Sends the target's logits that decided a round's tokens, to be trained on.
+
+    Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
+    the next message brings its tokens.
+    """
+
+    def __init__(self, oracle: LogitsTarget, outlet: ExampleOutlet) -> None:
+        self._oracle, self._outlet = oracle, outlet
+        self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
+        self.rounds = self.dropped = self.rows = self.num_bytes = 0
+        self.spent_s = 0.0
+
+    def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
+        """Sends a judged round's logits before another forward overwrites them.
+
+        Without room for a message, no logits are read.
+        """
+        start = perf_counter()
+        self.rounds += 1
+        if self._outlet.has_room():
+            parts = list(self._parts(batch, accepted, bonus))
+            message = write_parts(parts)
+            self._outlet.send(message)
+            self._sent = {part.name: part.start + len(part.tokens) for part in parts}
+            self.rows += sum(len(part.at) for part in parts)
+            self.num_bytes += message.nbytes
+        else:
+            self.dropped += 1
+        self.spent_s += perf_counter() - start
+
+    def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
+        """Yields the part of each sequence: the forward's rows up to the bonus token."""
+        first = 0  # the sequence's first row in the forward
+        for row, sequence in enumerate(batch.sequences):
+            k = int(accepted[row])
+            start = self._sent.get(sequence.name, 0)
+            tokens = [*sequence.tokens[start:], *sequence.served[:k], bonus[row]]
+            last = len(sequence.tokens) - 1
+            yield ExamplePart(
+                sequence.name,
+                start,
+                len(sequence.request.prompt),
+                np.array(tokens, np.int32),
+                np.arange(last, last + k + 1, dtype=np.int32),
+                np.array([self._oracle.logits_of(first + n) for n in range(k + 1)]),
+            )
+            first += len(sequence.served) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the cost of sending for the result row, as means of a round."""
+        rounds = max(1, self.rounds)
+        return {
+            "rows_per_round": round(self.rows / rounds, 3),
+            "bytes_per_round": round(self.num_bytes / rounds, 1),
+            "us_per_round": round(self.spent_s / rounds * 1e6, 2),
+            "dropped_rounds": self.dropped,
+        }
+
+
+def pieces(version: int, data: bytes) -> Iterator[Bytes]:
+    """Yields the messages of a version."""
+    header = _HEADER.pack(version, len(data))
+    size = PIECE_BYTES - len(header)
+    for start in range(0, len(data), size):
+        yield np.frombuffer(header + data[start : start + size], np.uint8)
 
 
 class Updates:
@@ -43,7 +157,7 @@ class Updates:
         stepper = drafter.worker.stepper
         assert isinstance(stepper, Stepper), "new weights of a model that computes nothing"
         self._inbox, self._drafter, self._stepper = inbox, drafter, stepper
-        self._assembly = Assembly()
+        self._data = bytearray()  # of the version whose pieces arrive
         self._packing: Iterator[None] | None = None
         self._leaving: Iterator[None] | None = None  # packs the loaded weights again
         self._num_bytes, self._longest_s = 0, 0.0
@@ -72,12 +186,8 @@ class Updates:
             self.report["refused_versions"].append(str(error))
         self._longest_s = max(self._longest_s, perf_counter() - start)
         if drafter.version not in (0, before):
-            longest_us = round(self._longest_s * 1e6, 1)
-            swap = {
-                "version": drafter.version,
-                "num_bytes": self._num_bytes,
-                "longest_us": longest_us,
-            }
+            swap = {"version": drafter.version, "num_bytes": self._num_bytes}
+            swap["longest_us"] = round(self._longest_s * 1e6, 1)
             self.report["swaps"].append(swap)
             self._longest_s = 0.0
         return did
@@ -88,10 +198,12 @@ class Updates:
             return False
         if self._diverged >= _PATIENCE:
             return True  # so that its sender may end
-        complete = self._assembly.add(message)
-        if complete is None:
+        version, total = _HEADER.unpack_from(message.data)
+        self._data += message[_HEADER.size :].data
+        if len(self._data) < total:
             return True
-        version, data = complete
+        data = memoryview(self._data)
+        self._data = bytearray()
         if version <= self._newest:
             raise ProtocolError(f"version {version} after version {self._newest}")
         self._newest, self._num_bytes = version, data.nbytes
@@ -107,46 +219,3 @@ class Updates:
             yield
         yield from self._stepper.reload(arrays)
         self._drafter.change(version)
-
-
-class Teaching(RoundObserver):
-    """Sends the target's logits that decided a round's tokens.
-
-    Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
-    the next message brings its tokens.
-    """
-
-    def __init__(self, oracle: LogitsTarget, outlet: LessonOutlet) -> None:
-        self._oracle, self._outlet = oracle, outlet
-        self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
-        self.rounds = self.dropped = self.rows = self.num_bytes = 0
-        self.spent_s = 0.0
-
-    def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends a judged round's logits before another forward overwrites them.
-
-        Without room for a message, no logits are read.
-        """
-        start, oracle = perf_counter(), self._oracle
-        self.rounds += 1
-        if not self._outlet.has_room():
-            self.dropped += 1
-        else:
-            lessons = oracle.lessons(batch, accepted, bonus, self._sent)
-            logits = [oracle.logits_of(row) for one in lessons for row in one.rows]
-            message = learner_messages.write_lessons(lessons, logits)
-            self._outlet.send(message)
-            self._sent = {one.name: one.start + len(one.tokens) for one in lessons}
-            self.rows += len(logits)
-            self.num_bytes += message.nbytes
-        self.spent_s += perf_counter() - start
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the cost of teaching for the result row, as means of a round."""
-        rounds = max(1, self.rounds)
-        return {
-            "rows_per_round": round(self.rows / rounds, 3),
-            "bytes_per_round": round(self.num_bytes / rounds, 1),
-            "us_per_round": round(self.spent_s / rounds * 1e6, 2),
-            "dropped_rounds": self.dropped,
-        }

@@ -15,7 +15,6 @@ from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Speculation
 from mpissd.common.wait import Waiter
-from mpissd.engine.comm.learner_messages import Lesson, Sent
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.law.lookup import LONGEST
@@ -63,7 +62,7 @@ class LogitsTarget(SampledTarget):
         samples: bool = False,
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
-        teaches: bool = False,
+        keeps_logits: bool = False,
         tree: Tree = CHAIN,
         gather: LogitsGather | None = None,
         grammars: GrammarStates | None = None,
@@ -71,7 +70,7 @@ class LogitsTarget(SampledTarget):
         """Makes the oracle of one target rank.
 
         draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
-        target rank. teaches: whether a learner reads the logits. gather: collects the logits of
+        target rank. keeps_logits: whether a learner reads them. gather: collects the logits of
         several target ranks (None: of one).
         """
         super().__init__(seed, tree)
@@ -80,7 +79,7 @@ class LogitsTarget(SampledTarget):
         self._draft_ids = draft_ids
         self.chains = not samples
         self._widths = widths
-        self._teaches = teaches
+        self._keeps_logits = keeps_logits
         self._gather = gather
         self._grammars = grammars or GrammarStates()
         # Whether a live sequence is sampled, and whether logits are read.
@@ -94,7 +93,7 @@ class LogitsTarget(SampledTarget):
         self._live = batch.sequences
         settings = [sequence.request.sampling for sequence in batch.sequences]
         self._draws_any = self._samples and any(setting.temperature > 0 for setting in settings)
-        asked = self._teaches or any(setting.reads_logits for setting in settings)
+        asked = self._keeps_logits or any(setting.reads_logits for setting in settings)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -166,26 +165,6 @@ class LogitsTarget(SampledTarget):
                 path = sequence.path(self.tree.paths[accepted[row]])
                 forced[row] = grammar.forced([*sequence.answer, *path, int(bonus[row])])
         return forced
-
-    def lessons(self, batch: Batch, accepted: Ints, bonus: Ints, sent: Sent) -> list[Lesson]:
-        """Returns a judged round's lessons for a learner, by sequence: of all rows up to the bonus.
-
-        sent: how many tokens of a sequence the learner has.
-        """
-        lessons = []
-        start = 0
-        for row, sequence in enumerate(batch.sequences):
-            k = int(accepted[row])
-            last = len(sequence.tokens) - 1  # the position of the row's own token
-            had = sent.get(sequence.name, 0)
-            added = [*sequence.tokens[had:], *sequence.served[:k], bonus[row]]
-            at = np.arange(last, last + k + 1, dtype=np.int32)
-            rows = range(start, start + k + 1)
-            prompt = len(sequence.request.prompt)
-            tokens = np.array(added, np.int32)
-            lessons.append(Lesson(*sequence.name, had, tokens, prompt, at, rows))
-            start += len(sequence.served) + 1
-        return lessons
 
     def logits_of(self, row: int) -> Logits:
         """Returns the logits [V] of a row of the finished forward."""
@@ -555,7 +534,7 @@ class TextWorkload(Workload):
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
-            teaches=job.config.learners > 0,
+            keeps_logits=job.config.learners > 0,
             tree=job.tree,
             gather=gather,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),

@@ -27,7 +27,7 @@ from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
 from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
-from mpissd.engine.features.learning import Teaching
+from mpissd.engine.features.learning import PIECE_BYTES, ExampleSender
 from mpissd.engine.oracle.logits import LogitsTarget
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
@@ -63,7 +63,7 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
     given: names of the flags that were given; K and the fan-out may be chosen here if they are not.
     """
     sharpen_sleep()
-    comms = LearnerComms() if config.learners else None
+    comms = LearnerComms(PIECE_BYTES) if config.learners else None
     with nullcontext() if comms is None else closing(comms):
         if comms is not None and comms.is_learner:
             from mpissd.online.process import learn
@@ -218,14 +218,15 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(scheduler.turn().join)
     rank.meet()
     guard.stage(Stage.ROUNDS)
-    learning, teaching = session.learning, None
+    learning = session.learning
+    sender = None
     if learning is not None and learning.outlet is not None:
         assert rank.target is not None, "a lead without a target"
         oracle = rank.target.oracle
         assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
         loop.tell()  # drops the warm-up's last round: no receiver yet
-        teaching = Teaching(oracle, learning.outlet)
-        loop.observers.append(teaching)
+        sender = ExampleSender(oracle, learning.outlet)
+        loop.observers.append(sender)
     first, before, reduced = loop.round, rank.messages, group.spent_s
     prefilled, proposed = loop.prefill_s, rank.proposals
     records, limit = RoundRecords(session.job.lookahead), config.max_rounds
@@ -245,10 +246,10 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
                 last = now
     count, lost = max(1, loop.round - first), loop.draft_lost_round
     learner = None
-    if teaching is not None and learning is not None:
+    if sender is not None and learning is not None:
         loop.tell()
         # No report: the learner's rank did not answer in time, or is gone.
-        learner = {**(learning.stop() or {"state": "silent"}), "cost": teaching.to_dict()}
+        learner = {**(learning.stop() or {"state": "silent"}), "cost": sender.to_dict()}
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
