@@ -55,7 +55,7 @@ from mpissd.common.rivals import Family  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
 from mpissd.engine.comm.topology import usable_cores  # noqa: E402
 from mpissd.lab.measure.load import counters, reasons  # noqa: E402
-from mpissd.lab.measure.verdict import FEWEST_TURNS, Comparison, Use  # noqa: E402
+from mpissd.lab.measure.verdict import FEWEST_TURNS, TimedUse, UseComparison  # noqa: E402
 from mpissd.lab.tables.best import mode_of  # noqa: E402
 
 BUSY = "busy.jsonl"  # of OUT: how many rows each step measured, and what disturbed it
@@ -141,14 +141,14 @@ def cells_in(out: Path) -> dict[str, list[Row]]:
     return cells
 
 
-def chosen(uses: list[Use]) -> Use:
+def chosen(uses: list[TimedUse]) -> TimedUse:
     """Returns the fastest use, with the speed in each turn of the use that the other turns choose.
 
     A use that is chosen and judged by the same turns seems too fast (M. Stone, Cross-validatory
     choice and assessment of statistical predictions, 1974).
     """
 
-    def without(turn: int, use: Use) -> tuple[float, float]:
+    def without(turn: int, use: TimedUse) -> tuple[float, float]:
         others = [*use.speeds[:turn], *use.speeds[turn + 1 :]]
         return replace(use, speeds=others).mean, use.mean
 
@@ -173,13 +173,13 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
     with_ssd = [row for row in first if row["mode"] == "ssd"]
     names = {setting(row): setting(Row.from_dict({**row, "mode": "ar"})) for row in with_ssd}
     for name in sorted(names):
-        uses, rounds = list[Use](), list[int]()
+        uses, rounds = list[TimedUse](), list[int]()
         for rows, speeds in zip(cells.values(), turns, strict=True):
             row = rows[0]
             if setting(row) == (names[name] if row["mode"] == "ar" else name):
                 family = Family(mode_of(row), row["tp"], row["num_drafts"])
                 unit = "core" if row["backend"] == "numpy" else "GPU"
-                uses.append(Use(family, unit, row["lookahead"], [*map(speeds.get, order)]))
+                uses.append(TimedUse(family, unit, row["lookahead"], [*map(speeds.get, order)]))
                 rounds += [each["num_rounds"] for each in rows]
         for family in sorted({use.family for use in uses if use.family.mode == "ssd"}):
             plain = [use for use in uses if not use.family.num_drafts]
@@ -187,7 +187,7 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
             if not any(use.family.tp == family.gpus for use in rivals):
                 continue  # nothing was measured with all of them for the target
             own = chosen([use for use in uses if use.family == family])
-            comparison = Comparison([own, chosen(rivals)], busy, num_rounds=min(rounds))
+            comparison = UseComparison([own, chosen(rivals)], busy, num_rounds=min(rounds))
             place = f"{name}: " if len(names) > 1 else ""
             answers = [each for each in comparison.answers() if "for the draft" in each.what]
             yield from (place + comparison.sentence(answer) for answer in answers)

@@ -11,7 +11,7 @@ DONE = "[DONE]"  # data of the event that ends a stream of OpenAI's API
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-class Event(NamedTuple):
+class StreamEvent(NamedTuple):
     """A server-sent event; kind is "message" if the stream names no other."""
 
     kind: str
@@ -27,7 +27,7 @@ class EventStream:
         self._ends_in_return = False  # whether the last bytes ended in CR, to which LF may belong
         self._kind, self._data = "message", list[str]()
 
-    def push(self, new: bytes) -> Iterator[Event]:
+    def push(self, new: bytes) -> Iterator[StreamEvent]:
         """Takes the next bytes; yields the events that they complete."""
         if not new:
             return
@@ -50,5 +50,5 @@ class EventStream:
                 self._kind = value.removeprefix(" ") or "message"
             elif not text:
                 if self._data:
-                    yield Event(self._kind, "\n".join(self._data))
+                    yield StreamEvent(self._kind, "\n".join(self._data))
                 self._kind, self._data = "message", []

@@ -32,8 +32,8 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.config import DistillConfig, Form
 from mpissd.learn.llama import (
     Blocks,
-    Layer,
     Llama,
+    LlamaLayer,
     Tensor,
     blocks_of,
     compiled,
@@ -207,7 +207,7 @@ class StateDraft(_Draft):
         blocks, prefix = self.blocks, "model.layers.0."
         qkv = torch.cat([self.weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
         norm = self.weights[f"{prefix}input_layernorm.weight"]
-        layer = Layer(qkv, None, None, None, norm, None)
+        layer = LlamaLayer(qkv, None, None, None, norm, None)
         cos, sin = (each[part] for each in self.table)
         q, k, v = (each.transpose(1, 2) for each in blocks.front(x, layer, cos, sin))
         groups = blocks.heads // blocks.kv_heads
@@ -363,7 +363,7 @@ def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Int
     return np.sort(order[:num_tokens]).astype(np.int32)
 
 
-def started(target: Llama, layers: Sequence[Layer], head_ids: Tensor) -> Llama:
+def started(target: Llama, layers: Sequence[LlamaLayer], head_ids: Tensor) -> Llama:
     """Returns a draft of these layers that can be trained, in float32.
 
     Its norm and its head's rows start as the target's; the embedding is the target's, and frozen.
@@ -371,7 +371,7 @@ def started(target: Llama, layers: Sequence[Layer], head_ids: Tensor) -> Llama:
     return mapped(target._replace(layers=tuple(layers), head=target.head[head_ids]), trained)
 
 
-def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Layer]:
+def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[LlamaLayer]:
     """Returns random layers of an architecture."""
     generator = torch.Generator().manual_seed(seed)
     shape, hidden = config.shape, config.shape.hidden
@@ -386,7 +386,7 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Laye
     for _ in range(shape.num_layers):
         matrices = (torch.randn(n, m, generator=generator) * scale for n, m, scale in sizes)
         norms = (torch.ones(hidden) for _ in range(2))
-        layers.append(Layer(*(tensor.to(device) for tensor in (*matrices, *norms))))
+        layers.append(LlamaLayer(*(tensor.to(device) for tensor in (*matrices, *norms))))
     return layers
 
 

@@ -32,8 +32,8 @@ from mpissd.learn.draft import (
 from mpissd.learn.evaluate import LOOKAHEADS, figures
 from mpissd.learn.llama import angles, blocks_of, compiled, load, trained
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
-from mpissd.learn.source import Openings, Prompts, Source
-from mpissd.learn.train import Group, learn
+from mpissd.learn.source import Inputs, Openings, Prompts
+from mpissd.learn.train import ProcessGroup, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
@@ -47,7 +47,7 @@ class Distillation:
     """Drafts in the making, in one of the processes that make them."""
 
     def __init__(
-        self, config: DistillConfig, source: Source, log: Log, group: Group, begun: float
+        self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float
     ) -> None:
         """Loads the target. begun: when the command began, in seconds of time.monotonic()."""
         self.config, self.source, self.log, self.group = config, source, log, group
@@ -283,7 +283,7 @@ class Result:
     """One draft, its training's curves, its report, and the folder that they are written to."""
 
     def __init__(
-        self, draft: Draft, folder: Path, facts: dict[str, Any], source: Source, log: Log
+        self, draft: Draft, folder: Path, facts: dict[str, Any], source: Inputs, log: Log
     ) -> None:
         self.draft, self.folder, self.log = draft, folder, log
         own = source.checkpoint

@@ -19,7 +19,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 Tensor = Any
 
 
-class Layer(NamedTuple):
+class LlamaLayer(NamedTuple):
     """A decoder layer's weights; q, k, v are one matrix and so are gate and up.
 
     bias: of q, k and v joined (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None if
@@ -41,7 +41,7 @@ class Llama(NamedTuple):
     """A model's weights: the embedding [vocab, hidden], the layers, the final norm, the LM head."""
 
     embedding: Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[LlamaLayer, ...]
     norm: Tensor
     head: Tensor
 
@@ -68,7 +68,9 @@ class Blocks:
         """Returns RMSNorm (1910.07467) of x in float32."""
         return F.rms_norm(x.float(), (x.shape[-1],), w.float(), self.eps)
 
-    def front(self, x: Tensor, w: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def front(
+        self, x: Tensor, w: LlamaLayer, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
 
         cos, sin: [.., 1, d], by each row's position.
@@ -86,7 +88,7 @@ class Blocks:
         turned = torch.cat([-second, first], -1)
         return (x.float() * cos + turned * sin).to(self.dtype)
 
-    def back(self, x: Tensor, attended: Tensor, w: Layer) -> Tensor:
+    def back(self, x: Tensor, attended: Tensor, w: LlamaLayer) -> Tensor:
         """Returns the residual x after the output product and the feed-forward block."""
         x = x + self.product(attended, w.o).to(x.dtype)
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
@@ -165,7 +167,7 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
             for field, names in _FIELDS.items()
             if field not in lacking
         }
-        layers.append(Layer(**fields))
+        layers.append(LlamaLayer(**fields))
     return model._replace(layers=tuple(layers), norm=get(LAST_NORM))
 
 
@@ -185,7 +187,7 @@ def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
 
 def mapped(model: Llama, change: Any) -> Llama:
     """Returns the model with `change` applied to every tensor but the embedding."""
-    layers = tuple(Layer(*(t if t is None else change(t) for t in w)) for w in model.layers)
+    layers = tuple(LlamaLayer(*(t if t is None else change(t) for t in w)) for w in model.layers)
     return model._replace(layers=layers, norm=change(model.norm), head=change(model.head))
 
 

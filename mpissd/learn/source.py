@@ -135,7 +135,7 @@ def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str
 
 
 @dataclass(frozen=True)
-class Source:
+class Inputs:
     """The target's weights and tokenizer, and its template's parts.
 
     exams: people's prompts to judge a draft on, by name. training: those to train it on instead of
@@ -149,7 +149,7 @@ class Source:
     training: dict[str, Prompts]
 
 
-def read(config: DistillConfig) -> Source:
+def read(config: DistillConfig) -> Inputs:
     """Opens and judges the inputs; raises ConfigError."""
     path = files_of(config.target)
     if path is None:
@@ -165,4 +165,4 @@ def read(config: DistillConfig) -> Source:
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
     exams = read_prompts("prompts", config.prompts, tokenizer)
     training = read_prompts("on", config.on, tokenizer)
-    return Source(checkpoint, tokenizer, template_parts(tokenizer), exams, training)
+    return Inputs(checkpoint, tokenizer, template_parts(tokenizer), exams, training)

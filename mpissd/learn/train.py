@@ -33,7 +33,7 @@ UNTIMED = 5  # first steps of a compiled training, which are not timed: they wai
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """One of `size` processes; with size 1 nothing is sent."""
 
     rank: int = 0
@@ -54,7 +54,7 @@ class Group:
         return float(largest)
 
 
-def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
+def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> ProcessGroup:
     """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo.
 
     busy_s: how long one of them may work, while the others wait for it.
@@ -65,7 +65,7 @@ def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> Group:
         where = {"init_method": f"file://{place}", "rank": rank, "world_size": size}
         wait = timedelta(seconds=WAIT_S + min(busy_s, 86400.0))
         dist.init_process_group("nccl" if gpu else "gloo", timeout=wait, **where)
-    return Group(rank, size)
+    return ProcessGroup(rank, size)
 
 
 def batches(parts: Sequence[Samples], size: int, seed: int) -> Iterator[Samples]:
@@ -88,7 +88,7 @@ def learn(
     observe: Callable[[dict[str, Any]], None],
     *,
     save: Callable[[Any], object] = lambda draft: None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
     until: float = float("inf"),
 ) -> Any:
     """Trains a draft in place and returns it without gradients.
@@ -100,7 +100,7 @@ def learn(
     the training early: the draft that it has reached is returned, and the last point has the
     reason.
     """
-    group, tensors = group or Group(), draft.trained
+    group, tensors = group or ProcessGroup(), draft.trained
     optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
     size = min(plan.batch, *(len(part.tokens) for part in parts))
     shares = [float(part.answered.float().mean()) for part in parts]

@@ -111,7 +111,7 @@ class Peer:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-class Verdict(NamedTuple):
+class Fault(NamedTuple):
     """A line for the user about a fault.
 
     culprit: the rank that it names, or None. late: the launcher has begun to end the job, and may
@@ -132,8 +132,8 @@ class Warden:
     def __init__(self) -> None:
         self.peers: dict[int, Peer] = {}  # by rank
         self._events = selectors.DefaultSelector()
-        self._verdict: Verdict | None = None
-        self._held: tuple[float, Verdict] | None = None  # (when to use it, an uncertain verdict)
+        self._verdict: Fault | None = None
+        self._held: tuple[float, Fault] | None = None  # (when to use it, an uncertain verdict)
         self._end_at = self._kill_at = float("inf")
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: the first rank
         self._lingers = False
@@ -258,7 +258,7 @@ class Warden:
             peer.left, peer.left_at = message["code"], monotonic()
         elif message["kind"] == "failed":
             line = f"{peer} failed in {self._phase(peer)}: {message['text']}"
-            self._judge(Verdict(line, peer), grace_s=_ABORT_S)
+            self._judge(Fault(line, peer), grace_s=_ABORT_S)
             peer.send("said")
         elif message["kind"] == "waited":
             self.stopped(monotonic())
@@ -271,7 +271,7 @@ class Warden:
             other = self.peers[message["rank"]]
             line = f"{other} hangs in {self._phase(other)}: rank {peer.rank} waits for "
             line += f"{message['text']} (--deadline_s={self._deadline_s:g})"
-            self._end_hung(self._unless_stopped(Verdict(line, other), monotonic()))
+            self._end_hung(self._unless_stopped(Fault(line, other), monotonic()))
 
     def _phase(self, peer: Peer) -> str:
         """Returns a rank's last activity, in words. Only the lead records that the job warms up."""
@@ -304,7 +304,7 @@ class Warden:
             if verdict is not None and not self._end_hung(verdict):
                 self._judge(verdict)
 
-    def _end_hung(self, verdict: Verdict) -> bool:
+    def _end_hung(self, verdict: Fault) -> bool:
         """Kills a verdict's culprit if the job can go on without it; returns whether it can.
 
         Its end is judged as any other. If it ran on later, nobody would receive its messages.
@@ -328,13 +328,13 @@ class Warden:
                 self._judge(verdict)
         elif self.can_do_without(culprit):
             culprit.is_lost = True
-            self._print(Verdict(f"{verdict.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
+            self._print(Fault(f"{verdict.line}; the targets go on with K=0 (--on_draft_loss=ar)"))
             for peer in self.alive:
                 peer.send(f"lost {culprit.rank}")
         else:
             self._judge(verdict)
 
-    def dead(self) -> Verdict | None:
+    def dead(self) -> Fault | None:
         """Looks for a rank that ended early.
 
         The verdict names the first rank that ended without a signal from the launcher or a user. If
@@ -348,7 +348,7 @@ class Warden:
             line = own.hang or f"{own} {own.how()} in {self._phase(own)}"
             if own.status and os.WIFEXITED(own.status) and not self._is_whole_job:
                 line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
-            return Verdict(line, own)
+            return Fault(line, own)
         if not odd:
             return None
         whom, cause = "all ranks", "the launcher"
@@ -360,7 +360,7 @@ class Warden:
         )
         if self._absent:
             line += f"; rank {self._absent[0]} had not come up yet"
-        return Verdict(line + self._about.get("hint", ""), late=True)
+        return Fault(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
         """Returns whether a launcher that ended at once killed a rank before MPI had started.
@@ -379,7 +379,7 @@ class Warden:
         wanted = peer.rank in self._about.get("may_lose", ())
         return wanted and lead is not None and not lead.gone and lead.page[STAGE] == Stage.ROUNDS
 
-    def stopped(self, now: float) -> Verdict | None:
+    def stopped(self, now: float) -> Fault | None:
         """Looks for a rank that was stopped for longer than its limit while others run.
 
         If all ranks of a host are stopped at once, that is job control and no fault.
@@ -404,19 +404,19 @@ class Warden:
     def _deadline_s(self) -> float:
         return float(self._about.get("deadline_s", 120.0))
 
-    def _stopped_verdict(self, peer: Peer, stopped_at: float, now: float) -> Verdict:
+    def _stopped_verdict(self, peer: Peer, stopped_at: float, now: float) -> Fault:
         since = max(now - stopped_at, self._limit_s(peer))
         line = f"{peer} stopped in {self._phase(peer)}: no sign of life for {since:.1f} s"
-        return Verdict(f"{line} (--deadline_s={self._deadline_s:g})", peer)
+        return Fault(f"{line} (--deadline_s={self._deadline_s:g})", peer)
 
-    def _unless_stopped(self, verdict: Verdict, now: float) -> Verdict:
+    def _unless_stopped(self, verdict: Fault, now: float) -> Fault:
         """Returns the verdict about a stopped rank if there is one, or the given verdict."""
         for peer in self.alive:
             if peer.stopped_at is not None:
                 return self._stopped_verdict(peer, peer.stopped_at, now)
         return verdict
 
-    def waited(self, detector: Peer, text: str, now: float) -> Verdict:
+    def waited(self, detector: Peer, text: str, now: float) -> Fault:
         """Returns the verdict after `detector` waited in vain; text: the awaited event.
 
         The culprit is a stopped rank, or the only other rank that does not wait. If neither exists,
@@ -425,12 +425,12 @@ class Warden:
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
-            return self._unless_stopped(Verdict(f"{line}: {text}", busy[0]), now)
+            return self._unless_stopped(Fault(f"{line}: {text}", busy[0]), now)
         line = f"{detector} waited in vain in {self._phase(detector)}: {text}"
         line += "" if self._is_whole_job else _ELSEWHERE
-        return self._unless_stopped(Verdict(line, detector), now)
+        return self._unless_stopped(Fault(line, detector), now)
 
-    def overdue(self, now: float) -> Verdict | None:
+    def overdue(self, now: float) -> Fault | None:
         """Looks for a job whose MPI does not start, and for a rank that announced its end and runs.
 
         MPI's start and end may take the deadline, and 5 s at least.
@@ -448,16 +448,16 @@ class Warden:
         else:
             return None
         line += f" within {now - since:.1f} s (--deadline_s={self._deadline_s:g})"
-        return self._unless_stopped(Verdict(line, culprit), now)
+        return self._unless_stopped(Fault(line, culprit), now)
 
-    def _judge(self, verdict: Verdict, grace_s: float = 0.0) -> None:
+    def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
         """Prints the first verdict and has the ranks end `grace_s` later; ignores further ones."""
         if self._verdict is None:
             self._verdict, self._end_at = verdict, monotonic() + grace_s
             if not verdict.late or self._is_whole_job or 0 in self.peers:
                 self._print(verdict)
 
-    def _print(self, verdict: Verdict) -> None:
+    def _print(self, verdict: Fault) -> None:
         """Prints a verdict once, on the launcher's stderr or on this process's.
 
         A launcher that ends a job may drop its ranks' last prints, so a late verdict goes to the

@@ -14,10 +14,10 @@ from mpissd.cli.arguments import parse
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.flags import parse_into, without
 from mpissd.lab.load.command import (
-    Answer,
     Client,
     Load,
     LoadRow,
+    Reply,
     Served,
     load,
     loads,
@@ -25,7 +25,7 @@ from mpissd.lab.load.command import (
     row_of,
 )
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.sse import Event
+from mpissd.lab.sse import StreamEvent
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.text import tiny
@@ -201,11 +201,11 @@ def test_another_server_is_one_line(tmp_path: Path) -> None:
 )
 def test_times_are_of_generated_tokens(name: str) -> None:
     """From the first one to the end, whatever member of the chat's delta holds them."""
-    answer = Answer()
+    answer = Reply()
     deltas = [{"role": "assistant", "content": ""}, {name: ["x"]}, {name: "x"}, {}, {name: "x"}]
     for number, delta in enumerate([*deltas, None]):
         choice = {"delta": delta, "finish_reason": None if delta is not None else "stop"}
-        answer.add(Event("message", json.dumps({"choices": [choice]})), float(number))
+        answer.add(StreamEvent("message", json.dumps({"choices": [choice]})), float(number))
     assert (answer.first_s, answer.last_s, answer.num_chunks) == (1.0, 5.0, 3)
     with pytest.raises(ValueError, match="the server reports"):
-        answer.add(Event("error", "{}"), 6.0)
+        answer.add(StreamEvent("error", "{}"), 6.0)

@@ -25,7 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.pair.laws import Outcomes, Ranks, Source, measured
+from mpissd.lab.pair.laws import LawSource, Outcomes, Ranks, measured
 from mpissd.lab.predict.advice import Screen, is_assumed, level_with, profile_of, with_best_tree
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
@@ -33,9 +33,9 @@ from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
 from mpissd.lab.predict.search import (
     FULL,
     Choice,
-    Placement,
     Space,
     Survey,
+    TargetRanks,
     candidates,
     runnable,
     survey,
@@ -57,7 +57,7 @@ PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/
 
 def placements(
     config: RunConfig, profile: Profile, gpus: int, host: HostCosts = HOST
-) -> list[Placement]:
+) -> list[TargetRanks]:
     """Placements whose hosts cost as much as `host` where the profile has none."""
     hosts = dict.fromkeys(METHODS, host)
     return [replace(p, hosts=p.hosts or hosts) for p in survey(config, profile, gpus).placements]
@@ -68,7 +68,7 @@ def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
     return plan(config, placements(config, load_profile(device), gpus), gpus)
 
 
-def random_cell(rnd: random.Random) -> tuple[RunConfig, list[Placement], int]:
+def random_cell(rnd: random.Random) -> tuple[RunConfig, list[TargetRanks], int]:
     """A machine, a pair, its models, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
@@ -250,7 +250,7 @@ def pair_of(path: Path, alphas: Sequence[float]) -> str:
         ranks = Ranks(np.tile([70, 20, 10, 6, 3, 1], (len(alphas), 1)), True)
         outcomes[k] = Outcomes(np.rint(20 * shares).astype(np.int64), (ranks, ranks))
     about = {"target_sha256": "t", "draft_sha256": "d", "file": "pair.npz", "temperature": 0}
-    path.write_text(json.dumps(measured([Source(about, outcomes)], 4)))
+    path.write_text(json.dumps(measured([LawSource(about, outcomes)], 4)))
     return str(path)
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mpissd.lab.load.command import Answer
-from mpissd.lab.sse import Event, EventStream
+from mpissd.lab.load.command import Reply
+from mpissd.lab.sse import EventStream, StreamEvent
 
 SEED, NUM_STREAMS = 5, 300
 NOISE = [":", ": ping", "other: 1", "Data: 2", " data: 3", "id: 7", "id", "retry: 10"]
@@ -22,7 +22,7 @@ class Stream(NamedTuple):
     of those that bring a token, and whether they are an answer."""
 
     pieces: list[bytes]
-    events: list[Event]
+    events: list[StreamEvent]
     num_tokens: int
     is_answered: bool
 
@@ -44,7 +44,7 @@ def token(draw: random.Random) -> dict[str, Any]:
     return draw.choice([*map(chunk, deltas), chunk({"content": ""}, logprobs=logprobs)])
 
 
-def framed(draw: random.Random, event: Event) -> str:
+def framed(draw: random.Random, event: StreamEvent) -> str:
     """Returns the lines of an event, with line ends, spaces, comments and fields at random."""
     space = draw.choice(["", " "])
     fields = [f"data:{' ' if line[:1] == ' ' else space}{line}" for line in event.data.split("\n")]
@@ -67,10 +67,10 @@ def random_stream(number: int) -> Stream:
     chunks += [chunk({}, finish_reason="stop")] * has_finish
     indent = draw.choice([None, None, 1])
     texts = [json.dumps(c, indent=indent, ensure_ascii=draw.random() < 0.5) for c in chunks]
-    events = [Event(draw.choice(["message", "message", "chunk"]), text) for text in texts]
+    events = [StreamEvent(draw.choice(["message", "message", "chunk"]), text) for text in texts]
     if is_faulty := fault < 0.15:
-        events.insert(draw.randrange(len(events) + 1), Event("message", draw.choice(DAMAGED)))
-    events += [Event("message", "[DONE]")] * has_done
+        events.insert(draw.randrange(len(events) + 1), StreamEvent("message", draw.choice(DAMAGED)))
+    events += [StreamEvent("message", "[DONE]")] * has_done
     text = draw.choice(["", "\ufeff"]) + "".join(framed(draw, event) for event in events)
     data = text.encode() + draw.choice(RESTS)
     places = sorted(draw.randrange(len(data) + 1) for _ in range(draw.choice([0, 3, len(data)])))
@@ -78,14 +78,14 @@ def random_stream(number: int) -> Stream:
     return Stream(pieces, events, len(tokens), not is_faulty and (has_finish or has_done))
 
 
-def events_of(pieces: list[bytes]) -> list[Event]:
+def events_of(pieces: list[bytes]) -> list[StreamEvent]:
     stream = EventStream()
     return [event for piece in pieces for event in stream.push(piece)]
 
 
 @pytest.mark.parametrize("number", range(NUM_STREAMS))
 def test_a_stream_is_read_and_counted_however_it_arrives(number: int) -> None:
-    stream, answer, is_sound = random_stream(number), Answer(), True
+    stream, answer, is_sound = random_stream(number), Reply(), True
     assert events_of(stream.pieces) == stream.events
     data = b"".join(stream.pieces)
     assert events_of([data[n : n + 1] for n in range(len(data))]) == stream.events
@@ -106,4 +106,4 @@ def test_an_event_is_dispatched_by_the_standard() -> None:
         b"event: x\n\ndata: \xff\n\n": ["\ufffd"],
     }
     for data, texts in examples.items():
-        assert events_of([data]) == [Event("message", text) for text in texts]
+        assert events_of([data]) == [StreamEvent("message", text) for text in texts]

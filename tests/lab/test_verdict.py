@@ -16,7 +16,7 @@ from mpissd.common.row import Row
 from mpissd.lab.measure import beside, calibrate, run
 from mpissd.lab.measure.beside import acceptance_rates, pass_of, rival, speed
 from mpissd.lab.measure.load import counters, gpu_reasons, reasons
-from mpissd.lab.measure.verdict import Comparison, Use
+from mpissd.lab.measure.verdict import TimedUse, UseComparison
 
 FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
 FAMILIES.append(Family("sd", 2, 0))
@@ -26,13 +26,13 @@ MOST_TURNS = 14  # that fit into the time
 
 def compared(
     rates: list[float], seed: int, noise: float, busy: list[str] | None = None, slow: float = 0.0
-) -> Comparison:
+) -> UseComparison:
     """Uses with these true speeds, measured as `run` does: a turn slows all, and a pass one.
 
     slow: the share of passes that something slows by 20% in the mean.
     """
-    draws, uses = np.random.default_rng(seed), [Use(family, "core", 2) for family in FAMILIES]
-    comparison = Comparison(uses, busy or [], [], 99)
+    draws, uses = np.random.default_rng(seed), [TimedUse(family, "core", 2) for family in FAMILIES]
+    comparison = UseComparison(uses, busy or [], [], 99)
     for turn in range(1, MOST_TURNS + 1):
         shared = draws.normal(0, 2 * noise)
         for use, rate in zip(uses, rates, strict=True):
@@ -76,11 +76,11 @@ def test_a_busy_machine_is_named_in_every_sentence() -> None:
 
 def test_the_words_of_a_verdict() -> None:
     """The table is sorted, lines have 100 columns, and the JSON has the numbers."""
-    uses = [Use(family, "core", family.mode != "ar" and 2) for family in FAMILIES]
+    uses = [TimedUse(family, "core", family.mode != "ar" and 2) for family in FAMILIES]
     for use, rate in zip(uses, (104, 75, 86, 102, 0), strict=True):
         use.speeds = [rate * (1 + 0.01 * (n % 2)) for n in range(4)]
     uses[-1].refused, uses[-1].speeds = "needs 9.1 GB", []
-    comparison = Comparison(uses, num_rounds=20)
+    comparison = UseComparison(uses, num_rounds=20)
     lines = comparison.lines()
     assert lines[0] == "tok/s in 4 turns (95% interval):"
     assert lines[1] == "  SSD K=2 on 2 cores        104.5 (103.6–105.5)"
@@ -98,12 +98,12 @@ def test_the_words_of_a_verdict() -> None:
     assert told["uses"][-1]["refused"] and told["uses"][0]["speeds"] == uses[0].speeds
     few = " ".join(replace(comparison, num_rounds=3).lines())
     assert few.count("an answer of fewer than 6 rounds is too short") == few.count("→") == 2
-    one_turn = [Use(use.family, "GPU", 2, use.speeds[:1]) for use in uses[:4]]
-    copied = [Use(Family(mode, 1, 0), "core", 0, [rate]) for mode, rate in (("lookup", 90.0),
+    one_turn = [TimedUse(use.family, "GPU", 2, use.speeds[:1]) for use in uses[:4]]
+    copied = [TimedUse(Family(mode, 1, 0), "core", 0, [rate]) for mode, rate in (("lookup", 90.0),
               ("ar", 60.0), ("sd", 40.0))]  # fmt: skip
-    (answer,) = Comparison(copied, num_rounds=20).answers()
+    (answer,) = UseComparison(copied, num_rounds=20).answers()
     assert (answer.use, answer.ratio.mean) == (copied[0], pytest.approx(1.5))
-    (sentence, *_) = Comparison(one_turn, num_rounds=20).lines()[5:]
+    (sentence, *_) = UseComparison(one_turn, num_rounds=20).lines()[5:]
     assert sentence.startswith(
         "→ Cannot tell whether speculation on 1 GPU pays: too few turns to show"
     )

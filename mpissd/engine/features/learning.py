@@ -186,9 +186,8 @@ class Updates:
             self.report["refused_versions"].append(str(error))
         self._longest_s = max(self._longest_s, perf_counter() - start)
         if drafter.version not in (0, before):
-            swap = {"version": drafter.version, "num_bytes": self._num_bytes}
-            swap["longest_us"] = round(self._longest_s * 1e6, 1)
-            self.report["swaps"].append(swap)
+            swap: dict[str, Any] = {"version": drafter.version, "num_bytes": self._num_bytes}
+            self.report["swaps"].append({**swap, "longest_us": round(self._longest_s * 1e6, 1)})
             self._longest_s = 0.0
         return did
 

@@ -84,7 +84,7 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     return make("json", json.dumps(schema))
 
 
-class _Reader:
+class _MaskReader:
     """A matcher that reads tokens one by one, and computes the mask before each.
 
     Whether llguidance meets a limit depends on all that a matcher computed, and its masks can be
@@ -120,7 +120,7 @@ class _Reader:
         """Returns whether these tokens begin with those that are read."""
         return tokens[: len(self.tokens)] == self.tokens
 
-    def copy(self) -> _Reader:
+    def copy(self) -> _MaskReader:
         """Returns a copy. They share a lexer: if one is lost, so is the other."""
         copied = copy(self)
         copied._is_copy = True
@@ -140,8 +140,8 @@ class Grammar:
         no answer, packed as llguidance's masks. ends: tokens that end an answer."""
         self._begin, self._texts = begin, texts
         self._vocab, self._ends = vocab, ends
-        self._reader = _Reader(begin())
-        self._root: _Reader | None = None  # of a draft's branches
+        self._reader = _MaskReader(begin())
+        self._root: _MaskReader | None = None  # of a draft's branches
 
     def branch(self, tokens: list[int]) -> None:
         """Prepares for a draft's branches after these tokens. Branches share a lexer: only near a
@@ -149,12 +149,12 @@ class Grammar:
         if self._root is None or len(self._root.tokens) != len(tokens):
             self._root = self._read(tokens).copy()
 
-    def _read(self, tokens: list[int]) -> _Reader:
+    def _read(self, tokens: list[int]) -> _MaskReader:
         """Returns the reader of these tokens, or of those before an excluded or a lost one."""
         root = self._root
         if not self._reader.begins(tokens):
             is_branch = root is not None and root.begins(tokens)
-            self._reader = root.copy() if root and is_branch else _Reader(self._begin())
+            self._reader = root.copy() if root and is_branch else _MaskReader(self._begin())
         self._reader.read(tokens[len(self._reader.tokens) :])
         if self._reader.is_lost:
             self._root = None

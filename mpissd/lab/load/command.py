@@ -30,7 +30,7 @@ from mpissd.common.output import append_row, check_output, print_json, whole_fil
 from mpissd.common.row import key
 from mpissd.engine.text.prompts import Entry, read_entries
 from mpissd.lab.load.config import LoadConfig
-from mpissd.lab.sse import DAMAGED, DONE, Event, EventStream
+from mpissd.lab.sse import DAMAGED, DONE, EventStream, StreamEvent
 from mpissd.serve.config import AUTO, KEY_VARIABLE
 
 ANSWERED, REFUSED = 200, 429
@@ -390,7 +390,7 @@ class Client:
         if self._config.stream_usage:
             body["stream_options"] = {"include_usage": True}
         body |= {"temperature": self._config.temperature, "seed": self._config.seed + number}
-        answer = Answer()
+        answer = Reply()
         try:
             asked = self._ask(path, body, due, answer)
             status = await asyncio.wait_for(asked, self._config.deadline_s)
@@ -412,8 +412,8 @@ class Client:
             speculation=_counts(answer.usage.get("speculation")) or None,
         )
 
-    async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Answer) -> int:
-        """Sends a request and reads its answer to the end, as Answer.add; returns the status."""
+    async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Reply) -> int:
+        """Sends a request and reads its answer to the end, as Reply.add; returns the status."""
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return response.status_code
@@ -424,7 +424,7 @@ class Client:
         return ANSWERED if answer.has_ended else _FAILED  # a stream without an end is cut off
 
 
-class Answer:
+class Reply:
     """The state of a streamed answer; times are in seconds from the request's arrival.
 
     first_s: of the first token. last_s: of the last one, or of the chunk that ends the answer.
@@ -437,7 +437,7 @@ class Answer:
         self.has_ended = self.is_done = False
         self.usage: Mapping[str, Any] = {}
 
-    def add(self, event: Event, now_s: float) -> None:
+    def add(self, event: StreamEvent, now_s: float) -> None:
         """Takes an event; raises an error of DAMAGED if it is no chunk, or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:

@@ -29,7 +29,7 @@ from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 from mpissd.lab.measure.calibrate import best_k
 from mpissd.lab.measure.load import counters, disturbances
-from mpissd.lab.measure.verdict import FEWEST_TURNS, TRIMMED, UNKNOWN, Comparison, Use
+from mpissd.lab.measure.verdict import FEWEST_TURNS, TRIMMED, UNKNOWN, TimedUse, UseComparison
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
@@ -49,14 +49,14 @@ _MOST_SEED = 2**64
 class Place:
     """A use, and the machine and configuration that measure it."""
 
-    use: Use
+    use: TimedUse
     machine: Machine
     config: RunConfig
 
 
 def compared(
     machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
-) -> Comparison | str | None:
+) -> UseComparison | str | None:
     """Compares a run that is over with other uses of its machine; collective.
 
     row: the run's, on rank 0. measure: measures a session. say: shows progress, on rank 0. Returns
@@ -86,14 +86,14 @@ class _Beside:
             count = job.workload.num_sequences
             facts = *pass_of(row, run, count), count, acceptance_rates(row)
         self._tokens, self._each, self._prompts, self._rates = machine.topology.world.bcast(facts)
-        self._comparison = Comparison([], num_rounds=_MOST)
+        self._comparison = UseComparison([], num_rounds=_MOST)
         is_cut = row is not None and row.num_tokens > row.batch_size * self._tokens
         if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
             note = f"Passes decode at most the first {self._tokens} tokens of an answer."
             self._comparison.notes.append(note)
         self._probes: list[dict[str, float]] = []  # what disturbed each turn
 
-    def compared(self) -> Comparison:
+    def compared(self) -> UseComparison:
         """Measures the uses in turns; collective. Only rank 0 knows their speeds.
 
         A use that is refused is named. Raises Refused if OUT/beside cannot be written.
@@ -126,7 +126,7 @@ class _Beside:
                     more = [self._place(other, family) for family in wide]
                 except Refused as refused:  # raised on all ranks
                     uses, more = self._comparison.uses, []
-                    uses += [Use(each, uses[0].unit, refused=str(refused)) for each in wide]
+                    uses += [TimedUse(each, uses[0].unit, refused=str(refused)) for each in wide]
                 self._turns(places + more if is_whole else more, run.beside_s / (2 - is_whole))
                 note = "Memory holds one division of the ranks at a time: one after the other."
                 self._comparison.notes += [note] * (not is_whole)
@@ -141,7 +141,7 @@ class _Beside:
     def _place(self, machine: Machine, family: Family) -> Place:
         """Returns the place of a use, with its K chosen there; collective."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
-        run, use = self._run, Use(family, unit)
+        run, use = self._run, TimedUse(family, unit)
         is_own = not self._comparison.uses  # it comes first
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")

@@ -46,7 +46,7 @@ from mpissd.lab.measure.row import (
     write_row,
 )
 from mpissd.lab.measure.tracing import compare_clocks, write_trace
-from mpissd.lab.measure.verdict import Comparison
+from mpissd.lab.measure.verdict import UseComparison
 from mpissd.lab.show import open_terminal, shown
 
 _INSTANT_S = 5e-6
@@ -89,7 +89,7 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
             guard.stage(Stage.TEARDOWN)
     if row is not None:
         line = row.to_dict()
-        if isinstance(comparison, Comparison):
+        if isinstance(comparison, UseComparison):
             print("\n".join([*comparison.lines(), ""]), flush=True)
             line["beside"] = comparison.to_dict()
         elif comparison is not None:

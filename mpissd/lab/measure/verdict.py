@@ -71,7 +71,7 @@ class Ratio:
 
 
 @dataclass
-class Use:
+class TimedUse:
     """A use of the run's ranks, and its tokens a second in each turn.
 
     unit: what a rank is: core or GPU. speeds: None in a turn that was not measured. refused: why it
@@ -105,7 +105,7 @@ class Use:
         """Its mean tokens a second; 0 if no turn measured it."""
         return self.speed.mean if self.speed else 0.0
 
-    def over(self, other: Use) -> Ratio | None:
+    def over(self, other: TimedUse) -> Ratio | None:
         """Returns the ratio to another use, over the turns that measured both; None without any."""
         pairs = zip(self.speeds, other.speeds, strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
@@ -120,22 +120,22 @@ class Answer:
     """
 
     what: str
-    use: Use
-    rival: Use
+    use: TimedUse
+    rival: TimedUse
     ratio: Ratio
     verdict: str
-    candidates: Sequence[Use]
+    candidates: Sequence[TimedUse]
 
 
 @dataclass
-class Comparison:
+class UseComparison:
     """The uses, the run's own first.
 
     busy: why the machine was too busy to compare them. notes: how they were measured. num_rounds:
     the fewest of a pass. prompts: how many of a run's the turns decoded, if each took others.
     """
 
-    uses: list[Use]
+    uses: list[TimedUse]
     busy: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_rounds: int = 0
@@ -145,7 +145,7 @@ class Comparison:
 
     def answers(self) -> list[Answer]:
         """Answers what can be judged. The strongest rival has the fastest mean."""
-        own, pairs = self.uses[0], list[tuple[str, Use, Use, Sequence[Use]]]()
+        own, pairs = self.uses[0], list[tuple[str, TimedUse, TimedUse, Sequence[TimedUse]]]()
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
         narrow = [use for use in plain if use.family.tp == own.family.tp]
         inline = [use for use in narrow if use.family.mode != "ar"] or [own]
@@ -164,11 +164,11 @@ class Comparison:
                 answers.append(Answer(what, use, rival, ratio, verdict, candidates))
         return answers
 
-    def needed(self, width: float) -> list[Use]:
+    def needed(self, width: float) -> list[TimedUse]:
         """Returns the uses that a further turn needs: of answers that do not tell or are wider than
         ±width, and of their candidates those that may be the fastest."""
         is_long = self.num_rounds >= self.FEWEST_ROUNDS  # more turns tell nothing of short answers
-        needed = list[Use]()
+        needed = list[TimedUse]()
         for answer in self.answers():
             is_small = answer.ratio.high <= (1 + width) * answer.ratio.mean
             if not is_small or (is_long and answer.verdict == UNKNOWN):

@@ -34,7 +34,7 @@ from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import check_regular
 from mpissd.common.output import check_file, whole_file
-from mpissd.common.rounds import Source as DraftSource
+from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
 from mpissd.common.workloads import LOOKUPS
@@ -96,7 +96,7 @@ class Outcomes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class LawSource:
     """A recording, or the rounds of one row: its origin, and its outcomes by K."""
 
     about: dict[str, Any]
@@ -126,7 +126,7 @@ def print_laws(config: PairConfig) -> None:
         print(f"{path}: impose it with --laws={path}")
 
 
-def read(name: str) -> Iterator[Source]:
+def read(name: str) -> Iterator[LawSource]:
     """Yields the sources of a name; raises ConfigError if there is none."""
     if name.endswith(".npz"):
         recording = load(name)
@@ -137,7 +137,7 @@ def read(name: str) -> Iterator[Source]:
         file["tokens"] = sum(p.end for p in recording.sequences)
         file["context"] = round(whole / file["tokens"])
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
-        yield Source({**file, **about}, by_k)
+        yield LawSource({**file, **about}, by_k)
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
@@ -157,7 +157,8 @@ def read(name: str) -> Iterator[Source]:
             "temperature": row.temperature,
             "saguaro_c": row.saguaro_c,
         }
-        yield Source(about, {row.lookahead: _of_row(row, folder / "rounds" / f"{row.run_id}.npz")})
+        rounds = folder / "rounds" / f"{row.run_id}.npz"
+        yield LawSource(about, {row.lookahead: _of_row(row, rounds)})
 
 
 def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
@@ -213,7 +214,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     # Shorter speculations, and in SSD those from a fast backup, have other acceptance rates.
     whole = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
-        whole &= lines[:, 5] != DraftSource.FAST
+        whole &= lines[:, 5] != Source.FAST
     lines = lines[whole]
     if not len(lines):
         what = f"row {row.run_id!r}: no round of {row.lookahead} tokens by the draft"
@@ -231,7 +232,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     return Outcomes(accepted, (ranks[0], ranks[1]))
 
 
-def measured(sources: Sequence[Source], lookahead: int) -> dict[str, Any]:
+def measured(sources: Sequence[LawSource], lookahead: int) -> dict[str, Any]:
     """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
     C, or a K that is not measured."""
     for name in ("target_sha256", "draft_sha256"):

@@ -24,8 +24,8 @@ from mpissd.lab.predict.search import (
     FULL,
     ROUGH,
     Choice,
-    Placement,
     Space,
+    TargetRanks,
     candidates,
     ssd_choices,
     weigh,
@@ -82,7 +82,7 @@ class Advice:
 
 def plan(
     config: RunConfig,
-    places: Sequence[Placement],
+    places: Sequence[TargetRanks],
     gpus: int,
     unjudged: Collection[Family] = (),
     trees: bool = False,

@@ -108,7 +108,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TargetRanks:
     """T target ranks with their forwards.
 
     label: returns the origin of a derived choice, None if its parts were measured. hosts: the
@@ -141,7 +141,7 @@ class Survey:
     too_large: uses (with D of 0 and 1) that do not fit in memory.
     """
 
-    placements: tuple[Placement, ...]
+    placements: tuple[TargetRanks, ...]
     unjudged: Mapping[Family, str]
     too_large: tuple[Family, ...] = ()
 
@@ -154,7 +154,7 @@ def survey(config: RunConfig, profile: Profile, gpus: int) -> Survey:
     Host costs are handled the same way. Raises ConfigError if nothing can be judged: it names the
     profile's models, or the fault of the last T.
     """
-    placements: list[Placement] = []
+    placements: list[TargetRanks] = []
     reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
     unjudged: dict[Family, str] = {}
     large: list[Family] = []
@@ -196,7 +196,7 @@ def runnable(config: RunConfig, tp: int) -> RunConfig:
     return whole if not _fits(config, here, None) and _fits(whole, here, None) else config
 
 
-def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> TargetRanks:
     """Returns the placement on T = tp target ranks. Raises ConfigError for unknown forwards."""
     device, batch = _device_costs(config, profile, tp), config.batch_size
     drafts = tuple(
@@ -220,7 +220,7 @@ def placed(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement
             if curve is not None:  # else a datasheet
                 measured.append(curve.points[-1])
         most_rows = min(measured, default=None)
-    return Placement(tp, device, drafts, label, _hosts(config, profile, tp), most_rows)
+    return TargetRanks(tp, device, drafts, label, _hosts(config, profile, tp), most_rows)
 
 
 def _with_models(profile: Profile, target: AnyShard, job: Job) -> Profile:
@@ -232,7 +232,7 @@ def _with_models(profile: Profile, target: AnyShard, job: Job) -> Profile:
     return with_derived(profile, job.draft_shard, batch, job.draft_options)
 
 
-def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placement:
+def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> TargetRanks:
     """Returns the placement of products on T ranks that hold shares of unequal size.
 
     It has no draft rank. Raises ConfigError if the forwards of no T below and above are known.
@@ -253,7 +253,7 @@ def _uneven(config: RunConfig, profile: Profile, tp: int, gpus: int) -> Placemen
     device = replace(below, verify=verify(below.verify, above.verify))
     source = f"{DERIVED}: a forward of T={tp} takes a + c/T, by those of T={low} and T={high}; "
     source += "its shares are of unequal size, which only --forward=transformer runs"
-    return Placement(tp, device, (0,), lambda _: source, _hosts(config, profile, tp))
+    return TargetRanks(tp, device, (0,), lambda _: source, _hosts(config, profile, tp))
 
 
 def _device_costs(config: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
@@ -410,7 +410,7 @@ ROUGH = Space(  # For large batches, because a configuration's time grows with i
 
 
 def candidates(
-    config: RunConfig, place: Placement, gpus: int, space: Space, *, trees: bool = False
+    config: RunConfig, place: TargetRanks, gpus: int, space: Space, *, trees: bool = False
 ) -> Iterator[Choice]:
     """Yields the choices of every mode on a placement: AR, SD and lookups at every K, and SSD.
 
@@ -442,11 +442,11 @@ def candidates(
 _TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K and F of SSD's trees
 
 
-def _has_ssd(place: Placement, gpus: int) -> bool:
+def _has_ssd(place: TargetRanks, gpus: int) -> bool:
     return 1 in place.num_drafts and place.tp < gpus and place.host(("ssd", 1)) is not None
 
 
-def ssd_choices(config: RunConfig, place: Placement, gpus: int, space: Space) -> Iterator[Choice]:
+def ssd_choices(config: RunConfig, place: TargetRanks, gpus: int, space: Space) -> Iterator[Choice]:
     """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
     if not _has_ssd(place, gpus):
         return
@@ -481,7 +481,7 @@ def _resolved_fan_out(
 def weigh(
     choices: Iterable[Choice],
     config: RunConfig,
-    places: Sequence[Placement],
+    places: Sequence[TargetRanks],
     *,
     quick: bool = False,
 ) -> list[Choice]:

@@ -207,7 +207,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Task:
+class SweepTask:
     """One measurement: a configuration and the number of its repeat."""
 
     point: Point
@@ -237,13 +237,13 @@ class Plan:
     seed: int
     num_drafts: int  # D of the job: the largest D of any configuration
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[SweepTask]:
         """Yields the measurements in order: repeat by repeat, shuffled within each repeat."""
         import numpy as np  # not at import: --help needs no NumPy
 
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
-                yield Task(self.points[index], repeat)
+                yield SweepTask(self.points[index], repeat)
 
     @property
     def drafts(self) -> list[int]:

@@ -25,7 +25,7 @@ from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
-from mpissd.lab.sweep.plan import Plan, SweepConfig, Task, planned
+from mpissd.lab.sweep.plan import Plan, SweepConfig, SweepTask, planned
 from mpissd.lab.tables.best import compare_methods, render, unit
 from mpissd.lab.tables.load import LeftOut, load_rows
 
@@ -84,7 +84,7 @@ class Sweep:
             self._print_end(tasks, codes, time.monotonic() - began)
         return int(world.bcast(max([0, *codes])))
 
-    def _digest(self, task: Task) -> str:
+    def _digest(self, task: SweepTask) -> str:
         machine = self._machine  # infos[0] is the lead's device; a draft's may be of another kind
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
@@ -95,7 +95,7 @@ class Sweep:
             rows = load_rows([file], left_out) if file.exists() else []
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
-    def _one(self, task: Task) -> Row | MpissdError | None:
+    def _one(self, task: SweepTask) -> Row | MpissdError | None:
         """Measures one task; returns its row (None on ranks other than the lead) or its error."""
         job = self._jobs[task.point.digest]
         if isinstance(job, ConfigError):
@@ -115,12 +115,12 @@ class Sweep:
         session.resources.close()
         return row
 
-    def _named(self, task: Task) -> dict[str, Any]:
+    def _named(self, task: SweepTask) -> dict[str, Any]:
         """Returns a task's name, repeat and flags, as rows and failed.jsonl have them."""
         flags = dict(task.point.flags)
         return {"task": self._digest(task), "repeat": task.repeat, "flags": flags}
 
-    def _record(self, task: Task, result: Row | MpissdError | None) -> str:
+    def _record(self, task: SweepTask, result: Row | MpissdError | None) -> str:
         """Writes a failure to failed.jsonl; returns a line on the task's outcome. On the lead."""
         name = f"{task.point}  #{task.repeat + 1}"
         if not isinstance(result, MpissdError):
@@ -147,7 +147,7 @@ class Sweep:
         lines += rank_lines(machine.topology, machine.infos)
         print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
-    def _print_end(self, tasks: list[Task], codes: list[int], seconds: float) -> None:
+    def _print_end(self, tasks: list[SweepTask], codes: list[int], seconds: float) -> None:
         """Prints the best methods of all rows of this plan, then a JSON object as the last line.
 
         codes: the exit code of each measurement.
