@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prints the gallery of docs/figures.md: each figure with a sentence whose numbers are its own.
 
 docs/tables.py writes them into the page.
@@ -6,18 +5,15 @@ docs/tables.py writes them into the page.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
 
+from analysis.__main__ import draw
+from analysis.rows import Data, load
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from analysis.__main__ import draw  # noqa: E402
-from analysis.rows import Data, load  # noqa: E402
-
 MACHINE = "NVIDIA H200"
 
 

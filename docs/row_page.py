@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Prints the keys of docs/row.md from the fields of mpissd.common.row.
 
 docs/tables.py writes them into the page.
@@ -6,11 +5,7 @@ docs/tables.py writes them into the page.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpissd.common.row import FIELDS
 

@@ -3,12 +3,12 @@
 
     docs/tables.py [FILE …]        (default: every .md file beside this one, and in results/)
 
-A table stands between two comments, of which the first holds its command, of mpissd or of a script
+A table stands between two comments, of which the first holds its command, of mpissd or of a module
 in docs/ or results/:
 
     <!-- python -m mpissd compare results/h200-tables -->
     <!-- end -->
-    <!-- python results/drafts/tables.py shipped -->
+    <!-- python -m results.drafts.tables shipped -->
     <!-- end -->
 
 The command runs in the repository's root; a last line of JSON is left out.
@@ -29,10 +29,7 @@ PAGES = [
     *sorted(HERE.glob("*.md")),
     *sorted((ROOT / "results").rglob("README.md")),
 ]
-_BLOCK = re.compile(
-    r"<!-- python ((?:-m mpissd|results/|docs/).+?) -->\n(.*?)<!-- end -->", re.DOTALL
-)
-sys.path.insert(0, str(ROOT))
+_BLOCK = re.compile(r"<!-- python (-m .+?|results/.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def commands(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """What the scripts that print tables for the documentation share.
 
-A page holds such a table between <!-- python results/drafts/tables.py shapes --> and <!-- end -->;
+A page holds such a table between <!-- python -m results.drafts.tables shapes --> and <!-- end -->;
 docs/tables.py writes it there, and a test prints it again.
 """
 

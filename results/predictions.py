@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Computes three errors of predictions over result rows; each is measured / predicted - 1.
 
-    results/predictions.py FOLDER[,FOLDER …] [PROFILE]      # docs/predictions.md has its table
+    python -m results.predictions FOLDER[,FOLDER …] [PROFILE]    # the table of docs/predictions.md
 
     (a) replay  the row's own draws, from its own job's profile (`prediction_error`)
     (b) mean    the mean under the imposed models, from the same (`expected_tok_per_s`)
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError

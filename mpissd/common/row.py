@@ -10,7 +10,7 @@ A line is a configuration and its measurements: values of flags (`setting`) are 
 
 Fields whose type has no None are in every row that `run` wrote. If a line lacks such a key, the
 field is None, and the gates report it. `fault_of` checks the values that a line has. docs/row.md is
-made from these fields by docs/row_page.py.
+made from these fields by docs.row_page.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Prints a table of docs/drafts.md from the rows beside this script: results/drafts/tables.py NAME
+"""Prints a table of docs/drafts.md from rows in this folder: python -m results.drafts.tables NAME
 
 before.json is the report of the draft that was shipped before (results/drafts/README.md).
 """
@@ -13,16 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mpissd.common.output import read_rows
+from results import pages
+from results.pages import PROMPTS, Lines, head, line, share
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "results")]
-
-import numpy as np  # noqa: E402
-import pages  # noqa: E402
-from pages import PROMPTS, Lines, head, line, share  # noqa: E402
-
-from mpissd.common.output import read_rows  # noqa: E402
-
 Row = dict[str, Any]
 SHIPPED = ROOT / "mpissd/engine/model/shipped/smollm2_draft/report.json"
 DITTO = '"'

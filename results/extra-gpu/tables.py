@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Prints the tables of docs/study.md from rows and cells: results/extra-gpu/tables.py NAME
+"""Prints the tables of docs/study.md from rows and cells: python -m results.extra-gpu.tables
 
 measured   every measured use of as many GPUs, beside what `plan` predicts of it
 laws       SSD over the strongest other use, by prompts, temperature and GPUs
@@ -17,12 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
-
-from pages import Lines, head, line, printed, share  # noqa: E402
-
-from analysis.figures.study import (  # noqa: E402
+from analysis.figures.study import (
     FITTED,
     best_shapes,
     errors,
@@ -32,10 +26,12 @@ from analysis.figures.study import (  # noqa: E402
     used,
     whole_pays,
 )
-from analysis.rows import load  # noqa: E402
-from analysis.select import SHAPE, key, where  # noqa: E402
-from analysis.select import gain as gain_of  # noqa: E402
+from analysis.rows import load
+from analysis.select import SHAPE, key, where
+from analysis.select import gain as gain_of
+from results.pages import Lines, head, line, printed, share
 
+HERE = Path(__file__).resolve().parent
 PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
 _NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD", "SSD tree"
 _CELL = {

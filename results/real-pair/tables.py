@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Prints a table of docs/laws.md from these rows: results/real-pair/tables.py laws|warm|lookup."""
+"""Prints a table of docs/laws.md: python -m results.real-pair.tables laws|warm|lookup."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from results.pages import PROMPTS, between, head, line, printed
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
-
-from pages import PROMPTS, between, head, line, printed  # noqa: E402
-
 Row = dict[str, Any]
 ENDS = ("a rejection", "K accepted")
 FAN_OUTS = ("1", "4")  # that both recordings and rows list
