@@ -60,18 +60,27 @@ quote = '$(subst $(newline),'$$'\n'',$(subst ','\'',$1))'
 # An empty value is passed on to be refused: without it, a default would run.
 flag = $(if $(is_given),--$2=$(call quote,$(given)))
 
-flag_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair TARGET:target DRAFT:draft BACKEND:backend DEVICE:device WORKLOAD:workload \
+# Of a list of VARIABLE:flag, the flags that were given, and the names of all variables.
+flags_of = $(foreach f,$1,$(call flag,$(firstword $(subst :, ,$f)),$(lastword $(subst :, ,$f))))
+names_of = $(foreach f,$1,$(firstword $(subst :, ,$f)))
+
+run_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair TARGET:target DRAFT:draft BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead TREE:tree FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
     OUT:out PROMPT:prompt PROMPTS:prompts LEARNERS:learners
-flags = $(foreach f,$(flag_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair TARGET:target DRAFT:draft BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
+serve_of := $(chat_of) HOST:host PORT:port REGISTER:register
+sweep_of := GRID:grid REPEATS:repeats SHARD:shard
+submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
+    ACCOUNT:account ARRAY:array SCRIPT:script COMMAND:command SBATCH:sbatch CLUSTER:cluster DRY:dry
+pair_of := TARGET:target DRAFT:draft PAIR:pair PROMPTS:prompts BACKEND:backend
+run_names := TP $(call names_of,$(run_of)) ARGS PYTHON MPIRUN
+chat_names := PYTHON $(call names_of,$(chat_of)) ARGS MPIRUN
+serve_names := PYTHON $(call names_of,$(serve_of)) ARGS MPIRUN
+pair_names := PYTHON $(call names_of,$(pair_of)) GPUS PROFILE OUT ARGS MPIRUN
 
-# A mistyped name would silently measure something else.
-names := TP $(foreach f,$(flag_of),$(word 1,$(subst :, ,$f))) ARGS PYTHON MPIRUN
+# A mistyped name would silently measure something else: $(call check,COMMAND,its variables).
 on_command_line = $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
-check_names = $(foreach v,$(filter-out $(names) $1,$(on_command_line)),\
-    $(error $v is no variable of $(or $2,run); they are: $(names) $1))
-check_only = $(foreach v,$(filter-out PYTHON $2,$(on_command_line)),\
-    $(error $v is no variable of $1; they are: PYTHON $2))
+check = $(foreach v,$(filter-out $2,$(on_command_line)),$(error $v is no variable of $1; they are: $2))
 
 whole = $(if $(shell [[ $(call quote,$2) =~ ^$3$$ ]] || echo no),\
     $(error $1=$2: $1 is a whole number, $4),$2)
@@ -84,7 +93,10 @@ num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts) + $(learners))))
 
 python := $(call quote,$(or $(call given,PYTHON),.venv/bin/python))
 setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)
-setup_run = $(setup) $(flags) $(call given,ARGS)
+flags = $(call flags_of,$(run_of)) $(call given,ARGS)
+serve_flags = $(call flags_of,$(serve_of)) $(call given,ARGS)
+sweep_flags = $(call flags_of,$(sweep_of))
+setup_serve = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
 
 # A run by hand ends with a verdict, also in a pipe; a flag of ARGS comes later and counts.
 unlike = $(call is_given,GROUPS)$(call is_given,LEARNERS) \
@@ -92,101 +104,87 @@ unlike = $(call is_given,GROUPS)$(call is_given,LEARNERS) \
 beside = $(if $(strip $(unlike)),,--beside=all)
 
 run:
-	$(check_names)$(setup_run)
-	@PYTHON=$(python) launch/local.sh $(num_ranks) $(beside) $(flags) $(call given,ARGS)
+	$(call check,run,$(run_names))$(setup) $(flags)
+	@PYTHON=$(python) launch/local.sh $(num_ranks) $(beside) $(flags)
 
-chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair TARGET:target DRAFT:draft BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
-chat_names := $(foreach f,$(chat_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
-chat_flags = $(foreach f,$(chat_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 chat:
-	$(call check_only,chat,$(chat_names))$(setup_serve)
-	@PYTHON=$(python) launch/chat.sh $(chat_flags) $(call given,ARGS)
-
-serve_of := $(chat_of) HOST:host PORT:port REGISTER:register
-serve_names := $(foreach f,$(serve_of),$(word 1,$(subst :, ,$f))) ARGS MPIRUN
-serve_flags = $(foreach f,$(serve_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-
-setup_serve = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
+	$(call check,chat,$(chat_names))$(setup_serve)
+	@PYTHON=$(python) launch/chat.sh $(call flags_of,$(chat_of)) $(call given,ARGS)
 
 serve:
-	$(call check_only,serve,$(serve_names))$(setup_serve)
-	@PYTHON=$(python) launch/serve.sh $(serve_flags) $(call given,ARGS)
+	$(call check,serve,$(serve_names))$(setup_serve)
+	@PYTHON=$(python) launch/serve.sh $(serve_flags)
 
-sweep_of := GRID:grid REPEATS:repeats SHARD:shard
-sweep_names := $(foreach f,$(sweep_of),$(word 1,$(subst :, ,$f)))
-sweep_flags = $(foreach f,$(sweep_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
 # T is ranks - D, so D is said, whatever a grid needs of it.
 sweep_drafts = $(if $(call given,DRAFTS),,--num_drafts=$(drafts))
 
 sweep:
-	$(call check_names,$(sweep_names),sweep)$(setup_run) $(sweep_flags)
-	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(sweep_drafts) $(flags) $(call given,ARGS)
+	$(call check,sweep,$(run_names) $(call names_of,$(sweep_of)))$(setup) $(flags) $(sweep_flags)
+	@PYTHON=$(python) COMMAND=sweep launch/local.sh $(num_ranks) $(sweep_flags) $(sweep_drafts) $(flags)
 
-submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
-    ACCOUNT:account ARRAY:array SCRIPT:script COMMAND:command SBATCH:sbatch CLUSTER:cluster DRY:dry
-submit_names := $(foreach f,$(submit_of),$(word 1,$(subst :, ,$f)))
-job_of := $(submit_of) TP:tp PYTHON:python MPIRUN:mpirun
-job = $(foreach f,$(job_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
-asked_run = $(sweep_flags) $(if $(call given,GRID),$(sweep_drafts)) $(flags) $(call given,ARGS)
 # SERVE=N: replicas of a server, with the variables of serve.
-asked_serve = $(serve_flags) $(call given,ARGS)
-setup_submit = $(if $(call given,SERVE),$(call check_only,submit SERVE=N,$(serve_names) $(submit_names) SERVE)$(setup_serve),\
-    $(call check_names,$(submit_names) GRID REPEATS SERVE,submit)$(setup_run) $(sweep_flags))
+ifeq ($(call given,SERVE),)
+submit_names := $(run_names) $(call names_of,$(submit_of)) GRID REPEATS SERVE
+submitted = $(sweep_flags) $(if $(call given,GRID),$(sweep_drafts)) $(flags)
+setup_submit = $(setup) $(flags) $(sweep_flags)
+else
+submit_names := $(serve_names) $(call names_of,$(submit_of)) SERVE
+submitted = $(serve_flags)
+setup_submit = $(setup_serve)
+endif
 
 submit:
-	$(setup_submit)
-	@$(python) -m launch.submit --ranks=$(num_ranks) $(call flag,SERVE,serve) $(job) -- \
-	    $(if $(call given,SERVE),$(asked_serve),$(asked_run))
+	$(call check,submit$(if $(call given,SERVE), SERVE=N),$(submit_names))$(setup_submit)
+	@$(python) -m launch.submit --ranks=$(num_ranks) $(call flag,SERVE,serve) \
+	    $(call flags_of,$(submit_of) TP:tp PYTHON:python MPIRUN:mpirun) -- $(submitted)
 
 doctor:
-	$(check_names)$(setup_run)
-	@PYTHON=$(python) launch/doctor.sh --tp=$(tp) $(flags) $(call given,ARGS)
+	$(call check,run,$(run_names))$(setup) $(flags)
+	@PYTHON=$(python) launch/doctor.sh --tp=$(tp) $(flags)
 
 probe:
-	$(call check_names,,probe)$(setup_run)
-	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags) $(call given,ARGS)
+	$(call check,probe,$(run_names))$(setup) $(flags)
+	@PYTHON=$(python) COMMAND=probe launch/local.sh $(shell echo $$(($(tp) + $(drafts)))) $(flags)
 
-pair_of := TARGET:target DRAFT:draft PAIR:pair PROMPTS:prompts BACKEND:backend
-pair_names := $(foreach f,$(pair_of),$(word 1,$(subst :, ,$f))) GPUS PROFILE OUT ARGS MPIRUN
-pair_flags = $(foreach f,$(pair_of),$(call flag,$(word 1,$(subst :, ,$f)),$(word 2,$(subst :, ,$f))))
+pair_flags = $(call flags_of,$(pair_of)) $(call given,ARGS)
 gpus = $(call whole,GPUS,$(if $(call is_given,GPUS),$(call given,GPUS),2),[1-9][0-9]*,1 or more)
 refuse_empty = $(foreach v,$1,$(if $(call is_given,$v),$(if $(value $v),,$(error $v is empty))))
 pair:
-	$(call refuse_empty,PROFILE OUT)$(call check_only,pair,$(pair_names))$(setup) $(pair_flags) $(call given,ARGS)
+	$(call refuse_empty,PROFILE OUT)$(call check,pair,$(pair_names))$(setup) $(pair_flags)
 	@PYTHON=$(python) PROFILE=$(call quote,$(call given,PROFILE)) OUT=$(call quote,$(or $(call given,OUT),out)) \
-	    launch/pair.sh $(gpus) $(pair_flags) $(call given,ARGS)
+	    launch/pair.sh $(gpus) $(pair_flags)
 
 bench-gpu:
-	$(call check_only,bench-gpu,OUT SMOLLM2 MPIRUN)$(setup)
+	$(call check,bench-gpu,PYTHON OUT SMOLLM2 MPIRUN)$(setup)
 	@PYTHON=$(python) $(python) results/study.py run results/h200-limit $(call quote,$(or $(call given,OUT),out/gpu-limit))
 
 study:
-	$(call check_only,study,OUT MPIRUN)$(setup) --pair=smollm2
+	$(call check,study,PYTHON OUT MPIRUN)$(setup) --pair=smollm2
 	@export PYTHON=$(python); study=results/extra-gpu; \
 	    nvidia-smi -L 2>/dev/null | grep -q "GPU " || { export BACKEND=numpy; study=results/extra-core; }; \
 	    $(python) results/study.py run $$study $(call quote,$(or $(call given,OUT),out/study))
 
 figures:
-	$(call check_only,figures,ARGS)$(setup)
+	$(call check,figures,PYTHON ARGS)$(setup)
 	@$(python) -m analysis all $(call given,ARGS)
 
 # All tests run in two halves at once; what ARGS picks, in one process.
 test:
-	$(call check_only,test,ARGS MPIRUN)$(setup) test
+	$(call check,test,PYTHON ARGS MPIRUN)$(setup) test
 	@$(if $(filter-out --long --durations=% --hypothesis-profile=%,$(call given,ARGS)),$(python) -m pytest,PYTHON=$(python) \
 	    tests/both.sh) $(call given,ARGS) </dev/null
 
 test-mpi:
-	$(call check_only,test-mpi,ARGS MPIRUN)$(setup) test
+	$(call check,test-mpi,PYTHON ARGS MPIRUN)$(setup) test
 	@$(python) -m pytest -m mpi $(call given,ARGS) </dev/null
 
 parity:
-	$(call check_only,parity,LIBRARY)$(setup) --pair=smollm2
+	$(call check,parity,PYTHON LIBRARY)$(setup) --pair=smollm2
 	@PYTHON=$(python) $(if $(call given,LIBRARY),LIBRARY=$(call quote,$(call given,LIBRARY))) tests/parity/parity.sh
 
 vllm = $(or $(call given,VLLM),.venv-vllm/bin/python)
 test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
-	$(call check_only,test-vllm,VLLM)$(setup) --pair=smollm2
+	$(call check,test-vllm,PYTHON VLLM)$(setup) --pair=smollm2
 	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(call quote,$(vllm)) tests/parity/vllm_tokens.py $(python) out/smollm2-hf
 
 # torchvision of the registry does not import with PyTorch's CPU build.
@@ -199,7 +197,7 @@ test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
 	@touch $@
 
 lint:
-	$(call check_only,check,MPIRUN)$(setup) test
+	$(call check,check,PYTHON MPIRUN)$(setup) test
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check -q .
 	@$(python) -m mypy
@@ -208,7 +206,7 @@ check: lint
 	@$(python) -m pytest -q -m "not mpi and not slow and not gpu" </dev/null
 
 venv:
-	$(call check_only,venv,CUDA MPIRUN PAIR ARGS)$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh $(flags) $(call given,ARGS))
+	$(call check,venv,PYTHON CUDA MPIRUN PAIR ARGS)$(if $(call given,PYTHON),,@MPISSD_CUDA=$(call quote,$(call given,CUDA)) launch/setup.sh $(flags))
 
 clean:
 	@rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
