@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ HELD = 8  # one sequence in so many is held out, to judge versions before they a
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """One sequence's tokens, int32 [n], and the target's distributions after some positions.
 
     at: int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
@@ -81,57 +80,39 @@ class Memory:
         return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
 
 
-@dataclass
-class _Growing:
-    """A sequence that is still answered."""
-
-    prompt: int
-    tokens: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
-    ids: list[Ints] = field(default_factory=list)
-    logs: list[Floats] = field(default_factory=list)
-
-
 class Collector:
     """Joins the parts of each sequence's example; returns it once the sequence has ended."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
         """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""
         self._stops, self._kept = frozenset(stop_ids), kept
-        self._live: dict[tuple[int, int], _Growing] = {}
+        self._live: dict[tuple[int, int], tuple[int, list[Example]]] = {}  # prompt, a part a round
         self.dropped = 0  # sequences of which a round is missing
 
     def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
         """Takes a round's parts; returns the sequences that are not in it any more."""
         names = {part.name for part in parts}
-        ended = [self._example(self._live.pop(n)) for n in [*self._live] if n not in names]
+        ended = [self._live.pop(name) for name in [*self._live] if name not in names]
         for part in parts:
-            growing = self._live.setdefault(part.name, _Growing(part.prompt))
-            if part.start != len(growing.tokens):
-                self.dropped += part.start > 0
-                growing = self._live[part.name] = _Growing(part.prompt)
-                if part.start:
-                    continue
-            growing.tokens += part.tokens.tolist()
-            if len(part.at):
-                ids, logs = compressed(part.logits, self._kept)
-                growing.at += part.at.tolist()
-                growing.ids += list(ids)
-                growing.logs += list(logs)
-        return ended
+            _, rounds = self._live.setdefault(part.name, (part.prompt, []))
+            if part.start not in (0, sum(len(example.tokens) for example in rounds)):
+                self.dropped += 1
+                del self._live[part.name]
+                continue
+            if part.start == 0:
+                rounds.clear()
+            rounds.append(Example(part.tokens, part.at, *compressed(part.logits, self._kept)))
+        return [self._joined(*sequence) for sequence in ended]
 
     def rest(self) -> list[Example]:
         """Returns the sequences that have not ended."""
         live, self._live = self._live, {}
-        return [self._example(growing) for growing in live.values()]
+        return [self._joined(*sequence) for sequence in live.values()]
 
-    def _example(self, growing: _Growing) -> Example:
-        tokens, answer = growing.tokens, growing.tokens[growing.prompt :]
+    def _joined(self, prompt: int, rounds: Sequence[Example]) -> Example:
+        tokens, at, ids, logs = (np.concatenate(arrays) for arrays in zip(*rounds, strict=True))
+        answer = tokens[prompt:].tolist()
         stop = next((n for n, token in enumerate(answer) if token in self._stops), len(answer))
-        end = growing.prompt + stop + 1  # the stop token included
-        kept = sum(at + 1 < end for at in growing.at)
-        width = len(growing.ids[0]) if kept else 0
-        rows = np.array(growing.ids[:kept], np.int32).reshape(kept, width)
-        logs = np.array(growing.logs[:kept], np.float16).reshape(kept, width)
-        at = np.array(growing.at[:kept], np.int32)
-        return Example(np.array(tokens[:end], np.int32), at, rows, logs)
+        end = prompt + stop + 1  # the stop token included
+        kept = np.count_nonzero(at + 1 < end)
+        return Example(tokens[:end], at[:kept], ids[:kept], logs[:kept])

@@ -68,8 +68,7 @@ def read_parts(message: Bytes) -> list[ExamplePart]:
     parts = []
     for request_id, epoch, start, prompt, *arrays in pickle.loads(message.data):
         tokens, at = (np.frombuffer(data, np.int32) for data in arrays[:2])
-        logits = np.frombuffer(arrays[2], np.float32)
-        logits = logits.reshape(len(at), len(logits) // max(1, len(at)))
+        logits = np.frombuffer(arrays[2], np.float32).reshape(len(at), -1)
         parts.append(ExamplePart((request_id, epoch), start, prompt, tokens, at, logits))
     return parts
 
