@@ -44,14 +44,13 @@ def flags_in(arguments: list[str]) -> dict[str, str]:
     if stray := [name for name in given if name not in FLAGS]:
         raise unknown("flag", f"--{stray[0]}", (f"--{name}" for name in FLAGS))
     given = {name: text for name, text in given.items() if text}
-    for name in given.keys() - {"dry"}:
-        words(name, given[name])
-    if "serve" in given:
+    for name, text in given.items():
+        if name != "dry":
+            words(name, text)
+    if replicas := count("serve", given.get("serve")):
         if said := [name for name in ("array", "script", "command") if name in given]:
-            raise ConfigError(
-                f"{said[0].upper()} with SERVE={given['serve']}: allowed: one of them"
-            )
-        given["array"] = f"0-{(count('serve', given['serve']) or 1) - 1}"
+            raise ConfigError(f"{said[0].upper()} with SERVE={replicas}: allowed: one of them")
+        given["array"] = f"0-{replicas - 1}"
     return given
 
 
@@ -164,7 +163,7 @@ def main() -> int:
         return 0
     try:
         given = flags_in(options)
-        is_dry = given.get("dry", "0") != "0"
+        is_dry = given.get("dry", "0") not in ("0", "False")
         default = _REPLICA if "serve" in given else _ARRAY if "array" in given else _SLURM
         script = given.get("script", default)
         if script == _REPLICA:

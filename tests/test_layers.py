@@ -6,6 +6,7 @@ A module that no layer lists fails here: add it to its layer.
 import ast
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -185,6 +186,13 @@ def test_nothing_imports_itself_around_a_corner() -> None:
         for name, found in all_imports().items()
     }
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_no_two_classes_share_a_name() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "mpissd").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= {"Request", "Room"}
 
 
 def test_importing_the_rooms_starts_neither_mpi_nor_cuda() -> None:
