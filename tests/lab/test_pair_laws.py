@@ -16,7 +16,7 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.law.acceptance import load_laws, named_hit_law
 from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
 from mpissd.engine.oracle.replay import Recording, save
-from mpissd.lab.pair.laws import BEYOND, OUTSIDE, LawSource, measured, read
+from mpissd.lab.pair.laws import BEYOND, OUTSIDE, Dataset, measured, read
 from tests.loop.recorded import recording_of
 from tests.tiny_pair import TinyPair
 
@@ -165,9 +165,9 @@ def test_sources_of_two_pairs_are_refused(recording: Recording, tmp_path: Path) 
 def test_sources_of_unlike_sampling_are_refused() -> None:
     """The error names both; at temperature 0 there is no C, and a recording has none."""
 
-    def source(file: str, temperature: float | None, c: float | None = None) -> LawSource:
+    def source(file: str, temperature: float | None, c: float | None = None) -> Dataset:
         about = {"target_sha256": "t", "draft_sha256": "d", "file": file}
-        return LawSource({**about, "temperature": temperature, "saguaro_c": c}, {})
+        return Dataset({**about, "temperature": temperature, "saguaro_c": c}, {})
 
     cold, greedy = source("a.npz", None), source("b", 0.0, 0.5)
     for one, other, told in (

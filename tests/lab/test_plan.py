@@ -25,7 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
-from mpissd.lab.pair.laws import LawSource, Outcomes, Ranks, measured
+from mpissd.lab.pair.laws import Dataset, Outcomes, Ranks, measured
 from mpissd.lab.predict.advice import Screen, is_assumed, level_with, profile_of, with_best_tree
 from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
@@ -250,7 +250,7 @@ def pair_of(path: Path, alphas: Sequence[float]) -> str:
         ranks = Ranks(np.tile([70, 20, 10, 6, 3, 1], (len(alphas), 1)), True)
         outcomes[k] = Outcomes(np.rint(20 * shares).astype(np.int64), (ranks, ranks))
     about = {"target_sha256": "t", "draft_sha256": "d", "file": "pair.npz", "temperature": 0}
-    path.write_text(json.dumps(measured([LawSource(about, outcomes)], 4)))
+    path.write_text(json.dumps(measured([Dataset(about, outcomes)], 4)))
     return str(path)
 
 

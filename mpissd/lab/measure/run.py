@@ -248,7 +248,6 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     learner = None
     if sender is not None and learning is not None:
         loop.tell()
-        # No report: the learner's rank did not answer in time, or is gone.
         learner = {**(learning.stop() or {"state": "silent"}), "cost": sender.to_dict()}
     messages, sent = (after - b for after, b in zip(rank.messages, before, strict=True))
     rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]

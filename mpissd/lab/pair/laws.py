@@ -96,7 +96,7 @@ class Outcomes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LawSource:
+class Dataset:
     """A recording, or the rounds of one row: its origin, and its outcomes by K."""
 
     about: dict[str, Any]
@@ -126,7 +126,7 @@ def print_laws(config: PairConfig) -> None:
         print(f"{path}: impose it with --laws={path}")
 
 
-def read(name: str) -> Iterator[LawSource]:
+def read(name: str) -> Iterator[Dataset]:
     """Yields the sources of a name; raises ConfigError if there is none."""
     if name.endswith(".npz"):
         recording = load(name)
@@ -137,7 +137,7 @@ def read(name: str) -> Iterator[LawSource]:
         file["tokens"] = sum(p.end for p in recording.sequences)
         file["context"] = round(whole / file["tokens"])
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
-        yield LawSource({**file, **about}, by_k)
+        yield Dataset({**file, **about}, by_k)
         return
     path = Path(name)
     folder = path if path.is_dir() else path.parent
@@ -157,8 +157,7 @@ def read(name: str) -> Iterator[LawSource]:
             "temperature": row.temperature,
             "saguaro_c": row.saguaro_c,
         }
-        rounds = folder / "rounds" / f"{row.run_id}.npz"
-        yield LawSource(about, {row.lookahead: _of_row(row, rounds)})
+        yield Dataset(about, {row.lookahead: _of_row(row, folder / "rounds" / f"{row.run_id}.npz")})
 
 
 def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
@@ -232,7 +231,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     return Outcomes(accepted, (ranks[0], ranks[1]))
 
 
-def measured(sources: Sequence[LawSource], lookahead: int) -> dict[str, Any]:
+def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
     """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
     C, or a K that is not measured."""
     for name in ("target_sha256", "draft_sha256"):
