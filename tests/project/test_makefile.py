@@ -289,7 +289,7 @@ def test_a_study_answers_in_sentences(speeds: list[Any], busy: list[str], senten
 def test_no_turn_of_a_study_judges_the_use_that_it_chose(tmp_path: Path) -> None:
     """The luckiest of equal uses would win by its luck. What disturbed any row stays known."""
     of = Family("ssd", 1, 1), "core", 2
-    lucky = [study.Use(*of, [130.0, 100.0, 100.0]), study.Use(*of, [100.0, 130.0, 100.0])]
+    lucky = [study.TimedUse(*of, [130.0, 100.0, 100.0]), study.TimedUse(*of, [100.0, 130.0, 100.0])]
     assert study.chosen(lucky).speeds == [100.0] * 3
     steps = [{"step": "a", "rows": 1, "busy": {"load": 0.3}}, {"step": "b", "rows": 1, "busy": {}}]
     (tmp_path / study.BUSY).write_text("".join(json.dumps(step) + "\n" for step in steps))
