@@ -82,7 +82,7 @@ class DraftPolicy:
     sampled: bool = False
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A part of an answer: branches from one source, and the levels that they shall have."""
 
     branches: Branches
@@ -165,15 +165,15 @@ class Drafter:
         self._settle()
         return found
 
-    def _completed(self, found: Sequence[int | None]) -> list[Part]:
+    def _completed(self, found: Sequence[int | None]) -> list[AnswerPart]:
         """Returns the branches of the answer, complete: hits are grown to K levels and misses to
         K_b, in shared forwards."""
-        parts = list[Part]()
+        parts = list[AnswerPart]()
         self.log.missed(0, 0.0)
         if self.levels:
             if (hits := self.cache.keep(found)) is not None:
                 self.log.hit(hits.steps)
-                parts.append(Part(hits, Source.CACHE, self.levels))
+                parts.append(AnswerPart(hits, Source.CACHE, self.levels))
             sequences = self.batch.sequences
             if misses := [
                 row
@@ -193,7 +193,7 @@ class Drafter:
         self.log.drafted(perf_counter() - start if is_whole else None)
         return parts
 
-    def restarted(self, rows: Sequence[int]) -> Part:
+    def restarted(self, rows: Sequence[int]) -> AnswerPart:
         """Returns the backup's branches for these batch rows, whose outcomes missed."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
@@ -207,15 +207,15 @@ class Drafter:
         branches = self.worker.oracle.restart(self.batch, rows, policy.backup)
         if policy.backup == Source.FAST:  # these tokens cost no draft step
             branches.advance(levels)
-        return Part(branches, policy.backup, levels)
+        return AnswerPart(branches, policy.backup, levels)
 
-    def _is_complete(self, part: Part) -> bool:
+    def _is_complete(self, part: AnswerPart) -> bool:
         """Whether branches have all levels, or follow the bonus token without a draft, because a
         grammar decides the rest of every one."""
         lacking = part.levels - part.branches.steps
         return lacking <= 0 or self.worker.oracle.is_decided(part.branches, lacking)
 
-    def assembled(self, round_: int, parts: Sequence[Part]) -> Speculation:
+    def assembled(self, round_: int, parts: Sequence[AnswerPart]) -> Speculation:
         """Returns the speculation of a round; rows in no part have source NONE."""
         head = Speculation.HEAD
         count = len(self.batch)
