@@ -253,9 +253,7 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
     header, shape = message.header(round_, count), message.shape
     rows = message.body(header, shape.speculation_width)
-    speculation = Speculation(round_, rows, sampled=shape.sampled)
-    speculation.version = header.weights
-    return speculation
+    return Speculation(round_, rows, sampled=shape.sampled, version=header.weights)
 
 
 def write_plan(

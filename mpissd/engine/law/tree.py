@@ -85,8 +85,8 @@ class Tree:
         rows = outcome.rows.copy()
         nodes = outcome.num_accepted.tolist()
         rows[:, 3] = self.depths[nodes]
-        chains = Speculation.empty(speculation.round, len(rows), self.depth)
-        chains.version = speculation.version
+        version = speculation.version
+        chains = Speculation.empty(speculation.round, len(rows), self.depth, version=version)
         chains.rows[:, : Speculation.HEAD] = speculation.rows[:, : Speculation.HEAD]
         chains.num_draft[...] = self.depths[speculation.num_draft]
         for n, node in enumerate(nodes):

@@ -109,6 +109,35 @@ class Task:
         """The request's id."""
         return self.request.request_id
 
+    def count(self, drafted: int, accepted: int, hit: int, *, is_judged: bool) -> None:
+        """Counts a round: its drafted and accepted tokens, and whether the cache was hit.
+
+        is_judged: whether drafts that were not accepted were rejected, or their judgement was lost.
+        """
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.rejected += is_judged and accepted < drafted
+        self.hits += hit
+
+    def emit(self, tokens: Sequence[int], forced: int) -> None:
+        """Takes a round's tokens, of which a grammar forced some."""
+        self.tokens += tokens
+        self.forced += forced
+
+    def preempt(self) -> None:
+        """Begins a new epoch: the sequence will be computed again."""
+        self.epoch += 1
+
+    def reuse(self, count: int) -> None:
+        """Notes that other sequences have stored `count` tokens of the prompt."""
+        if not self.epoch:
+            self.cached = count
+
+    def limit(self, most: int) -> None:
+        """Lets the request emit at most so many tokens."""
+        self.max_tokens = min(self.max_tokens, most)
+
     def admitted(self) -> Request:
         """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
         prompt = (*self.request.prompt, *self.tokens)
@@ -182,7 +211,8 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Takes a request; raises ConfigError for one that can never be decoded."""
-        room, count = self.room, len(task.request.prompt)
+        room = self.room
+        count = len(task.request.prompt)
         if not 0 < count < room.context:
             raise ConfigError(
                 f"prompt of {count} tokens: allowed: 1..{room.context - 1}, since the model's "
@@ -190,7 +220,7 @@ class Scheduler:
             )
         if task.max_tokens < 1:
             raise ConfigError(f"max_tokens={task.max_tokens}: allowed: 1 or more")
-        task.max_tokens = min(task.max_tokens, room.context - count)
+        task.limit(room.context - count)
         if room.pages_of(count + task.max_tokens) > room.pages:
             most = room.pages * room.page - room.ahead
             raise ConfigError(
@@ -227,14 +257,16 @@ class Scheduler:
         """Returns which requests end, leave and join before the next round, at time `now`."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(self._deadlines[0][1], "deadline")
-        room, join, before = self.room, list[Request](), self.num_preempted
+        room = self.room
+        join = list[Request]()
+        before = self.num_preempted
         while self.free_pages < 0:
             # The sequence that arrived last goes back until the others have the pages that they
             # need. The first one always stays: the pool holds at least one whole sequence.
             last = max(self._running.values(), key=_ORDER)
             del self._running[last.request_id]
             self._leaving.append(last.request_id)
-            last.epoch += 1
+            last.preempt()
             insort(self._waiting, last, key=_ORDER)
             self.num_preempted += 1
         if self.num_preempted == before:
@@ -248,16 +280,16 @@ class Scheduler:
                 self._running[task.request_id] = self._waiting.pop(0)
                 join.append(task.admitted())
         turn = Turn(self._ended, self._leaving, join)
-        self._ended, self._leaving = [], []
+        self._ended = []
+        self._leaving = []
         return turn
 
     def take(self, result: RoundResult) -> list[Emitted]:
         """Counts a round; returns the tokens of each request that still runs."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
-            task = self._running.get(request_id)
-            if task is not None and not task.epoch:
-                task.cached = count
+            if (task := self._running.get(request_id)) is not None:
+                task.reuse(count)
         speculation = result.speculation
         rows = zip(result.outcome.rows.tolist(), speculation.rows.tolist(), strict=True)
         emitted = list[Emitted]()
@@ -266,11 +298,7 @@ class Scheduler:
             if task is None or task.epoch != epoch:  # cancelled in this round
                 continue
             source, hit, count = drafted[:3]
-            task.rounds += 1
-            task.drafted += count
-            task.accepted += accepted
-            task.rejected += accepted < count and not speculation.is_lost  # lost: not judged
-            task.hits += hit
+            task.count(count, accepted, hit, is_judged=not speculation.is_lost)
             tokens = [*drafted[3 : 3 + accepted], bonus, *result.forced.get(row, ())]
             before = len(task.tokens)
             kept = None
@@ -283,8 +311,7 @@ class Scheduler:
                 kept = left
                 reason = "length"
             tokens = tokens[:kept]
-            task.tokens += tokens
-            task.forced += max(0, len(tokens) - accepted - 1)
+            task.emit(tokens, max(0, len(tokens) - accepted - 1))
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)
