@@ -169,7 +169,7 @@ class Outcome:
     """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
 
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node), bonus
-    (t*). The speculation of round + 1 answers the rows that are not releases, in their order.
+    (t*). The speculation of round + 1 answers the rows whose event is LIVE, in their order.
     prompts: the requests of those new sequences that have a prompt. control: on round + 1.
     """
 

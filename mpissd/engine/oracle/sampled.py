@@ -146,7 +146,7 @@ class SampledDraft(DraftOracle):
         tokens = self._no_tokens(len(rows))
         if source == Source.FAST:
             for branch, row in enumerate(rows):
-                tokens[branch] = batch.sequences[row].copied(self.lookahead, *self.copies)
+                tokens[branch] = batch.sequences[row].looked_up(self.lookahead, *self.copies)
         states = self._states(batch, chosen, batch.last_tokens[chosen])
         return batch.restarted(chosen, tokens, states)
 

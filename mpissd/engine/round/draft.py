@@ -134,10 +134,10 @@ class Drafter:
         """Returns the speculation that an outcome asks for: hits from the cache, misses by the
         backup.
 
-        A miss ends the growth; a hit prunes it to the branch of the outcome.
+        A hit keeps its branch and completes it; then all branches are dropped.
         """
         self.take(outcome)
-        found = self._look_up(outcome)
+        found = self._resolved(outcome)
         parts = self._completed(found)
         speculation = self.assembled(outcome.round + 1, parts)
         self.cache.clear()
@@ -150,8 +150,9 @@ class Drafter:
         self._control = outcome.control
         self.log.mark(DraftPhase.COMMIT)
 
-    def _look_up(self, outcome: Outcome) -> list[int | None]:
-        """Returns the cache's branch for each sequence, None for a miss."""
+    def _resolved(self, outcome: Outcome) -> list[int | None]:
+        """Returns the cache's branch for each sequence, None for a miss; ends growth steps that
+        are under way."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
@@ -187,11 +188,15 @@ class Drafter:
             if self.divergence is not None:
                 for part in parts:
                     part.branches.fill(part.levels)
-        is_whole = len(parts) == 1 and len(parts[0].branches) == len(self.batch)
-        is_jit = is_whole and parts[0].source == Source.JIT
-        is_whole = is_jit and parts[0].levels == self.policy.lookahead
-        self.log.drafted(perf_counter() - start if is_whole else None)
+        seconds = perf_counter() - start
+        self.log.drafted(seconds if self._is_whole_draft(parts) else None)
         return parts
+
+    def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
+        """Whether the model drafted K tokens for every sequence in this answer."""
+        branches, source, levels = parts[0] if parts else (None, Source.NONE, 0)
+        is_whole = source == Source.JIT and levels == self.policy.lookahead
+        return is_whole and branches is not None and len(branches) == len(self.batch)
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
         """Returns the backup's branches for these batch rows, whose outcomes missed."""
@@ -250,7 +255,8 @@ class Drafter:
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
         """Drops the tokens that grammars forced from branches that were hit; returns, by batch row,
-        how many of `nodes` tokens follow them: none of a branch that begins with others."""
+        how many of `nodes` tokens follow them: none of a branch that begins with others, which
+        still counts as a hit, since its outcome was in the cache."""
         left = dict[int, int]()
         for branch, row in enumerate(branches.rows.tolist() if self.batch.forced else ()):
             if forced := self.batch.forced.get(row):

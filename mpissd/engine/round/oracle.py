@@ -96,7 +96,7 @@ class TargetOracle(Oracle, ABC):
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
 
-        Only for sequences that asked for them (Request.logprobs). The default returns none.
+        Only for sequences that asked for them (Sampling.logprobs). The default returns none.
         """
         return _NO_LOGPROBS
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from mpissd.common.rounds import Ints, Source, Speculation, verify_rows
+from mpissd.common.rounds import Ints, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import BranchLayout
@@ -223,7 +223,8 @@ class DraftWorker(Worker[DraftOracle]):
     ) -> None:
         """Starts the forward that scores the served trunk, N+1 rows a sequence.
 
-        fan_outs, levels: of the branches that will grow.
+        fan_outs, levels: of the branches that will grow, for workers that launch their steps behind
+        this forward (features.joined_growth).
         """
         rows = len(batch) * (self.oracle.tree.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
@@ -232,10 +233,6 @@ class DraftWorker(Worker[DraftOracle]):
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns the branches to grow, once that forward is over (DraftOracle.branches)."""
         return self.oracle.branches(batch, speculation, fan_outs)
-
-    def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue batch rows `rows` (DraftOracle.restart)."""
-        return self.oracle.restart(batch, rows, source)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
         """Starts one forward that grows all these branches by one level of their tree.

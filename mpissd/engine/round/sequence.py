@@ -28,7 +28,6 @@ from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
 from mpissd.engine.law.lookup import LONGEST, Lookup, make_lookup
 from mpissd.engine.law.tree import CHAIN, BranchLayout, Tree
 from mpissd.engine.model.forwards import SPAN, Places
-from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
@@ -79,8 +78,8 @@ class LiveSequence:
 
     slot: its place on this rank, which other ranks never see. tokens: its committed tokens, prompt
     included; served: its tokens under verification; both are kept only if the oracle reads tokens.
-    rounds: its number of committed rounds. constraint: what restricts its tokens (a grammar), as
-    the oracle made it; None: nothing, or it is not made yet.
+    rounds: its number of committed rounds, counted where tokens are kept. constraint: what
+    restricts its tokens (a grammar), as the oracle made it; None: nothing, or it is not made yet.
     """
 
     request: Request
@@ -128,7 +127,7 @@ class LiveSequence:
         given = self.request.sampling.seed
         return (seed, self.request.request_id) if given is None else (given, 0)
 
-    def copied(
+    def looked_up(
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
         """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
@@ -437,7 +436,7 @@ class Batch:
             self._has_leaves = True
             return self._nodes(self.slots[rows], last[rows], ahead)
         self.filled[self.slots] = last + counts
-        return _trunk(self.slots[rows], last[rows] + ahead)
+        return trunk_places(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
         """Returns the places of nodes, or of branches' (BranchLayout), after the positions `last`;
@@ -567,24 +566,11 @@ class Batch:
 def places_of(gaps: Sequence[Gap]) -> Places:
     """Returns the places of all tokens of these gaps, in their order."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
-    return _trunk(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
+    return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 
 
-def timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns places of `rows` rows after the mean context, for timing; None without a cache.
-
-    Rows are grouped by sequence as in a verification, so that neighbours read the same keys and
-    values. Their results are not used.
-    """
-    if not options.capacity:
-        return None
-    number = np.arange(rows)
-    slots = number * min(sequences, rows) // rows
-    later = number - np.searchsorted(slots, slots)
-    return _trunk(slots, np.minimum(options.context + later, options.capacity - 1))
-
-
-def _trunk(slots: Index, positions: Index) -> Places:
+def trunk_places(slots: Index, positions: Index) -> Places:
+    """Returns the places of rows of the trunk."""
     return _places(slots, positions, np.full(len(slots), TRUNK), positions)
 
 

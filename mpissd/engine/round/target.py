@@ -46,7 +46,8 @@ class RoundResult:
     forced: Mapping[int, list[int]] = field(default_factory=dict)
 
     def emitted(self) -> list[tuple[int, list[int]]]:
-        """Returns (request id, the tokens that it emitted in this round) of every sequence."""
+        """Returns (request id, its accepted tokens and the bonus token) of every sequence; tokens
+        that a grammar forces after them are in `forced`."""
         rows = zip(self.outcome.rows.tolist(), self.speculation.tokens.tolist(), strict=True)
         return [(request_id, [*drafts[:k], bonus]) for (request_id, _, _, k, bonus), drafts in rows]
 

@@ -35,8 +35,10 @@ from mpissd.engine.comm.topology import agreed
 from mpissd.engine.features.pool import GroupForwards
 from mpissd.engine.job import Job
 from mpissd.engine.law.acceptance import AcceptanceLaw
+from mpissd.engine.model.forwards import Places
+from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.round.sequence import timed_places
+from mpissd.engine.round.sequence import trunk_places
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session
@@ -150,12 +152,26 @@ def forwards(
     The rows are uploaded each time, because forwards of other row counts may run in between.
     """
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
-    places = timed_places(rows, sequences, stepper.options)
+    places = _timed_places(rows, sequences, stepper.options)
     while True:
         stepper.upload(rows, tokens, places, lists=lists)
         stepper.launch()
         stepper.wait(waiter)
         yield stepper.elapsed_s()
+
+
+def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
+    """Returns places of `rows` rows after the mean context, for timing; None without a cache.
+
+    Rows are grouped by sequence as in a verification, so that neighbours read the same keys and
+    values. Their results are not used.
+    """
+    if not options.capacity:
+        return None
+    number = np.arange(rows)
+    slots = number * min(sequences, rows) // rows
+    later = number - np.searchsorted(slots, slots)
+    return trunk_places(slots, np.minimum(options.context + later, options.capacity - 1))
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
