@@ -11,12 +11,11 @@ import pytest
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.presets import resolve_model
-from mpissd.common.trace import DraftPhase, LeadPhase
+from mpissd.common.trace import DraftLog, DraftPhase, LeadPhase
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.engine.round.draft import Drafter
 from mpissd.lab.measure import calibrate
 from mpissd.lab.measure.calibrate import WarmUp, host_costs
 from mpissd.lab.measure.row import floor_of, shares_gpu_of
@@ -47,7 +46,7 @@ def lead(**us: Any) -> WarmUp:
 
 
 def draft(columns: dict[str, Any], grow_s: float | None = None, **us: Any) -> WarmUp:
-    rows = [np.broadcast_to(columns.get(name, 0), N) for name in Drafter.COLUMNS]
+    rows = [np.broadcast_to(columns.get(name, 0), N) for name in DraftLog.COLUMNS]
     return WarmUp(table(DraftPhase, DRAFT | us), None, np.column_stack(rows), grow_s)
 
 
