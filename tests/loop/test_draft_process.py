@@ -172,7 +172,7 @@ def test_tokens_are_the_targets_always(engine: Engine, pair: TinyPair, fault: st
                 process.wait()
             elif fault == "refused":  # more accepted tokens than were drafted
                 engine.call([([1, 2], [2])])
-                client._live[0].drafted = [5] * (K + 1)
+                client._live[0] = client._live[0]._replace(drafted=[5] * (K + 1))
                 engine.call([([1, 2, *[5] * (K + 1), 3], [*[5] * (K + 1), 3])])
             if fault != "none":
                 engine.connect()  # to another one, which was started for it

@@ -1,13 +1,11 @@
-"""The link between lead and draft: OUTCOME goes to the draft, SPECULATION comes back.
+"""The link between the target's lead and the draft: outcomes go to the draft, and speculations,
+which are drafted tokens, come back.
 
-An end of a link has an Outbox or an Inbox for each kind of message that it sends or receives.
-PROPOSALS, the distributions of sampled tokens, follow a speculation while the target already
-verifies. PROMPT follows an outcome that admits sequences with prompts. mpi_link joins two ranks;
-queue_link joins two threads of one process, for tests and in-process decoding.
-
-`socket_boxes` join a draft process and another project's engine by a Unix socket of packets. A
-packet is a message of wire.py. The draft begins with HELLO: its batch, its lookahead, the most
-tokens of a sequence, and its vocabulary. Tokens are greedy. Nothing blocks but SocketWaiter.
+PROPOSALS, the distributions that uncertain tokens were drawn from, follow a speculation while the
+target already verifies. PROMPT follows an outcome that admits sequences with prompts. mpi_link
+connects two ranks, and queue_link two threads of one process. `socket_boxes` connect a draft to an
+engine of another project by a Unix socket, on which the draft first sends HELLO: its batch size, K,
+the most tokens of a sequence, and its vocabulary. Its drafts are greedy.
 """
 
 from __future__ import annotations
@@ -34,44 +32,45 @@ MOST_PROMPTS = 1 << 15  # tokens of the prompts of one message; Linux takes pack
 _DRAFT_WAIT = int(Doing.DRAFT_WAIT)
 _VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
-_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # largest numbers of a HELLO
+_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # of the four numbers of HELLO
 _HELLO = LinkShape(0, 1, 0)
 
 
 class Outbox(ABC):
-    """Sends one kind of message, one at a time, from preallocated memory."""
+    """Sends messages of one kind, one at a time, from the preallocated memory `message`."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
 
     def ready(self) -> None:  # noqa: B027
-        """Returns when the message may be written again; at once where send keeps a copy."""
+        """Waits until the last send has read `message`, so that it may be overwritten."""
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts sending the message in its usual size, or the first `size` numbers of it."""
+        """Starts to send the first `size` int32 of the message (None: its usual size)."""
 
     def close(self) -> None:  # noqa: B027
         """Finishes the send that is in flight."""
 
 
 class Inbox:
-    """Receives one kind of message, one at a time, into preallocated memory."""
+    """Receives messages of one kind, one at a time, into the preallocated memory `message`."""
 
     def __init__(self, message: Message) -> None:
-        self.message, self._full = message, False
+        self.message = message
+        self._full = False
 
     def arrived(self) -> bool:
-        """Returns whether the memory holds a message, without blocking."""
+        """Returns, without blocking, whether `message` holds one that was received."""
         self._full = self._full or self._receive()
         return self._full
 
     def _receive(self) -> bool:
-        """Takes a message into the memory if one is there."""
+        """Receives into `message` without blocking; returns whether one was there."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Gives the memory back for the next message."""
+        """Lets the next message overwrite this one."""
         self._full = False
 
     def close(self) -> None:
@@ -83,23 +82,26 @@ MakeInbox = Callable[[Message], Inbox]
 
 
 class LeadEnd:
-    """The lead's end: sends outcomes, receives speculations; counts messages and bytes."""
+    """The lead's end, which sends outcomes, receives speculations, and counts both. waiter: how it
+    waits. outbox, inbox: make what sends or receives one kind of message."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
     ) -> None:
-        """Opens this end; outbox, inbox: make what carries one kind of message."""
-        self.shape, self.waiter = shape, waiter
-        self.lookahead, self.sampled = shape.lookahead, shape.sampled
+        self.shape = shape
+        self.waiter = waiter
+        self.lookahead = shape.lookahead
+        self.sampled = shape.sampled
         self._outcomes = outbox(shape.message(Kind.OUTCOME))
         self._speculations = inbox(shape.message(Kind.SPECULATION))
         self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
-        self.num_messages = self.num_bytes = 0
-        self.proposal_bytes, self.proposal_wait_s = 0, 0.0
+        self.num_messages = self.num_bytes = self.proposal_bytes = 0
+        self.proposal_wait_s = 0.0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
-        """Starts to send OUTCOME: it asks for the speculation of outcome.round + 1, or to stop."""
+        """Starts to send an outcome, which asks the draft for the speculation of the next round,
+        or, with `stop`, to end."""
         self._outcomes.ready()
         message = self._outcomes.message
         self._outcomes.send(wire.write_outcome(message, outcome, stop))
@@ -111,7 +113,7 @@ class LeadEnd:
             self._count(4 * size)
 
     def speculation(self, round_: int, count: int) -> Speculation:
-        """Waits for the speculation of round `round_` for `count` sequences."""
+        """Waits for the speculation of round `round_`, of `count` sequences, and returns it."""
         inbox = self._speculations
         OWN.bytes[DOING] = _DRAFT_WAIT
         self.waiter.until(inbox.arrived, "draft: speculation")
@@ -129,13 +131,14 @@ class LeadEnd:
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions of a round that needs none of them; drops them."""
+        """Waits for the `count` distributions of round `round_`, which rejected no uncertain token,
+        and drops them."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Returns the inbox of distributions once a message is in it; counts the wait."""
+        """Returns the inbox of distributions once they have arrived; adds to proposal_wait_s."""
         assert self._proposals is not None, "proposals of a link without sampling"
         start = perf_counter()
         self.waiter.until(self._proposals.arrived, "draft: proposals")
@@ -153,17 +156,16 @@ class LeadEnd:
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Ends the messages in flight."""
+        """Finishes sends and cancels receives."""
         close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 class DraftEnd:
-    """The draft's end: receives outcomes, sends speculations."""
+    """The draft's end, which receives outcomes and sends speculations; arguments as of LeadEnd."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
     ) -> None:
-        """Opens this end; outbox, inbox: make what carries one kind of message."""
         self._waiter = waiter
         self._outcomes = inbox(shape.message(Kind.OUTCOME))
         self._speculations = outbox(shape.message(Kind.SPECULATION))
@@ -171,42 +173,43 @@ class DraftEnd:
         self._proposals = outbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
 
     def outcome_arrived(self) -> bool:
-        """Returns whether an OUTCOME has arrived, without blocking."""
+        """Returns, without blocking, whether an outcome has arrived."""
         return self._outcomes.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for OUTCOME, of round `round_` if given; returns it, and its stop flag."""
+        """Waits for an outcome, of round `round_` if given; returns it, and whether to stop."""
         self._waiter.until(self._outcomes.arrived, "target: outcome")
         outcome, stop = wire.read_outcome(self._outcomes.message, round_)
         self._outcomes.release()
         return with_prompts(outcome, self._prompts, self._waiter), stop
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """Starts to send SPECULATION."""
+        """Starts to send drafted tokens."""
         self._speculations.ready()
         wire.write_speculation(self._speculations.message, speculation)
         self._speculations.send()
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Starts to send PROPOSALS: the distribution [V] of each token that was not certain."""
+        """Starts to send `rows`, the distribution [V] that each uncertain token was drawn from."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self._proposals.ready()
         self._proposals.send(wire.write_proposals(self._proposals.message, round_, rows))
 
     def close(self) -> None:
-        """Ends the messages in flight."""
+        """Finishes sends and cancels receives."""
         close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 def close_all(*boxes: Outbox | Inbox | None) -> None:
-    """Closes the ends that there are."""
+    """Closes outboxes and inboxes, of which some may be None."""
     for box in boxes:
         if box is not None:
             box.close()
 
 
 def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outcome:
-    """Returns the outcome with the prompts that follow it, if any; inbox: None without prompts."""
+    """Returns an outcome with the prompts of its new sequences, which arrive in `inbox` (None: on
+    this link no sequence has a prompt)."""
     if inbox is None or not wire.has_prompts(outcome):
         return outcome
     waiter.until(inbox.arrived, "lead: prompts")
@@ -245,10 +248,8 @@ class QueueInbox(Inbox):
 def queue_link(
     shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
 ) -> tuple[LeadEnd, DraftEnd]:
-    """Returns both ends of a link between two threads of one process.
-
-    draft_waiter: how the draft waits; None: as the lead does.
-    """
+    """Returns both ends of a link between two threads of one process. waiter, draft_waiter: how the
+    lead and the draft wait (None: as the lead)."""
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
     boxes: tuple[MakeOutbox, MakeInbox] = (
         lambda message: QueueOutbox(message, queues[message.kind]),
@@ -258,12 +259,12 @@ def queue_link(
 
 
 def packets() -> socket.socket:
-    """Returns a new socket of this link."""
+    """Returns a new Unix socket, which keeps the bounds of messages."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns what carries the messages of a link."""
+    """Returns the makers of outboxes and inboxes for a link over a connected socket."""
     connected.setblocking(False)
     return (
         lambda message: SocketOutbox(message, connected),
@@ -272,7 +273,7 @@ def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
 
 
 class SocketOutbox(Outbox):
-    """Sends messages; raises OSError to a peer that has left, or reads nothing."""
+    """Sends messages; raises OSError if the peer has left, or reads nothing."""
 
     def __init__(self, message: Message, connected: socket.socket) -> None:
         super().__init__(message)
@@ -284,7 +285,7 @@ class SocketOutbox(Outbox):
 
 
 class SocketInbox(Inbox):
-    """Receives messages; raises FaultError for a peer that has left or sends other packets."""
+    """Receives messages; raises FaultError if the peer has left, or sent anything else."""
 
     def __init__(self, message: Message, connected: socket.socket) -> None:
         super().__init__(message)
@@ -302,26 +303,29 @@ class SocketInbox(Inbox):
 
 
 class SocketWaiter(Waiter):
-    """Waits for messages, asleep, until the time `end` of perf_counter."""
-
-    end = math.inf
+    """Waits for messages without using the CPU, until a time of perf_counter that `limit` sets."""
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(0.0, spin=False)
+        self._end = math.inf
         self._polls = select.poll()  # select() refuses the descriptors of a large server
         self._polls.register(connected, select.POLLIN)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises Overdue when it is not at `end`."""
+        """Returns once test() is true; raises Overdue, which names `what`, at the limit."""
         while not test():
-            left = self.end - perf_counter()
+            left = self._end - perf_counter()
             if left <= 0:
                 raise Overdue(f"{what}: late")
             self._polls.poll(None if left == math.inf else 1e3 * left)
 
+    def limit(self, end: float) -> None:
+        """Sets the time of perf_counter at which waits raise Overdue, at first never."""
+        self._end = end
+
 
 def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
-    """Sends the sizes of a draft's messages; vocab: token ids are 0 … vocab − 1."""
+    """Sends the sizes of a draft's messages, and of its vocabulary."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     sizes = shape.batch, shape.lookahead, shape.prompt_tokens, vocab
     message.write(0, 1, [np.array(sizes, np.int32)])
@@ -329,13 +333,13 @@ def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
 
 
 def received_hello(connected: socket.socket) -> tuple[LinkShape, int] | None:
-    """Returns a link's shape and vocabulary, or None if HELLO has not arrived; raises ProtocolError
-    for sizes out of bounds."""
+    """Returns (the sizes of the draft's messages, the size of its vocabulary), or None if they have
+    not arrived; raises ProtocolError for sizes out of bounds."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     if not SocketInbox(message, connected).arrived():
         return None
     header = message.header(0, 1)
     batch, lookahead, longest, vocab = sizes = message.body(header).tolist()
-    if not all(0 < size <= most for size, most in zip(sizes, _LIMITS, strict=True)):
+    if not all(0 < size <= limit for size, limit in zip(sizes, _LIMITS, strict=True)):
         raise message.refused(header, f"sizes are {sizes}, allowed: 1..{_LIMITS}")
     return LinkShape(0, batch, lookahead, prompt_tokens=longest), vocab

@@ -1,19 +1,18 @@
-"""The group of the target ranks: all-reduces of host arrays by MPI, and of device arrays within a
-CUDA graph or through the host over MPI.
+"""The collectives of T target ranks: of host arrays by MPI, and of device arrays by kernels or NCCL
+within a CUDA graph, or by MPI.
 
-    choice    the group that it opens
-    auto      oneshot if it can be opened and its trial sums are right; else nccl if CuPy has NCCL
-              and no two ranks share a GPU; else staged
-    oneshot   kernels on memory that the GPUs of one host share
-    nccl      NCCL, or a ConfigError
-    staged    copies to page-locked host memory, sums by MPI in float32, copies back; works with any
-              MPI, without graphs
-    mpi       MPI on device pointers, or a ConfigError; its group is named device
+    --all_reduce   its implementation
+    auto           oneshot if it can be opened and its trial sums are right; else nccl if CuPy has
+                   NCCL and no two ranks share a GPU; else staged
+    oneshot        kernels on memory that the GPUs of one host share
+    nccl           NCCL, or a ConfigError
+    staged         copies to page-locked host memory, sums by MPI in float32, copies back; works
+                   with any MPI, without graphs
+    mpi            MPI on device pointers, or a ConfigError; its group is named device
 
-Close in this order: graphs, NCCL, the MPI communicator. Graphs hold NCCL's operations, and the
-other order hangs. NcclGroup.close does so, and aborts NCCL where the device still waits for a peer;
-the rank then has to leave by MPI.Abort. Device memory is freed last, because freeing waits for the
-device.
+Graphs hold NCCL's operations and are destroyed before it; the other order hangs. NCCL is aborted
+where the device still waits for a peer, and the rank then has to leave by MPI.Abort. Device memory
+is freed last, because freeing it waits for the device.
 
 An MPI that cannot read device memory ends in a segfault. MPI gets a device pointer only if the user
 asked for it (--all_reduce=mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
@@ -42,10 +41,11 @@ from mpissd.engine.comm.group import ALL_REDUCES, Group, SoloGroup
 
 _CLOSE_S = 1.0  # longest wait of a close for enqueued work
 MAX_RANKS = 8
-BLOCKS, THREADS = 64, 256  # launch sizes of the kernel `exchange`
+BLOCKS = 64  # of a launch of the kernel `exchange`
+THREADS = 256  # of each block
 CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
 TOLERANCE = 2e-3  # largest relative error of the trial sums
-PEERS = np.dtype(  # struct Peers
+PEERS = np.dtype(  # struct Peers of kernels/inbox.cu
     [
         ("inbox", np.uint64, MAX_RANKS),
         ("done", np.uint64),
@@ -54,7 +54,8 @@ PEERS = np.dtype(  # struct Peers
         ("capacity", np.int64),
     ]
 )
-_SUM, _GATHER = 0, 1
+_SUM = 0  # modes of the kernel `exchange`
+_GATHER = 1
 _TRIAL_S = 20.0
 _TRIAL_SIZES = 2, 510, 8192, 2 * CAPACITY + 4  # float16: less than a block … two exchanges
 _TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
@@ -71,13 +72,13 @@ class GpuPlace(NamedTuple):
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
     """Returns oneshot, nccl, staged or device, the same on every rank.
 
-    choice: the value of --all_reduce. oneshot: whether `auto` may choose oneshot. Raises
-    ConfigError for an unknown choice, and for one that these ranks or this MPI cannot do.
+    choice: the value of --all_reduce. places: of all ranks. oneshot: whether `auto` may choose it.
+    Raises ConfigError for an unknown choice, and for one that these ranks cannot do.
     """
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
     first: dict[tuple[str, str], int] = {}
-    shared, no_nccl = "", ""  # why not: two ranks on one GPU, a rank without NCCL
+    shared = no_nccl = ""  # why not: two ranks on one GPU, a rank without NCCL
     for rank, place in enumerate(places):
         other = first.setdefault((place.host, place.bus_id), rank)
         if other != rank and not shared:
@@ -105,11 +106,8 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
 
 
 def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the group of the T target ranks, which are the ranks of `comm`. Collective.
-
-    choice: --all_reduce. Raises ConfigError for an all-reduce that this backend or these devices
-    cannot do.
-    """
+    """Opens the collectives of `comm`'s ranks, the T target ranks. Collective. choice: the value of
+    --all_reduce; raises ConfigError if this backend, these devices or this MPI cannot do it."""
     if backend.name != "cupy" and choice not in ("auto", "mpi"):
         raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
     if backend.name == "emulated":
@@ -122,7 +120,7 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the group of `comm`'s ranks, each with a device. Collective. Raises as `choose`."""
+    """Opens the collectives of `comm`'s ranks, each with a GPU, as open_group does."""
     device: Any = backend
     info = backend.info
     has_nccl = False
@@ -155,7 +153,7 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
 
 
 class MpiGroup(Group):
-    """Reduces host arrays by nonblocking MPI, so that a wait can nap and has a deadline."""
+    """Collectives of host arrays by nonblocking MPI, whose waits can sleep and have a deadline."""
 
     name = "mpi"
     capturable = False
@@ -181,7 +179,7 @@ class MpiGroup(Group):
 
 
 class NcclGroup(Group):
-    """The group that reduces by NCCL on the backend's stream; graphs may capture its operations."""
+    """Collectives by NCCL on the backend's stream, which graphs may capture."""
 
     name = "nccl"
 
@@ -190,22 +188,26 @@ class NcclGroup(Group):
         from cupy.cuda import nccl
 
         super().__init__(comm.size, comm.rank)
-        self._device, self._stream = device, device.stream.ptr
-        self._half, self._word, self._sum = nccl.NCCL_FLOAT16, nccl.NCCL_INT32, nccl.NCCL_SUM
+        self._device = device
+        self._stream = device.stream.ptr
+        self._half = nccl.NCCL_FLOAT16
+        self._word = nccl.NCCL_INT32
+        self._sum = nccl.NCCL_SUM
         self._error = nccl.NcclError
         identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._nccl: Any = nccl.NcclCommunicator(comm.size, identity, comm.rank)
         # NCCL connects at the first operations, which must not be captured.
         with device.stream:
             halves = cupy.zeros((1, 1024), np.float16)
-            local, gathered = (cupy.zeros(n * 256, np.int32) for n in (1, self.size))
+            words = cupy.zeros(256, np.int32)
+            gathered = cupy.zeros(256 * self.size, np.int32)
         self.all_reduce(halves)
-        self.all_gather(local, gathered)
-        over = device.fence()
+        self.all_gather(words, gathered)
+        is_over = device.fence()
 
         def connected() -> bool:
             self.check()
-            return bool(over())
+            return bool(is_over())
 
         waiter.until(connected, "NCCL's first all-reduce")
 
@@ -218,11 +220,12 @@ class NcclGroup(Group):
     def all_gather(self, local: Any, gathered: Any) -> None:
         assert local.itemsize == 4 and gathered.size == self.size * local.size
         self._device.flush()
-        source, to = local.data.ptr, gathered.data.ptr
-        self._nccl.allGather(source, to, local.size, self._word, self._stream)
+        self._nccl.allGather(
+            local.data.ptr, gathered.data.ptr, local.size, self._word, self._stream
+        )
 
     def check(self) -> None:
-        """Raises FaultError where NCCL has met an error; long waits call it."""
+        """Raises FaultError if NCCL has reported an error; called during long waits."""
         if self._nccl is None:
             return
         try:
@@ -231,13 +234,13 @@ class NcclGroup(Group):
             raise FaultError(f"NCCL on rank {self.rank}: {error}") from error
 
     def abort(self) -> None:
-        """Ends NCCL's kernels that wait for a dead peer, and with them the communicator."""
+        """Aborts the communicator, and with it NCCL's kernels that wait for a dead rank."""
         if self._nccl is not None:
             self._nccl.abort()
             self._nccl = None
 
     def close(self) -> None:
-        """Destroys the device's graphs, then NCCL's communicator; waits 1 s for a peer at most."""
+        """Destroys the device's graphs and the communicator; waits for other ranks at most 1 s."""
         if self._nccl is None:
             return
         self._device.destroy_graphs()
@@ -251,40 +254,36 @@ class NcclGroup(Group):
 
 
 class OneshotGroup(Group):
-    """The group of up to 8 GPUs of one host, which share memory by CUDA IPC; graphs may capture it.
+    """Collectives of up to 8 GPUs of one host, which share memory by CUDA IPC; for graphs as well.
 
     Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word
     and the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums
-    are made in float32 in rank order, so that all ranks get the same bits. A chain of products
-    exchanges within its own kernel; all other arrays go through the kernel `exchange`.
+    are made in float32 in rank order, so that all ranks get the same bits. The persistent kernel of
+    several products exchanges their results itself; the kernel `exchange` does so for other arrays.
 
     If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
     backend's stop word. The sums are then NaN, and the program that waits for them raises
     FaultError.
-
-    Close in this order: destroy the graphs, let enqueued work end, unmap the others' inboxes, wait
-    until every rank has done so, free the inbox. If a rank is missing, the inbox stays until the
-    process ends.
     """
 
     name = "oneshot"
     done_counts = BLOCKS
 
     def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
-        """Maps the others' memory and tries sums. Collective.
-
-        Raises ConfigError on every rank where memory cannot be mapped or a sum is wrong.
-        """
+        """Maps the other ranks' inboxes and tries sums; raises ConfigError on every rank if a rank
+        cannot map them, or a sum is wrong. Collective."""
         super().__init__(comm.size, comm.rank)
-        self._device, self._comm, self._waiter = device, comm, waiter
+        self._device = device
+        self._comm = comm
+        self._waiter = waiter
         self.capacity = CAPACITY
         self._inbox_bytes = 2 * comm.size * CAPACITY * 8
         self._limit = np.uint64(int(waiter.deadline_s * 1e9))
-        self._own = 0
+        self._inbox = 0  # the device address of this rank's; 0: none is open
         self._mapped: list[int] = []
         self._peers: Any = None
         try:
-            self._agree(self._open(), "mapping each other's memory")
+            self._agree(self._map(), "mapping each other's memory")
             self._agree(self._trial(), "sums at start-up")
         except ConfigError:
             self.close()
@@ -314,34 +313,33 @@ class OneshotGroup(Group):
         self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
 
     def abort(self) -> None:
-        """Ends the waits in this rank's kernels, also in kernels that start later."""
+        """Makes this rank's kernels, also later ones, give up waiting for other ranks."""
         self._device.stop[0] = 1
 
     def close(self) -> None:
-        """Unmaps and frees the inboxes; waits some seconds for a missing rank at most.
-
-        An inbox that another rank may still write to is not freed. The backend can open another
-        group afterwards, also after an abort.
-        """
-        if not self._own:
+        """Unmaps the inboxes and frees this rank's; waits for a missing rank at most 3 s. The
+        backend can open other collectives afterwards, also after an abort."""
+        if not self._inbox:
             return
         self._device.destroy_graphs()
-        over = self._device.fence()
+        is_over = self._device.fence()
+        waiter = Waiter(_CLOSE_S, spin=False)
         try:
-            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to end")
+            waiter.until(is_over, "exchanges to end")
         except FaultError:
             self.abort()
-            Waiter(_CLOSE_S, spin=False).until(over, "exchanges to give up")
+            waiter.until(is_over, "exchanges to give up")
         from cupy.cuda import runtime
 
-        for inbox in self._mapped:
-            runtime.ipcCloseMemHandle(inbox)
+        for mapped in self._mapped:
+            runtime.ipcCloseMemHandle(mapped)
         self._mapped.clear()
-        own, self._own, self._peers = self._own, 0, None
+        inbox = self._inbox
+        self._inbox = 0
+        self._peers = None
         with suppress(FaultError):  # a missing rank may still write to the inbox
-            everybody = self._comm.Ibarrier()
-            Waiter(_CLOSE_S, spin=False).until(everybody.Test, "all ranks to unmap the inboxes")
-            runtime.free(own)
+            waiter.until(self._comm.Ibarrier().Test, "all ranks to unmap the inboxes")
+            runtime.free(inbox)
         self._device.stop[0] = 0
 
     def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
@@ -351,9 +349,10 @@ class OneshotGroup(Group):
         with self._device.stream:
             self._kernel((BLOCKS,), (THREADS,), args)
 
-    def _open(self) -> str | None:
-        """Makes this rank's inbox and maps the others'; returns why it failed. Collective."""
-        reason, handle = None, None
+    def _map(self) -> str | None:
+        """Allocates this rank's inbox and maps the others'; returns why it failed, or None.
+        Collective."""
+        reason = handle = None
         size = self._inbox_bytes + 4 * BLOCKS  # with the counters of exchanges
         try:
             import cupy
@@ -361,24 +360,25 @@ class OneshotGroup(Group):
 
             module = cupy.RawModule(code=kernels.source(kernels.EXCHANGE), options=("--std=c++14",))
             self._kernel = module.get_function("exchange")
-            self._own = int(runtime.malloc(size))
-            runtime.memset(self._own, 0, size)
+            self._inbox = int(runtime.malloc(size))
+            runtime.memset(self._inbox, 0, size)
             runtime.deviceSynchronize()
-            handle = bytes(runtime.ipcGetMemHandle(self._own))
+            handle = bytes(runtime.ipcGetMemHandle(self._inbox))
         except (ImportError, RuntimeError) as error:  # CUDA's errors are RuntimeErrors
             reason = str(error)
         handles = self._comm.allgather(handle)
         if reason is not None or None in handles:
             return reason  # It is None if only another rank failed.
-        peers, inboxes = np.zeros(1, PEERS), np.zeros(MAX_RANKS, np.uint64)
+        peers = np.zeros(1, PEERS)
+        inboxes = np.zeros(MAX_RANKS, np.uint64)
         try:
             for rank in range(self.size):
-                inboxes[rank] = self._own
+                inboxes[rank] = self._inbox
                 if rank != self.rank:
                     inboxes[rank] = runtime.ipcOpenMemHandle(handles[rank])
                     self._mapped.append(int(inboxes[rank]))
-            peers["inbox"], peers["done"] = inboxes, self._own + self._inbox_bytes
-            peers["rank"], peers["size"], peers["capacity"] = self.rank, self.size, self.capacity
+            done = self._inbox + self._inbox_bytes
+            peers[0] = (inboxes, done, self.rank, self.size, self.capacity)
             self._peers = cupy.asarray(peers.view(np.uint8))
             runtime.deviceSynchronize()
         except RuntimeError as error:
@@ -386,8 +386,10 @@ class OneshotGroup(Group):
         return None
 
     def _trial(self) -> str | None:
-        """Compares sums of random numbers with MPI's; returns the error, or None."""
-        limit, self._limit = self._limit, np.uint64(int(_TRIAL_S * 1e9))
+        """Compares sums of random numbers with MPI's; returns the relative error as text if it is
+        too large, or None. Collective."""
+        limit = self._limit
+        self._limit = np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
         for size in _TRIAL_SIZES:
             array = self._device.activation(1, size)
@@ -405,7 +407,7 @@ class OneshotGroup(Group):
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:
-        """Raises ConfigError on every rank if any rank has a reason. Collective."""
+        """Raises ConfigError on all ranks if one passes a reason why `what` failed. Collective."""
         for rank, why in enumerate(self._comm.allgather(reason)):
             if why is not None:
                 raise ConfigError(
@@ -415,21 +417,20 @@ class OneshotGroup(Group):
 
 
 class StagedGroup(Group):
-    """The group that sums in host memory by MPI, in float32, and rounds the sum once.
-
-    Its operations wait for the stream and then call MPI, so no graph holds them.
-    """
+    """Collectives of device arrays through host memory by MPI, in float32, rounded once. Each waits
+    for the stream and then calls MPI, so graphs cannot capture them."""
 
     name = "staged"
     capturable = False
 
     def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
-        self._device, self._comm, self._waiter = device, comm, waiter
-        self._memory: dict[Any, Any] = {}  # made once for each size
+        self._device = device
+        self._comm = comm
+        self._waiter = waiter
+        self._memory: dict[Any, Any] = {}  # by size, of arrays that are kept
 
-    def _settle(self) -> None:
-        """Waits for the stream, which MPI does not follow."""
+    def _settle(self) -> None:  # since MPI is not ordered by the stream
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
 
     def all_reduce(self, array: Any) -> None:
@@ -443,12 +444,12 @@ class StagedGroup(Group):
         self._device.copy_in(halves, array)
 
     def all_gather(self, local: Any, gathered: Any) -> None:
-        every = self._host(gathered.size)
-        self._device.copy_out(local, every[self.rank * local.size :][: local.size])
+        staged = self._host(gathered.size)
+        self._device.copy_out(local, staged[self.rank * local.size :][: local.size])
         self._settle()
-        request = self._comm.Iallgather(MPI.IN_PLACE, every)
+        request = self._comm.Iallgather(MPI.IN_PLACE, staged)
         self._waiter.until(request.Test, "staged all-gather")
-        self._device.copy_in(every, gathered)
+        self._device.copy_in(staged, gathered)
 
     def _host(self, count: int) -> Any:
         """Returns page-locked memory of `count` int32."""
@@ -458,7 +459,8 @@ class StagedGroup(Group):
 
 
 class DeviceMpiGroup(StagedGroup):
-    """The same with device arrays, which MPI exchanges, and sums on the device."""
+    """Collectives of device arrays that MPI exchanges by their device pointers, with sums on the
+    device."""
 
     name = "device"
 
@@ -480,7 +482,7 @@ class DeviceMpiGroup(StagedGroup):
             self._exchange(slots)
 
     def _exchange(self, slots: Any) -> None:
-        """Sends slots[rank] to all others and receives theirs."""
+        """Sends slots[self.rank] to all other ranks, and receives slots[peer] from each peer."""
         self._settle()
         peers = [peer for peer in range(self.size) if peer != self.rank]
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
@@ -489,7 +491,7 @@ class DeviceMpiGroup(StagedGroup):
 
 
 def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the MPI library in this process's memory claims to read device memory."""
+    """Returns whether the MPI library that this process has loaded claims to read device memory."""
     if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
     try:

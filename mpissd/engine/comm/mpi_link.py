@@ -1,8 +1,8 @@
-"""The link and the plan channel over MPI, with persistent requests on preallocated memory.
+"""Messages over MPI, with persistent requests on preallocated memory.
 
-The receive for the next message is posted as soon as the last one was read, a round before it is
-needed. Each channel has a communicator of its own, and each kind of message a tag and a receive
-only where it is read, so that no receive takes another's message.
+They carry the link between the lead and the draft, and the plan channel, on which the first rank of
+a target group (its lead) sends the others (the followers) what to verify. The receive for the next
+message is posted as soon as the last one was read, a round before it is needed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _VERIFY = int(Doing.VERIFY)
 
 
 class MpiOutbox(Outbox):
-    """Sends a message to some ranks.
-
-    A message of another size than usual is sent by requests of its own.
-    """
+    """Sends a message to the ranks `peers`: in its usual size by persistent requests, and in any
+    other size by new ones."""
 
     def __init__(
         self, comm: MPI.Comm, peers: Sequence[int], message: Message, waiter: Waiter
     ) -> None:
         super().__init__(message)
-        self._comm, self._peers, self._waiter = comm, peers, waiter
+        self._comm = comm
+        self._peers = peers
+        self._waiter = waiter
         self._tag = int(message.kind)
         usual = message.array[: message.usual]
-        self._whole = [comm.Send_init(usual, peer, self._tag) for peer in peers]
+        self._usual = [comm.Send_init(usual, peer, self._tag) for peer in peers]
         self._sending: list[MPI.Request] = []
 
     def ready(self) -> None:
@@ -46,20 +46,20 @@ class MpiOutbox(Outbox):
 
     def send(self, size: int | None = None) -> None:
         if size is None:
-            MPI.Prequest.Startall(self._whole)
-            self._sending = [*self._whole]
+            MPI.Prequest.Startall(self._usual)
+            self._sending = [*self._usual]
         else:
             part = self.message.array[:size]
             self._sending = [self._comm.Isend(part, peer, self._tag) for peer in self._peers]
 
     def close(self) -> None:
         self.ready()
-        for request in self._whole:
+        for request in self._usual:
             request.Free()
 
 
 class MpiInbox(Inbox):
-    """Receives a message from one rank, by a persistent receive that is posted from the start."""
+    """Receives a message from rank `peer`, by a persistent receive that is posted at once."""
 
     def __init__(self, comm: MPI.Comm, peer: int, message: Message) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class MpiInbox(Inbox):
 
 
 def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns what carries the messages of a link to rank `peer` of `comm`."""
+    """Returns the makers of outboxes and inboxes for a link to rank `peer` of `comm`."""
     return (
         lambda message: MpiOutbox(comm, [peer], message, waiter),
         lambda message: MpiInbox(comm, peer, message),
@@ -89,11 +89,12 @@ def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, Ma
 
 
 class PlanSender:
-    """The lead's end of the plan channel: sends each follower outcome r-1 and speculation r.
+    """The lead's end of the plan channel: it sends every follower plans.
 
-    A plan is sent when `publish` returns. A message beyond MPI's eager limit (4 KiB of shared
-    memory in Open MPI) may move only while the sender calls MPI, and the lead next waits for a
-    forward that needs the followers: on a GPU neither would end.
+    The plan of round r holds the outcome of round r-1 and the speculation of round r. It has left
+    when `publish` returns: a message beyond MPI's eager limit (4 KiB of shared memory in Open MPI)
+    may move only while the sender calls MPI, and the lead next waits for a forward that needs the
+    followers, so that on a GPU neither would end.
     """
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
@@ -107,7 +108,7 @@ class PlanSender:
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends the plan of round speculation.round to every follower."""
+        """Sends the plan of round speculation.round; stop: the followers end after it."""
         if not self.num_followers:
             return
         message = self._plans.message
@@ -121,10 +122,15 @@ class PlanSender:
         self._plans.ready()
 
     def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
-        """Lets the followers launch a chained round (features.device_rounds.Start)."""
+        """Starts a round that the device decides, on all target ranks.
+
+        forced: returns tokens that replace the model's, int32 [b, n], or None if the round cannot
+        begin yet. They are sent to the followers, and returned.
+        """
         tokens = forced()
         if self.num_followers:
-            message, rows = self._starts.message, () if tokens is None else (tokens,)
+            message = self._starts.message
+            rows = () if tokens is None else (tokens,)
             message.write(round_, sum(map(len, rows)), rows)
             self._starts.send()
             self._count(message.array.nbytes)
@@ -141,22 +147,22 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A follower's end of the plan channel."""
+    """A follower's end of the plan channel, whose lead is rank 0 of `comm`."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
         self._plans = MpiInbox(comm, 0, shape.message(Kind.PLAN))
         self._starts = MpiInbox(comm, 0, shape.message(Kind.START))
-        self._prompts: MpiInbox | None = None
-        if shape.prompt_tokens:
-            self._prompts = MpiInbox(comm, 0, shape.message(Kind.PROMPT))
+        has_prompts = shape.prompt_tokens > 0
+        self._prompts = MpiInbox(comm, 0, shape.message(Kind.PROMPT)) if has_prompts else None
 
     def outcome_arrived(self) -> bool:
         """Returns whether a plan has arrived, without blocking."""
         return self._plans.arrived()
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of round r = `round_`; returns (outcome r-1, speculation r, stop)."""
+        """Waits for the plan of round r = `round_`; returns the outcome of round r-1, the
+        speculation of round r, and whether to stop."""
         OWN.bytes[DOING] = _PLAN_WAIT
         self._waiter.until(self._plans.arrived, "lead: plan")
         OWN.bytes[DOING] = _VERIFY
@@ -165,7 +171,7 @@ class PlanReceiver:
         return with_prompts(outcome, self._prompts, self._waiter), speculation, stop
 
     def start(self, round_: int, forced: object) -> Ints | None:
-        """Waits for the lead's start of a chained round; `forced` is the lead's to compute."""
+        """Waits for, and returns, the tokens that PlanSender.start sends; forced: is the lead's."""
         self._waiter.until(self._starts.arrived, "lead: start of a round")
         header = self._starts.message.header(round_)
         rows = self._starts.message.body(header)
@@ -173,5 +179,5 @@ class PlanReceiver:
         return rows.reshape(header.rows, -1) if header.rows else None
 
     def close(self) -> None:
-        """Cancels the posted receives; called after the plan with the stop flag."""
+        """Cancels the posted receives; called once the plan that stops has arrived."""
         close_all(self._plans, self._starts, self._prompts)

@@ -1,8 +1,8 @@
 """Communicators whose collectives of Python objects have a deadline. Importing it starts MPI.
 
-mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here use
-nonblocking calls that a Waiter polls. Split and Dup have no nonblocking form: a thread ends the
-process when they take too long.
+mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here poll
+nonblocking requests. Split and Dup have no nonblocking form, so a thread ends the process when they
+take too long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from mpi4py import MPI
 from mpissd.common.stage import OWN, STAGE, Stage
 from mpissd.common.wait import Waiter, within
 
-# Factors on the deadline: others may still open devices and make weights, or the lead makes the row
-# of millions of rounds.
+# The deadline is multiplied by these where other ranks may still open devices and make weights, or
+# the lead summarizes millions of rounds.
 _FACTORS = {Stage.START: 30, Stage.OPEN: 30, Stage.GATHER: 10}
 
 
 class PatientComm(MPI.Intracomm):
-    """An Intracomm whose waits raise Overdue after a deadline, in its parts and copies as well."""
+    """A communicator whose collectives raise Overdue after a deadline; Split and Dup return
+    such communicators as well."""
 
     deadline_s: ClassVar[float] = 120.0  # --deadline_s of this process's job
 
@@ -32,12 +33,12 @@ class PatientComm(MPI.Intracomm):
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
-        every = np.empty(int(sizes.sum()), np.uint8)
-        self._wait(self.Iallgatherv(data, (every, sizes)), "all ranks")
-        return [MPI.pickle.loads(p.tobytes()) for p in np.split(every, np.cumsum(sizes)[:-1])]
+        pickled = np.empty(int(sizes.sum()), np.uint8)
+        self._wait(self.Iallgatherv(data, (pickled, sizes)), "all ranks")
+        return [MPI.pickle.loads(p.tobytes()) for p in np.split(pickled, np.cumsum(sizes)[:-1])]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, in rank order, on `root`; None elsewhere."""
+        """Returns every rank's object, in rank order, on rank `root`; None on the others."""
         objects = self.allgather(sendobj)
         return objects if self.rank == root else None
 
@@ -86,6 +87,6 @@ class PatientComm(MPI.Intracomm):
 
 
 def identity() -> tuple[int, int, str]:
-    """Returns (rank, size of the world, the library's version as text)."""
+    """Returns (this process's rank, the number of ranks, the version of the MPI library)."""
     world = MPI.COMM_WORLD
     return world.rank, world.size, str(MPI.Get_library_version())

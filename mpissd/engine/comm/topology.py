@@ -1,7 +1,4 @@
-"""The ranks' roles: G groups of T target ranks, then D draft ranks; rank 0 is the job's lead.
-
-The functions launcher_… read the launcher's variables from the environment, before MPI starts.
-"""
+"""The ranks' roles: G groups of T target ranks, then D draft ranks; rank 0 is the job's lead."""
 
 from __future__ import annotations
 
@@ -31,12 +28,13 @@ _LAUNCHERS = (
 
 
 def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns how many processes the launcher started; None outside a launcher."""
+    """Returns how many processes mpirun or srun started, by its environment variables, so that
+    MPI need not be started; None for a process that neither started."""
     return _launched(environ)[0]
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns this process's rank among those that the launcher started; 0 outside a launcher."""
+    """Returns this process's rank by the variables of mpirun or srun; 0 without them."""
     return _launched(environ)[1]
 
 
@@ -48,16 +46,14 @@ def _launched(environ: Mapping[str, str]) -> tuple[int | None, int]:
 
 
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
-    """Returns T = (world_size - num_drafts) / groups.
-
-    Raises ConfigError if that leaves a group without target ranks, or divides into unequal ones.
-    """
+    """Returns T = (world_size - num_drafts) / groups, the target ranks of a group; raises
+    ConfigError if T is below 1 or not whole."""
     targets = world_size - num_drafts
     if targets < groups:
-        each = "" if groups == 1 else f"groups={groups} and "
+        asked = f"groups={groups} and " * (groups > 1)
         raise ConfigError(
             f"world of {world_size} rank{'s' * (world_size != 1)} is too small for "
-            f"{each}num_drafts={num_drafts}, which leaves T={max(0, targets) // groups} beside "
+            f"{asked}num_drafts={num_drafts}, which leaves T={max(0, targets) // groups} beside "
             f"D={num_drafts}: mpirun -np {'G·' * (groups > 1)}T+D needs at least "
             f"{num_drafts + groups}"
         )
@@ -71,11 +67,8 @@ def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
 
 @dataclass
 class Topology:
-    """This rank's place in the world.
-
-    Ranks g·T … g·T+T-1 are the targets of group g of G; ranks G·T … G·T+D-1 are the drafts, which
-    all groups share.
-    """
+    """This rank's role, and those of all ranks of `world`. Ranks g·T … g·T+T-1 are the targets of
+    group g of G; ranks G·T … G·T+D-1 are the drafts, which all groups share."""
 
     world: MPI.Comm
     group: MPI.Comm  # the ranks with this rank's role; for targets, the ranks of one group
@@ -87,7 +80,7 @@ class Topology:
     groups: int = 1  # G, the target groups
 
     def waiter(self, deadline_s: float) -> Waiter:
-        """Returns how this rank waits.
+        """Returns how this rank waits for messages and devices, for at most deadline_s.
 
         With two cores or more for each rank it spins. With one it spins only briefly, because any
         other process would stretch a spin by a time slice of 4 ms.
@@ -99,15 +92,15 @@ class Topology:
         return Waiter(deadline_s, spin=False)
 
     def __post_init__(self) -> None:
-        rank, first_draft = self.world.rank, self.groups * self.tp
-        self.first_draft = first_draft  # world rank of the first draft
+        rank = self.world.rank
+        self.first_draft = self.groups * self.tp  # world rank of the first draft
         self.is_lead = rank == 0  # leads the job: prints and writes the files
-        self.is_draft = rank >= first_draft
+        self.is_draft = rank >= self.first_draft
         self.leads_group = not self.is_draft and rank % self.tp == 0  # the first rank of its group
         self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1; G on a draft
 
     def place(self, info: DeviceInfo) -> dict[str, Any]:
-        """Returns this rank's role, host and device, as a probe's profile records them."""
+        """Returns this rank's role, host and device, as the profile of `mpissd probe` has them."""
         rank = self.world.rank
         return {
             "rank": rank,
@@ -123,28 +116,27 @@ class Topology:
 def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
     """Starts MPI and splits the world into targets and drafts. Collective.
 
-    world: the ranks that decode if learners were split off; None: all of them. Raises ConfigError
-    on every rank if the world is too small, or if the launcher belongs to another MPI than the
-    library.
+    world: the ranks that decode, without those that train a draft; None: all. Raises ConfigError
+    on every rank if the world is too small, or if mpirun and mpi4py belong to different MPIs.
     """
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
 
-    every = PatientComm(MPI.COMM_WORLD)
+    all_ranks = PatientComm(MPI.COMM_WORLD)
     launched = launcher_size()
-    if launched is not None and launched != every.size:
+    if launched is not None and launched != all_ranks.size:
         library = MPI.Get_library_version().split(",")[0].strip()
         raise ConfigError(
-            f"launcher mismatch: it started {launched} processes, but MPI sees {every.size}; use "
-            f"the mpirun that belongs to mpi4py's library ({library})"
+            f"launcher mismatch: it started {launched} processes, but MPI sees {all_ranks.size}; "
+            f"use the mpirun that belongs to mpi4py's library ({library})"
         )
-    world = world or every
+    world = world or all_ranks
     return placed(world, check_world(world.size, num_drafts, groups), groups)
 
 
 def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
-    """Returns this rank's place in `world`, whose first groups·tp ranks are targets. Collective."""
+    """Returns the topology of `world`, whose first groups·tp ranks are targets. Collective."""
     from mpi4py import MPI
 
     group = world.Split(min(world.rank // tp, groups), world.rank)
@@ -157,20 +149,18 @@ def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
 
 
 def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Returns a name for each rank's machine.
+    """Returns a distinct name for the machine of each rank.
 
-    names: for each rank its hostname and the first rank on the same machine. Containers and cloned
-    machines may share a hostname; then that first rank is appended.
+    names: by rank, its hostname and the first rank on the same machine, which is appended where
+    several machines (containers, clones) have the same hostname.
     """
     machines = {name: {first for other, first in names if other == name} for name, _ in names}
     return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in names)
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:
-    """Returns this rank's place in the job of all targets and the first `num_drafts` drafts.
-
-    None on the other drafts, which are idle. Collective over topology.world.
-    """
+    """Returns the topology of all targets and the first `num_drafts` drafts; None on the other
+    drafts, which stay idle. Collective over topology.world."""
     from mpi4py import MPI
 
     if num_drafts == topology.num_drafts:
@@ -189,7 +179,7 @@ def usable_cores() -> set[int]:
 
 
 class Refused(MpissdError):
-    """Raised on all ranks after an error on one of them; only rank 0 prints the message."""
+    """The error that all ranks raise after one of them has failed; only rank 0 prints it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -197,10 +187,8 @@ class Refused(MpissdError):
 
 
 def agree(world: MPI.Comm, error: MpissdError | None) -> None:
-    """Raises Refused on every rank if any rank has an error. Collective.
-
-    error: this rank's, or None. Called before a collective in which the others would wait in vain.
-    """
+    """Raises Refused on every rank if any of them passes an error. Collective. Without it, ranks
+    that have no error would wait in their next collective for one that has."""
     errors = world.allgather(None if error is None else (str(error), error.exit_code))
     first = next((e for e in errors if e is not None), None)
     if first is not None:
@@ -209,10 +197,8 @@ def agree(world: MPI.Comm, error: MpissdError | None) -> None:
 
 @contextmanager
 def agreed(world: MPI.Comm) -> Iterator[None]:
-    """Raises Refused on every rank if the block refuses on any rank. Collective.
-
-    A FaultError passes at once: the other ranks may never come to agree.
-    """
+    """Raises Refused on every rank if the block raises an MpissdError on any rank. Collective. A
+    FaultError passes at once, because the other ranks may never leave their blocks."""
     error = None
     try:
         yield
@@ -227,10 +213,8 @@ _FLAG = "--enable-recovery"
 
 
 def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError if the loss of a draft would end the target ranks as well.
-
-    Outside a launcher, as in a dry run, it raises nothing: the launcher is not known yet.
-    """
+    """Raises ConfigError if mpirun would end the target ranks together with a lost draft rank. It
+    raises nothing in a process that no launcher started, such as a dry run."""
     if launcher_size(environ) is None:
         return
     version = environ.get("OMPI_VERSION", "")
@@ -239,7 +223,8 @@ def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
     elif environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):
         why = "ranks on several hosts"
     else:
-        why, pid = "mpirun was started without recovery", os.getppid()
+        why = "mpirun was started without recovery"
+        pid = os.getppid()
         while pid > 1 and (fields := process.stat(pid)) is not None:
             if _FLAG.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 return

@@ -1,7 +1,7 @@
-"""`mpissd draft`: the draft's rounds for an engine of another project, over a Unix socket.
+"""`mpissd draft`: drafts for an engine of another project, over a Unix socket.
 
-One client at a time; the next one waits in the socket's queue. A client that leaves, or breaks the
-protocol, ends its rounds and nothing else: the model stays, and the pages of what it has read.
+It serves one client at a time, and the next one waits in the socket's queue. When a client leaves,
+or breaks the protocol, the model and the KV cache of what it has read are kept for the next one.
 """
 
 from __future__ import annotations
@@ -35,37 +35,40 @@ from mpissd.engine.parts import link_shape, make_drafter
 from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker
 
-_KNOWN = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
+_ALLOWED = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
 
 
 class CheckedEnd(DraftEnd):
-    """A draft's end whose peer is not trusted: nothing that it sends leaves the vocabulary, the
-    cache or the last speculation."""
+    """A draft's end of the link to a client that is not trusted: it refuses outcomes whose tokens
+    are not in the vocabulary, or that do not fit the KV cache or the last drafts."""
 
-    drafter: Drafter
-    vocab: int
-    longest: int
-    idle: SocketWaiter
+    def __init__(self, job: Job, drafter: Drafter, client: socket.socket) -> None:
+        super().__init__(link_shape(job), drafter.waiter, *socket_boxes(client))
+        self._job = job
+        self._drafter = drafter
+        self._idle = SocketWaiter(client)
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for OUTCOME, as DraftEnd, but asleep and without a deadline; raises ProtocolError
-        for what cannot be applied."""
-        self.idle.until(self.outcome_arrived, "outcome")
+        """Waits for an outcome without using the CPU, and without a deadline; returns it, and
+        whether to stop. Raises ProtocolError for one that cannot be applied."""
+        self._idle.until(self.outcome_arrived, "outcome")
         try:
             outcome, stop = super().outcome(round_)
         except (struct.error, IndexError) as error:
             raise ProtocolError(f"outcome: {error}") from error
-        live, rows = self.drafter.batch.sequences, outcome.rows.tolist()
-        prompts = [one.prompt for one in outcome.prompts.values()]
-        room = [min(len(one.served), self.longest - 1 - len(one.tokens)) for one in live]
+        live = self._drafter.batch.sequences
+        longest = self._job.longest
+        rows = outcome.rows.tolist()
+        prompts = [request.prompt for request in outcome.prompts.values()]
+        room = [min(len(s.served), longest - 1 - len(s.tokens)) for s in live]
         tokens = [*outcome.bonus.tolist(), *(token for prompt in prompts for token in prompt)]
         commits = zip(rows, room, strict=False)  # the rows after them are new
         fits = (
-            {*outcome.events.tolist()} <= _KNOWN
-            and all(event or 0 <= k <= most for (_, _, event, k, _), most in commits)
+            {*outcome.events.tolist()} <= _ALLOWED
+            and all(event or 0 <= k <= limit for (_, _, event, k, _), limit in commits)
             and len(outcome.fresh) == len(prompts)
-            and all(0 < len(prompt) < self.longest for prompt in prompts)
-            and all(0 <= token < self.vocab for token in tokens)
+            and all(0 < len(prompt) < longest for prompt in prompts)
+            and all(0 <= token < self._job.workload.vocab for token in tokens)
         )
         if not fits:
             raise ProtocolError(f"outcome {rows}: does not fit the sequences or the vocabulary")
@@ -73,11 +76,13 @@ class CheckedEnd(DraftEnd):
 
 
 def draft(config: DraftConfig) -> int:
-    """Serves drafting until the process is ended; with --socket=fd:N, until that client leaves."""
+    """Drafts for clients until the process is ended, or, with --socket=fd:N, that client leaves;
+    returns the exit code."""
     sharpen_sleep()
-    run, backend, serving = config.run, choose(config.run.backend), Serving(samples=False)
+    run = config.run
+    backend = choose(run.backend)
     fetch_missing(run.pair, run.target, run.draft)
-    job = resolve(run, 1, backend=backend, memory_bytes=None, serving=serving)
+    job = resolve(run, 1, backend=backend, memory_bytes=None, serving=Serving(samples=False))
     if job.longest > MOST_PROMPTS:
         raise ConfigError(f"context={job.longest} with draft: allowed: at most {MOST_PROMPTS}")
     with ExitStack() as resources:
@@ -92,17 +97,18 @@ def draft(config: DraftConfig) -> int:
 
 
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
-    """Returns the clients, one after another.
-
-    Raises ConfigError for a path at which another process listens, or that cannot be a socket.
-    """
+    """Returns the clients that connect to the path `where`, or the open socket N of "fd:N"; raises
+    ConfigError for a path at which another process listens, or that cannot be a socket."""
     kind, _, number = where.partition(":")
     if kind == "fd":
         return iter([socket.socket(fileno=int(number))])
     listener = resources.enter_context(packets())
     try:
         if Path(where).is_socket():
-            if _has_listener(where):
+            with packets() as probe:
+                probe.setblocking(False)  # the listener's queue of clients may be full
+                is_free = probe.connect_ex(where) == errno.ECONNREFUSED
+            if not is_free:
                 raise ConfigError(f"socket={where}: another process listens: allowed: another path")
             os.unlink(where)  # of a process that has ended
         listener.bind(where)
@@ -114,15 +120,8 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
     return iter(lambda: listener.accept()[0], None)
 
 
-def _has_listener(path: str) -> bool:
-    """Returns whether a process listens at a socket's path."""
-    with packets() as probe:
-        probe.setblocking(False)  # its queue of clients may be full
-        return probe.connect_ex(path) != errno.ECONNREFUSED
-
-
 def _warm(job: Job, worker: DraftWorker) -> None:
-    """Runs a round, so that no client waits for compilers."""
+    """Drafts a round, so that no client has to wait for compilers."""
     drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
     speculation = drafter.answer(Outcome.admission(-1, [Request(0, 1, 0, (0, 1))]))
     drafter.start_round(speculation)
@@ -132,17 +131,10 @@ def _warm(job: Job, worker: DraftWorker) -> None:
 
 
 def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
-    """Serves one client until it leaves."""
-    waiter = Waiter(job.config.deadline_s, spin=False)
-    shape = link_shape(job)
-    drafter = make_drafter(job, worker, waiter)
-    link = CheckedEnd(shape, waiter, *socket_boxes(client))
-    link.idle = SocketWaiter(client)
-    link.drafter = drafter
-    link.vocab = job.workload.vocab
-    link.longest = job.longest
+    drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
+    link = CheckedEnd(job, drafter, client)
     try:
-        send_hello(client, shape, link.vocab)
+        send_hello(client, link_shape(job), job.workload.vocab)
         serve(link, drafter)
     except (OSError, MpissdError) as error:
         _tell(str(error))
