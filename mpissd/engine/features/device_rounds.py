@@ -1,12 +1,12 @@
 """AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
 
-It runs the target's loop (round.target). A target worker launches a whole round, drafting included,
-and the next round before this one is over (DeviceRounds). The host reads the outcome after the
-device has acted on it. A round begins on the host if it admits sequences, if its batch is not full,
-or shortly before a sequence or the cache ends.
+The target's loop (round.target) is the same. Its worker launches a whole round, drafting included,
+and the next round before this one is over (DeviceRounds), and the host reads an outcome after
+the device has acted on it. The host still begins a round that admits sequences, whose batch is not
+full, or that is among the last ones before a sequence or the cache ends.
 
-With T target ranks each launches its own programs of a round, once the lead has sent START; the
-lead's plans follow when the round may be over.
+With T target ranks, each launches its own programs of a round once the lead's START message has
+arrived; the plan of the round comes later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator
 
-# (round, returns its imposed tokens on the lead, or None if it cannot begin yet): the tokens.
+# Takes a round's number, and a function that returns, on the lead, the tokens that replace the
+# model's in it, or None if it cannot begin yet; returns these tokens on all target ranks.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 
@@ -45,9 +46,10 @@ def chained_forwards(
     draft: DraftWorker | None,
     leads: Callable[[bool], bool] = bool,
 ) -> DeviceRounds | None:
-    """Returns the programs of chained rounds, or None if the host must decide.
+    """Returns the programs of rounds that the device decides, or None if the host must decide.
 
-    leads: returns the lead's argument on every target rank. Collective over them.
+    target, draft: this rank's workers (None: it has none). leads: returns the lead's argument on
+    every target rank. Collective over the target ranks.
     """
     if target is None:
         return None
@@ -62,7 +64,7 @@ def chained_forwards(
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
-    """Returns whether chained rounds are possible with the lead's workers."""
+    """Returns whether the device can decide whole rounds of the lead's workers."""
     is_missing = draft is None and job.lookahead > 0
     if is_missing or refusal(DEVICE_ROUNDS, job=job):
         return False
@@ -71,7 +73,7 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
-    """Returns whether the device may decide the worker's tokens; anywhere: also a CPU."""
+    """Returns whether the device can decide the worker's tokens; anywhere: also if it is a CPU."""
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
@@ -82,9 +84,9 @@ def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -
 
 
 class DeviceSpeculator(InlineSpeculator):
-    """The speculator of inline SD whose drafts the device decides in the same round.
+    """The speculator of inline SD whose drafts the device decides in the round that verifies them.
 
-    branches: of this round's drafts; their tokens count only if they are imposed.
+    branches: the drafts of this round; their tokens are read only if they do not depend on a model.
     """
 
     branches: Branches | None = None
@@ -109,20 +111,21 @@ class DeviceSpeculator(InlineSpeculator):
         return speculation
 
     def lacking(self) -> list[tuple[int, int]]:
-        """Returns (slot, token) of each sequence whose last but one token the draft lacks."""
+        """Returns (slot, token) of each sequence whose last token but one, `token`, the draft has
+        not stored."""
         batch = self._drafter.batch
         gaps = batch.gaps(range(len(batch)))
         assert all(gap.size == 1 for gap in gaps), f"the draft lacks {gaps}"
         return [(gap.slot, int(batch.committed(gap)[0])) for gap in gaps]
 
     def launched(self) -> None:
-        """Notes that the device stores the keys and values of this round's drafts."""
+        """Counts the tokens of this round's drafts as stored in the draft's KV cache."""
         if self._drafter.worker.placement is not None:
             self._drafter.batch.grow(self._forwards.stored, has_leaves=False)
 
     def close(self, speculation: Speculation, accepted: Ints) -> None:
-        """Records a round that is over; speculation: with the tokens that were drafted. accepted:
-        how many the target accepted."""
+        """Records a round that is over, with its drafted tokens (speculation), and how many of each
+        sequence's the target accepted [b]."""
         drafter = self._drafter
         drafter.log.mark(DraftPhase.WAIT)
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
@@ -134,7 +137,7 @@ class DeviceSpeculator(InlineSpeculator):
 
 
 class DeviceTarget(TargetWorker):
-    """A target worker that launches whole rounds, and the next one ahead."""
+    """A target worker that launches a whole round, and the next one before this one is over."""
 
     def __init__(
         self,
@@ -145,9 +148,9 @@ class DeviceTarget(TargetWorker):
         waiter: Waiter,
         start: Start = lambda round_, forced: forced(),
     ) -> None:
-        """worker: whose forwards and oracle to use. draft: of inline SD; None in AR and on a
-        follower. limit: returns the most tokens that a request may emit. waiter: for rounds that
-        were launched ahead and are not used. start: lets all ranks launch a round."""
+        """worker: has the forwards and the oracle. draft: of inline SD; None in AR and on the other
+        target ranks. limit: returns the most tokens that a request may emit, by its id. waiter: for
+        rounds that were launched ahead in vain. start: lets all target ranks launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._draft = draft
         self._forwards = forwards
@@ -156,7 +159,7 @@ class DeviceTarget(TargetWorker):
         self._starting = start
         self._batch: Batch
         self._speculation: Speculation
-        self._imposed: tuple[Ints, Ints] | None = None  # the outcome of this round, if imposed
+        self._imposed: tuple[Ints, Ints] | None = None  # set if no model decides
         self._decision: Ints  # rows of DeviceRounds.outcome
         self._was_ahead = False
 
@@ -203,21 +206,19 @@ class DeviceTarget(TargetWorker):
             self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(branches))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
-        """Launches a round if the lead may; last: the last positions that it may write."""
+        """Launches a round if it can begin; last: the last position that it may write, [b]."""
         if (tokens := self._starting(round_, forced)) is not None:
             self._forwards.hold(self._batch.slots, last)
             self._forwards.launch(round_, tokens)
 
     def _next_forced(self, branches: Branches | None) -> Ints | None:
-        """Returns the next round's imposed tokens; None: a sequence or the cache ends before.
-
-        Sets the outcome that is imposed on this round.
-        """
+        """Returns the tokens that replace the model's in the next round, or None if a sequence or
+        the cache may end before it. Also sets this round's outcome, if no model decides it."""
         batch = self._batch
         forwards = self._forwards
         self._imposed = None
         emitted = batch.lengths.copy()  # once this round is over, at least
-        if not self.oracle.reads_forwards:  # the outcome is imposed
+        if not self.oracle.reads_forwards:  # then the outcome is known before the forwards
             drafted = Speculation.empty(0, len(batch), forwards.nodes)
             if branches is not None:
                 drafted.num_draft[...] = forwards.nodes
@@ -228,7 +229,7 @@ class DeviceTarget(TargetWorker):
         if int(batch.room(self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
             return None
         limits = map(self._limit, batch.ids.tolist())
-        if any(most is not None and n >= most for n, most in zip(emitted, limits, strict=True)):
+        if any(limit is not None and n >= limit for n, limit in zip(emitted, limits, strict=True)):
             return None
         return self._forced(self._next_branches())
 
@@ -254,7 +255,7 @@ class DeviceTarget(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Returns the device's decision (num_accepted, bonus), both int32 [b]."""
+        """Returns the (num_accepted, bonus) that the device has decided, both int32 [b]."""
         if not self._forwards.is_on:
             return super().judge(batch, speculation, proposals)
         accepted = self._decision[:, 0]
@@ -271,7 +272,8 @@ class DeviceTarget(TargetWorker):
         return self._forwards.last_of(self._speculation.round).elapsed_s()
 
     def _state(self, batch: Batch) -> Ints:
-        """Returns the state from which a round begins on the host (Sheet.state)."""
+        """Returns what a round that the host begins reads (Sheet.state), int32 [b, 4]: slot, last
+        position, last token, and the token before it if the draft lacks that."""
         state = np.full((len(batch), 4), NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
@@ -281,7 +283,8 @@ class DeviceTarget(TargetWorker):
         return state.astype(np.int32)
 
     def _forced(self, branches: Branches | None) -> Ints:
-        """Returns the tokens that replace the forwards' own (Sheet.forced)."""
+        """Returns the tokens that replace the model's (Sheet.forced), int32 [b, N + K + 1]: drafted
+        ones, then the target's; NOBODY where the model decides."""
         nodes = self._forwards.nodes
         width = nodes + self._forwards.lookahead + 1
         forced = np.full((len(self._batch), width), NOBODY, np.int32)
@@ -293,10 +296,8 @@ class DeviceTarget(TargetWorker):
         return forced
 
     def _next_branches(self) -> Branches | None:
-        """Returns the tokens imposed on the next round's draft; None: its own tokens count.
-
-        Moves the oracles to the next round; the real beginning of that round does so again.
-        """
+        """Returns the drafts of the next round if no model decides them, or None. Moves the oracles
+        to that round, whose real beginning does so again."""
         if self._imposed is None:
             return None
         batch = self._batch.after(*self._imposed)

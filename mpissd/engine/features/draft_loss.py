@@ -1,4 +1,4 @@
-"""A run that goes on without its draft rank: --on_draft_loss=ar."""
+"""Runs that continue in AR when their draft rank is lost: --on_draft_loss=ar."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
 
 
 class PeerLost(FaultError):
-    """The rank that is waited for is gone, and the job goes on without it."""
+    """The error of waiting for a rank that is gone, while the job goes on without it."""
 
 
 class LossWaiter(Waiter):
-    """Waits for one rank until it is known to be gone.
+    """Waits for a rank until it is known to be gone.
 
-    A rank that hangs is reported after half of the deadline: if that ends the rank, the other
-    target ranks have waited for less than their own deadline.
+    A rank that hangs is reported after half of the deadline, so that, if the report ends the rank,
+    the other target ranks have waited for less than their own deadline.
     """
 
     def __init__(
@@ -28,17 +28,15 @@ class LossWaiter(Waiter):
         is_lost: Callable[[], bool],
         report: Callable[[str], object] = lambda what: None,
     ) -> None:
-        """Takes the waiter, and is_lost, which returns whether the rank is known to be gone.
-
-        report: reports a rank that hangs; takes the awaited event.
-        """
+        """waiter: how to wait. is_lost: returns whether the rank is known to be gone. report:
+        called with the name of the awaited event if the rank hangs."""
         super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
         self._waiter = waiter
         self._is_lost = is_lost
         self._report = report
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Waits like Waiter.until; raises PeerLost once the rank is gone."""
+        """Returns once test() is true; raises PeerLost, naming `what`, if the rank is gone."""
         met = False
 
         def is_over() -> bool:
@@ -57,26 +55,24 @@ class LossWaiter(Waiter):
 
 
 class ARFallback(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar: one draft rank, after whose loss K = 0.
+    """The speculator of --on_draft_loss=ar, which drafts nothing after the loss of its draft rank.
 
-    A sampled round needs the distributions of its tokens once one of them is rejected. They are
-    lost if the draft dies before it has sent them. Whether such a round counts must not depend on
-    the rejections: drawing again only after a rejection would give less likely tokens too often. So
-    a sampled round is judged only after its distributions have arrived. If they are lost, no
-    drafted token is judged, and each sequence draws one token from the target's distribution. Both
-    depend on the moment of the loss and on no draw, so the output distribution stays the target's
-    (docs/ssd.md, "Sampling").
+    To reject a sampled token, its distribution is needed, which is lost if the draft dies before it
+    has sent it. Drawing another token only after a rejection would give less likely tokens too
+    often. So a sampled round is verified only once its distributions have arrived. If they are
+    lost, no drafted token is verified, and each sequence draws one token from the target's
+    distribution. Which case occurs depends on the moment of the loss and on no draw, so the output
+    distribution stays the target's (docs/ssd.md, "Sampling").
     """
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """Takes the link, whose waits raise PeerLost (LossWaiter), and is_lost, which returns
-        whether the draft rank is known to be gone."""
+        """link: waits by a LossWaiter. is_lost: returns whether the draft is known to be gone."""
         super().__init__(link)
         self._is_lost = is_lost
         self._is_gone = False
 
     def _survives(self, step: Callable[[], None]) -> bool:
-        """Takes a step with the draft rank; returns False if the rank is gone."""
+        """Calls `step`, which needs the draft rank, if it lives; returns whether it still does."""
         self._is_gone = self._is_gone or self._is_lost()
         if not self._is_gone:
             try:

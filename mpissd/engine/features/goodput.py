@@ -1,29 +1,28 @@
-"""Chooses K, and whether the draft speculates ahead, round by round: by goodput [TurboSpec].
+"""Chooses K, and whether the draft speculates ahead, for each round by its goodput [TurboSpec].
 
 Goodput is the expected number of tokens that all live sequences commit in a round, divided by the
 expected seconds of the round:
 
     Σ_i (1 + Σ_{j ≤ K_i} Π_{n ≤ j} a_in) / (seconds of a forward of Σ_i (1 + K_i) rows + the rest)
 
-K_i is K or sequence i's own limit. Prompts that are stored with a verification lengthen the rounds
-of all ways by the same share, so they do not count.
+K_i is the smaller one of K and sequence i's limit, and a_in its acceptance rate at place n, from
+its own outcomes, shrunk to the rates of all sequences. Prompts that are stored with a verification
+lengthen all rounds by the same share, so they do not count.
 
-A way is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. A round lasts
-from its beginning to the next one's. What it takes beyond the mean forward of its rows, the rest,
-is measured as a whole for each way: work on the host, drafting or waiting for the draft, and a
-target that a working draft slows. In SSD, rounds in which all sequences hit count separately: a K
-has the rest of the nearest measured one. Otherwise a draft's steps follow one another, so the rest
-of all K is a line through the measured ones.
-Acceptance rates come from each sequence's outcomes, shrunk to the rates of all sequences. The
-choice reads counts and clocks, never the proposed tokens, so decoding stays lossless (docs/ssd.md,
-"Sampling").
+A *way* to decode is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. The
+rest of a round, from its beginning to the next one's, is measured for each way: work on the host,
+drafting or waiting for the draft, and a target that a working draft slows. In SSD, rounds in which
+all sequences hit count separately, with the rest of the nearest K that was measured. In other
+rounds the draft's steps follow one another, so the rest is a line through the measured K.
 
-A draft on the lead's own device stores nothing while K = 0, and all tokens that it lacks before it
-drafts again. Their mean seconds a round are a cost of drafting.
+A draft on the lead's device stores nothing while K = 0, and all tokens that it lacks before it
+drafts again. Their mean seconds a round are a cost of drafting. The choice reads counts and clocks,
+never the proposed tokens, so decoding stays lossless (docs/ssd.md, "Sampling").
 
-An untried load is assumed to cost as much as the nearest larger load, in proportion: the controller
-is optimistic and tries it. A way not tried for _STALE_ROUNDS rounds of a load is tried again, at a
-cost of at most EXPLORE of the time.
+Means are kept by the number of sequences, the *load*. At a load that was not measured, a way is
+assumed to cost as much as at the nearest larger one, in proportion, which is optimistic, so that it
+is tried. A way that was not used for _STALE_ROUNDS rounds of a load is tried again, at a cost of at
+most EXPLORE of the time.
 """
 
 from __future__ import annotations
@@ -44,54 +43,58 @@ from mpissd.engine.round.target import RoundResult
 
 EXPLORE = 0.003  # largest share of time for trying ways that seem worse
 _STALE_ROUNDS = 100
-_MARGIN = 1.01  # a change must promise so much more
-_OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for one's own
-_PRIOR, _PRIOR_WEIGHT = 0.7, 8.0  # acceptance before anything was seen
-_LIKE_OTHERS = 8.0  # weight, in tokens, of all places' acceptance as a prior for one place's
+_MARGIN = 1.01  # factor by which the goodput of another way must be larger
+_OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for a sequence's
+_PRIOR = 0.7  # acceptance before the first outcome
+_PRIOR_WEIGHT = 8.0  # of it, in tokens
+_LIKE_OTHERS = 8.0  # weight, in tokens, of the mean acceptance as a prior for the rate of a place
 _MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
 _SAMPLE = 1 / 64  # least weight of a new duration
-_MOST_SAMPLES = 16  # weight of a K that was measured as often, or more
-_STORED = 1 / 64  # weight of a round's new seconds of storing
-_HITS = np.array([5.6, 8.0])  # hits and sequences before any was seen
-# Samples until a load is known; recent samples whose median is usual; ratio that is far above it.
-_LEAST, _RECENT, _FAR = 3, 5, 4.0
-_WEIGHT = 1 / 32  # weight of a new sample, once there are more than 32
-_KNOWN, _SHIFT = 4, 0.5  # samples after which a new one is clipped, and to what share of the mean
-_GROWTH = 0.3  # how much longer a round may take for the prompts stored with it
-_APART = 10  # rounds within the limit after one beyond it, so that the 90th percentile is within
+_MOST_SAMPLES = 16  # largest weight of a K in the line: its number of samples, up to this
+_STORED = 1 / 64  # weight of a round in the mean seconds of storing
+_HITS = np.array([5.6, 8.0])  # prior counts: hits, and sequences that a draft was served to
+_LEAST = 3  # samples until the mean of a load is known
+_RECENT = 5  # last samples, whose median is usual
+_FAR = 4.0  # a sample larger than this times the usual one counts as the usual one
+_WEIGHT = 1 / 32  # least weight of a new sample of a forward
+_KNOWN = 4  # samples of a forward after which the change by a new one is limited
+_SHIFT = 0.5  # to this share of the mean
+_GROWTH = 0.3  # share by which prompts that are stored with a round may lengthen it
+_APART = 10  # rounds within that limit after one beyond it, so that the 90th percentile is within
 
 Floats = NDArray[np.float64]
-Known = tuple[int, float, int]  # K, seconds beyond the forward, weight
+Point = tuple[int, float, int]  # K, seconds beyond the forward, weight
 
 
 class ForwardTimes:
     """The seconds of the target's forwards, and the rows of prompts to store with a verification.
 
-    Seconds are running means of the measured sizes, and lines between them. A size that looks slow
-    is avoided, so a chance delay must not count: a size measured fewer than four times gets the
-    prediction of two better known ones, or the median of its samples.
+    Seconds are running means at the measured sizes, and lines between them. The controller avoids a
+    size that seems slow, so a chance delay must not count: the seconds of a size measured fewer
+    than four times are on the line through its neighbours, or the median of its samples.
 
     The rows of prompts fill the largest forward with which the round takes at most 30% longer. If
-    it stores few rows, since the device computes whole buckets, every eleventh round may be longer:
-    each round earns 30% of its own seconds, and unused seconds pay for a larger forward.
+    these are few, because the sizes of forwards are far apart, every eleventh round may be longer:
+    each round saves 30% of its seconds, and unused seconds pay for a larger forward.
     """
 
     def __init__(self, buckets: Sequence[int] = ()) -> None:
-        """Takes the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
+        """buckets: the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
         self._buckets = list(buckets)
         self._rows: list[int] = []  # measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
         self._first: dict[int, list[float]] = {}  # samples of sizes measured fewer than four times
         self._asked: dict[int, float] = {}  # answers since the last sample, by rows
-        self._earned_s, self._within, self._step_s = 0.0, 0, 0.0
+        self._saved_s = self._step_s = 0.0
+        self._within = 0
 
     def _size(self, rows: int) -> int:
         at = bisect_left(self._buckets, rows)
         return self._buckets[at] if at < len(self._buckets) else rows
 
     def add(self, rows: int, seconds: float) -> None:
-        """Takes a measured forward."""
+        """Counts a forward of `rows` rows that took `seconds`."""
         self._asked.clear()
         size = self._size(rows)
         self._samples[size] = count = self._samples.get(size, 0) + 1
@@ -105,100 +108,107 @@ class ForwardTimes:
             if len(samples) == _KNOWN:
                 self._seconds[size] = median(self._first.pop(size))
         sure = [n for n in self._rows if n not in self._first]
-        for few, samples in self._first.items():
-            at = bisect_left(sure, few)
-            between = 0 < at < len(sure)
-            self._seconds[few] = (
-                self._line(sure[at - 1], sure[at], few) if between else median(samples)
+        for size, samples in self._first.items():
+            at = bisect_left(sure, size)
+            is_between = 0 < at < len(sure)
+            self._seconds[size] = (
+                self._line(sure[at - 1], sure[at], size) if is_between else median(samples)
             )
 
     def seconds(self, rows: int) -> float:
-        """Returns the seconds of a forward.
+        """Returns the expected seconds of a forward.
 
-        Fewer rows than measured count as the smallest measured size. More rows lie on the line
-        through the two largest sizes, or are in proportion if only one was measured.
+        Fewer rows than measured take as long as the smallest measured size. For more rows the line
+        through the two largest sizes goes on, or the only one counts in proportion.
         """
         if (answer := self._asked.get(rows)) is not None:
             return answer
-        known, size = self._rows, self._size(rows)
-        at = bisect_left(known, size)
-        if at < len(known) and (at == 0 or known[at] == size):
-            answer = self._seconds[known[at]]
-        elif len(known) < 2:
-            answer = self._seconds[known[0]] * size / known[0] if known else 0.0
+        sizes = self._rows
+        size = self._size(rows)
+        at = bisect_left(sizes, size)
+        if at < len(sizes) and (at == 0 or sizes[at] == size):
+            answer = self._seconds[sizes[at]]
+        elif len(sizes) < 2:
+            answer = self._seconds[sizes[0]] * size / sizes[0] if sizes else 0.0
         else:
-            high = min(at, len(known) - 1)
-            answer = self._line(known[high - 1], known[high], size)
+            high = min(at, len(sizes) - 1)
+            answer = self._line(sizes[high - 1], sizes[high], size)
         self._asked[rows] = answer
         return answer
 
     def _line(self, low: int, high: int, rows: int) -> float:
-        below, above = self._seconds[low], self._seconds[high]
+        below = self._seconds[low]
+        above = self._seconds[high]
         if rows > high:
             above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
 
     def drafted(self, lookahead: int, seconds: float) -> None:
-        """Takes the seconds in which a draft on the same device drafted K tokens for the round."""
+        """Counts the seconds in which a draft on the target's device drafted K tokens."""
         step_s = seconds / lookahead
         self._step_s = _mean(self._step_s or step_s, step_s)
 
-    def prefill_rows(self, rows: int, most: int, lookahead: int = 0) -> int:
+    def prefill_rows(self, rows: int, limit: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores in addition to `rows` others.
 
-        most: the rows of the largest forward, which an empty round fills. lookahead: K of the
-        round.
+        limit: the rows of the largest forward, which all are prompts' if there are no others.
+        lookahead: K of the round.
         """
         if not rows:
-            return most
-        own_s = self.seconds(rows)
-        round_s = own_s + lookahead * self._step_s
-        next_s = self.seconds(min(most, self._size(rows) + 1)) - own_s
-        self._earned_s = min(self._earned_s + _GROWTH * round_s, max(round_s, next_s))
-        total = rows + self.room(rows, most, lookahead)
+            return limit
+        plain_s = self.seconds(rows)
+        round_s = plain_s + lookahead * self._step_s
+        next_s = self.seconds(min(limit, self._size(rows) + 1)) - plain_s
+        self._saved_s = min(self._saved_s + _GROWTH * round_s, max(round_s, next_s))
+        total = rows + self.room(rows, limit, lookahead)
         self._within += 1
         if self._within > _APART:
-            larger = self._largest(rows, most, own_s + self._earned_s)
+            larger = self._largest(rows, limit, plain_s + self._saved_s)
             if larger - rows > _APART * (total - rows):
-                total, self._within = larger, 0
-        self._earned_s -= max(0.0, self.seconds(total) - own_s)
+                total = larger
+                self._within = 0
+        self._saved_s -= max(0.0, self.seconds(total) - plain_s)
         return total - rows
 
-    def room(self, rows: int, most: int, lookahead: int = 0) -> int:
-        """Returns the rows of prompts with which a round of `rows` others takes 30% longer."""
-        own_s = self.seconds(rows)
-        grown_s = own_s + _GROWTH * (own_s + lookahead * self._step_s)
-        return self._largest(rows, most, grown_s) - rows
+    def room(self, rows: int, limit: int, lookahead: int = 0) -> int:
+        """Returns the most rows of prompts that lengthen a round of `rows` others by at most 30%;
+        limit, lookahead: as of prefill_rows."""
+        plain_s = self.seconds(rows)
+        grown_s = plain_s + _GROWTH * (plain_s + lookahead * self._step_s)
+        return self._largest(rows, limit, grown_s) - rows
 
-    def _largest(self, rows: int, most: int, limit_s: float) -> int:
-        """Returns the rows of the largest forward that takes at most limit_s, at least `rows`."""
-        sizes = self._buckets or range(rows, most + 1)
-        low, high = bisect_left(sizes, rows) - 1, bisect_left(sizes, most + 1) - 1
+    def _largest(self, rows: int, limit: int, limit_s: float) -> int:
+        """Returns the rows of the largest forward that takes at most limit_s, at least `rows` and
+        at most `limit`."""
+        sizes = self._buckets or range(rows, limit + 1)
+        low = bisect_left(sizes, rows) - 1
+        high = bisect_left(sizes, limit + 1) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.seconds(sizes[middle]) <= limit_s
-            low, high = (middle, high) if fits else (low, middle - 1)
+            if self.seconds(sizes[middle]) <= limit_s:
+                low = middle
+            else:
+                high = middle - 1
         return max(rows, sizes[low]) if 0 <= low < len(sizes) else rows
 
 
 def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
-    """Returns a running mean after sample number `count`, from 1 on.
-
-    A sample far off is clipped: other work on the machine delays a forward now and then.
-    """
-    shift, most = new - before, _SHIFT * before if count > _KNOWN else float("inf")
-    return before + max(_WEIGHT, 1 / count) * min(max(shift, -most), most)
+    """Returns the running mean after sample number `count`, from 1 on; before: the mean until then.
+    Its change is limited, because other work on the machine delays a forward now and then."""
+    limit = _SHIFT * before if count > _KNOWN else float("inf")
+    return before + max(_WEIGHT, 1 / count) * min(max(new - before, -limit), limit)
 
 
 class Way(NamedTuple):
-    """One way to decode a round. width: candidates for a row (None: the whole fan-out, 0: SD)."""
+    """A way to decode a round: K, and the most bonus candidates that the draft keeps after each
+    number of accepted tokens (width; None: its fan-out, 0: SD)."""
 
     lookahead: int
     width: int | None = 0
 
     @property
     def mode(self) -> str:
-        """The mode whose round this is."""
+        """The mode that decodes all rounds in this way."""
         if not self.lookahead:
             return "ar"
         return "sd" if self.width == 0 else "ssd"
@@ -208,12 +218,11 @@ AR = Way(0)
 
 
 class ByLoad:
-    """Running means by the number of sequences, in steps of powers of two.
+    """Running means by load, the number of sequences, in steps of powers of two.
 
-    Rounds now and then compile a kernel or capture a graph, and take ten to a thousand times as
-    long. A way that looks slow is not tried again soon, so such a sample must not count. A load is
-    unknown until it has three samples. Their median is used until there are five; later a sample
-    far above the median of the last five counts as that median.
+    Some rounds compile a kernel or capture a graph, and take ten to a thousand times as long, which
+    must not count. A load is unknown until it has three samples, whose median is used until there
+    are five; later a sample far above the median of the last five counts as that median.
     """
 
     def __init__(self) -> None:
@@ -222,36 +231,41 @@ class ByLoad:
         self.samples = Counter[int]()  # by step
 
     def add(self, load: int, value: float) -> None:
-        """Takes a sample at this load."""
+        """Counts a sample at this load."""
         step = load.bit_length()
         recent = self._recent[step]
         recent.append(value)
         self.samples[step] += 1
         if len(recent) == _RECENT:
-            usual, mean = sorted(recent)[_RECENT // 2], self._means[step]
+            usual = sorted(recent)[_RECENT // 2]
             weight = max(_SAMPLE, 1 / self.samples[step])
-            self._means[step] += weight * ((value if value <= _FAR * usual else usual) - mean)
+            counted = value if value <= _FAR * usual else usual
+            self._means[step] += weight * (counted - self._means[step])
         elif len(recent) >= _LEAST:
             self._means[step] = median(recent)
 
     def at(self, load: int, otherwise: float) -> float:
-        """Returns the mean at this load; if unknown, the nearest larger load's in proportion, then
-        the nearest smaller's, then `otherwise`."""
-        step, known = load.bit_length(), self._means
-        if step in known:
-            return known[step]
-        larger = min((n for n in known if n > step), default=None)
+        """Returns the mean at this load; if unknown, the mean of the nearest larger load in
+        proportion, or of the nearest smaller load, or `otherwise`."""
+        step = load.bit_length()
+        means = self._means
+        if step in means:
+            return means[step]
+        larger = min((n for n in means if n > step), default=None)
         if larger is not None:
-            return known[larger] / (1 << larger - step)
-        return known[max(known)] if known else otherwise
+            return means[larger] / (1 << larger - step)
+        return means[max(means)] if means else otherwise
 
 
 class Goodput:
-    """The controller of one server. Call `choose` before a round and `observe` after it."""
+    """The controller of one server, which calls `choose` before a round and `observe` after it.
+    way: of the next round. rounds_by: the number of rounds by mode."""
 
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: ForwardTimes) -> None:
-        """Takes K, the widths that SSD may have (none: only SD), and the target's times."""
-        self._lookahead, self._times = lookahead, times
+        """lookahead: the largest K. widths: those that SSD may have (none: only SD). times: of the
+        target."""
+        self._lookahead = lookahead
+        self._times = times
         self.ways = [AR, *(Way(k, w) for w in (0, *widths) for k in range(1, lookahead + 1))]
         self._reached, self._accepted = np.zeros((2, lookahead))
         # Seconds beyond the forward, by whether all sequences hit (True in AR, False in SD).
@@ -269,10 +283,12 @@ class Goodput:
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def time(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Takes the times of a round that was decoded in this way, and its hits."""
-        served, count = result.speculation, len(result.speculation.rows)
+        """Counts the hits, and the seconds beyond the forward, of a round that was decoded in this
+        way and took round_s."""
+        served = result.speculation
+        count = len(served.rows)
         if way.lookahead and not served.num_draft.any():
-            return  # nothing is learned of drafting without drafts
+            return  # a round without drafts does not show the cost of drafting
         rest_s = max(0.0, round_s - result.stored_s - self._times.seconds(result.num_rows))
         ready = served.num_draft > 0
         hit = served.source[ready] == Source.CACHE
@@ -283,8 +299,9 @@ class Goodput:
             self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Takes a round that was decoded in this way, in round_s seconds as a whole."""
-        served, forward_s = result.speculation, result.t_target_s
+        """Counts a round that was decoded in this way, in round_s seconds from its beginning to the
+        next one's."""
+        served = result.speculation
         count = len(served.rows)
         if not count:
             return
@@ -299,11 +316,12 @@ class Goodput:
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
         elif way.lookahead:  # tokens left over from many rounds without drafting are stored once
-            stored_s = min(result.stored_s, forward_s)
+            stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:
             # Counts the tokens that were reached and accepted, by their place.
-            k, place = result.outcome.num_accepted, np.arange(self._lookahead)
+            k = result.outcome.num_accepted
+            place = np.arange(self._lookahead)
             keep = (1 - _MEMORY) ** len(k)
             reached = place < np.minimum(k + 1, served.num_draft)[:, None]
             self._reached = keep * self._reached + reached.sum(axis=0)
@@ -311,19 +329,20 @@ class Goodput:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the next round tries a way that seems worse than another one."""
+        """Whether the next round tries a way whose expected goodput is not the best."""
         return self.way != self._best
 
     def choose(self, tasks: Sequence[Task]) -> Way:
-        """Returns the way of the next round, of these live sequences."""
+        """Returns the way to decode the next round of these live sequences."""
         count = len(tasks)
         if not count:
             return self.way
-        load, times = count.bit_length(), self._times
+        load = count.bit_length()
         rest = self._rest_s(count)
-        seconds, rates = dict[Way, float](), dict[Way, float]()
+        seconds = dict[Way, float]()
+        rates = dict[Way, float]()
         for lookahead, (tokens, rows) in enumerate(self._expected(tasks)):
-            forward_s = times.seconds(rows) + self._stored_s[load] * (lookahead > 0)
+            forward_s = self._times.seconds(rows) + self._stored_s[load] * (lookahead > 0)
             for way in self.ways:
                 if way.lookahead == lookahead:
                     seconds[way] = max(forward_s + rest[way], 1e-9)
@@ -337,8 +356,8 @@ class Goodput:
         self._best = self.way = best
         # Tries another way whose last trial is long ago, if that costs little.
         limit = self._rounds[load] - _STALE_ROUNDS
-        fresh = {self._kind(way) for (way, at), n in self._seen.items() if at == load and n > limit}
-        if stale := [way for way in rates if self._kind(way) not in {*fresh, self._kind(best)}]:
+        tried = {self._kind(way) for (way, at), n in self._seen.items() if at == load and n > limit}
+        if stale := [way for way in rates if self._kind(way) not in {*tried, self._kind(best)}]:
             way = max(stale, key=rates.__getitem__)
             loss_s = seconds[way] * (1 - rates[way] / rates[best])
             stored_s = 0.0 if best.lookahead else self._return_s.at(count, 0.0)
@@ -348,64 +367,65 @@ class Goodput:
         return self.way
 
     def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
-        """Returns the group of a way, one of which is tried: of the width in use there are two,
-        since the largest K shows what a draft's step takes."""
+        """Returns the group of a way, of which one is tried. The largest K of the width in use is
+        a group, since its rounds show how long a draft's step takes."""
         is_most = way.lookahead == self._lookahead and way.width == self._best.width
         return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
 
     def _rest_s(self, count: int) -> dict[Way, float]:
-        """Returns each way's seconds beyond its forward at this load."""
+        """Returns the seconds beyond the forward of each way, for `count` sequences."""
         ar_s = self._rest[AR, True].at(count, 0.0)
-        rest, line = {AR: ar_s}, (0.0, ar_s, 0.0)  # of SD if a width of SSD had no miss
+        rest = {AR: ar_s}
+        line = (0.0, ar_s, 0.0)  # later SD's line, for a width of SSD that had no miss
         for width in dict.fromkeys(way.width for way in self.ways):
-            hit = self._known(width, count, all_hit=True)
-            if missed := self._known(width, count, all_hit=False):
+            hit = self._points(width, count, all_hit=True)
+            if missed := self._points(width, count, all_hit=False):
                 line = _line(missed, ar_s)
             mean_k, mean_s, step_s = line
             hits, served = self._hits[width]
             all_hit = (hits / served) ** count
             for k in range(1, self._lookahead + 1):
-                hit_s = min(hit, key=lambda known: abs(known[0] - k))[1] if hit else ar_s
+                hit_s = min(hit, key=lambda point: abs(point[0] - k))[1] if hit else ar_s
                 miss_s = max(0.0, mean_s + (k - mean_k) * step_s)
                 rest[Way(k, width)] = all_hit * hit_s + (1 - all_hit) * miss_s
         return rest
 
-    def _known(self, width: int | None, count: int, *, all_hit: bool) -> list[Known]:
-        """Returns the measured K of a width: those at this load, or if there are none all."""
-        ways = [Way(k, width) for k in range(1, self._lookahead + 1)]
-        every = [(way.lookahead, self._rest[way, all_hit]) for way in ways]
-        here = [(k, one) for k, one in every if one.samples[count.bit_length()] >= _LEAST]
+    def _points(self, width: int | None, count: int, *, all_hit: bool) -> list[Point]:
+        """Returns the measured K of a width, for `count` sequences: those at their load, or, if
+        there are none, at any. all_hit: of rounds in which all sequences hit, or of the others."""
+        load = count.bit_length()
+        means = [(k, self._rest[Way(k, width), all_hit]) for k in range(1, self._lookahead + 1)]
+        here = [(k, mean) for k, mean in means if mean.samples[load] >= _LEAST]
         return [
-            (k, one.at(count, 0.0), max(1, min(one.samples[count.bit_length()], _MOST_SAMPLES)))
-            for k, one in here or every
-            if one.samples.total() >= _LEAST
+            (k, mean.at(count, 0.0), max(1, min(mean.samples[load], _MOST_SAMPLES)))
+            for k, mean in here or means
+            if mean.samples.total() >= _LEAST
         ]
 
     def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
-        """Returns by K (expected tokens of all sequences, rows that verify them)."""
-        reached, accepted = self._reached, self._accepted
-        weight = _PRIOR_WEIGHT
-        mean = float((accepted.sum() + weight * _PRIOR) / (reached.sum() + weight))
-        hazards = (accepted + _LIKE_OTHERS * mean) / (reached + _LIKE_OTHERS)
-        own = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
-        share = (own[:, 0] + _OWN * mean) / (own.sum(axis=1) + _OWN)
-        each = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
-        limits = (task.request.sampling.lookahead for task in tasks)
-        most = [self._lookahead if limit is None else limit for limit in limits]
-        drafts = np.arange(self._lookahead) < np.array(most)[:, None]
-        ahead = len(tasks) + np.cumsum((np.cumprod(each, axis=1) * drafts).sum(axis=0))
+        """Returns, for K = 0, 1, …, (the expected tokens of all sequences in a round, the rows of
+        the forward that verifies them)."""
+        accepted_sum = self._accepted.sum() + _PRIOR_WEIGHT * _PRIOR
+        mean = float(accepted_sum / (self._reached.sum() + _PRIOR_WEIGHT))
+        hazards = (self._accepted + _LIKE_OTHERS * mean) / (self._reached + _LIKE_OTHERS)
+        counts = np.array([[task.accepted, task.rejected] for task in tasks], np.float64)
+        share = (counts[:, 0] + _OWN * mean) / (counts.sum(axis=1) + _OWN)
+        rates = np.minimum(1.0, hazards * (share / max(mean, 1e-9))[:, None])
+        asked = (task.request.sampling.lookahead for task in tasks)
+        limits = [self._lookahead if limit is None else limit for limit in asked]
+        drafts = np.arange(self._lookahead) < np.array(limits)[:, None]
+        ahead = len(tasks) + np.cumsum((np.cumprod(rates, axis=1) * drafts).sum(axis=0))
         rows = len(tasks) + np.cumsum(drafts.sum(axis=0))
         return [(len(tasks), len(tasks)), *zip(ahead.tolist(), rows.tolist(), strict=True)]
 
 
-def _line(known: Sequence[Known], ar_s: float) -> tuple[float, float, float]:
-    """Returns (mean K, mean seconds, seconds of a step) of the line through (K, seconds, weight).
-
-    If only one K is known, the line begins at AR's seconds.
-    """
-    k, seconds, weights = np.array(known, np.float64).T
+def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
+    """Returns (mean K, mean seconds, seconds of a step) of the line through some points. If there
+    is only one, the line begins at ar_s, the seconds of AR, at K = 0."""
+    k, seconds, weights = np.array(points, np.float64).T
     weights = weights / weights.sum()
-    mean_k, mean_s = float(weights @ k), float(weights @ seconds)
+    mean_k = float(weights @ k)
+    mean_s = float(weights @ seconds)
     spread = float(weights @ (k - mean_k) ** 2)
     if spread:
         step_s = float(weights @ ((k - mean_k) * (seconds - mean_s))) / spread
@@ -415,8 +435,8 @@ def _line(known: Sequence[Known], ar_s: float) -> tuple[float, float, float]:
 
 
 def widths_of(job: Job) -> list[int | None]:
-    """Returns the widths of a job's growth that a controller may choose: its fan-out, and one
-    candidate a row."""
+    """Returns the widths that a job's controller may choose: None (its fan-out), and 1 if the
+    fan-out is wider; no width if nothing is drafted ahead."""
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]
@@ -425,5 +445,5 @@ def widths_of(job: Job) -> list[int | None]:
 def warm_sizes(job: Job) -> list[int]:
     """Returns the batch sizes whose forwards are measured before the first request: 2, 4, … and
     the largest one."""
-    most = job.config.batch_size
-    return sorted({most, *(1 << n for n in range(1, most.bit_length()))})
+    largest = job.config.batch_size
+    return sorted({largest, *(1 << n for n in range(1, largest.bit_length()))})

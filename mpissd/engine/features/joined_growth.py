@@ -1,4 +1,4 @@
-"""Growth of greedy branches whose steps the device joins, without waiting for the host."""
+"""Drafting ahead on a device that feeds each step's greedy tokens to the next one by itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpissd.engine.round.sequence import Batch
 
 
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
-    """Returns a draft rank's worker whose device joins the steps of its growth, or the same one if
-    the host must grow."""
+    """Returns a draft rank's worker whose device grows branches without waiting for the host, or
+    `worker` if the host must feed it each step's tokens."""
     if refusal(DEVICE_GROWTH, job=job) or not device_decides(worker):
         return worker
     stepper = worker.stepper
@@ -29,8 +29,8 @@ def joining(job: Job, worker: DraftWorker) -> DraftWorker:
 
 
 class JoiningWorker(DraftWorker):
-    """A draft worker that launches the first growth step behind the scoring forward, and each
-    further one while the one before it runs."""
+    """A draft worker that launches the first step of the branches together with the forward that
+    scores the drafted tokens, and each further step while the one before it runs."""
 
     def __init__(self, worker: DraftWorker, growth: DeviceGrowth) -> None:
         super().__init__(worker.stepper, worker.oracle, worker.placement)

@@ -1,9 +1,8 @@
 """Online learning in the loops: the lead sends training examples, the draft takes newer weights.
 
-Each round the lead sends the learner one message, a part of each sequence's training example. A
-version of weights is sent to the draft in pieces, so that none of them holds up a round for long. A
-piece is a header and up to 1 MiB; the last one completes the version. A message without bytes ends
-the stream.
+Each round the lead sends the learner a message with a part of each sequence's training example. The
+learner sends the draft a version of weights in pieces, a header and up to 1 MiB each, so that none
+holds up a round for long. A message without bytes ends the stream.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PATIENCE = 3  # diverged versions after which a draft takes no more
 
 @dataclass(frozen=True)
 class ExamplePart:
-    """What one round adds to a sequence's training example.
+    """The part of a sequence's training example that one round adds.
 
     name: the sequence's request id and epoch. start: the position of the first of `tokens` in the
     sequence, which begins with `prompt` tokens of its prompt. at: the positions whose next token
@@ -55,7 +54,7 @@ class ExamplePart:
 
 
 def write_parts(parts: Sequence[ExamplePart]) -> Bytes:
-    """Returns the message of a round's parts."""
+    """Returns the message with a round's parts, one of each sequence."""
     values = []
     for part in parts:
         arrays = [array.tobytes() for array in (part.tokens, part.at, part.logits)]
@@ -81,16 +80,15 @@ class ExampleSender(RoundObserver):
     """
 
     def __init__(self, oracle: LogitsTarget, outlet: ExampleOutlet) -> None:
-        self._oracle, self._outlet = oracle, outlet
+        self._oracle = oracle
+        self._outlet = outlet
         self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends a judged round's logits before another forward overwrites them.
-
-        Without room for a message, no logits are read.
-        """
+        """Sends a judged round's logits before another forward overwrites them; reads none if there
+        is no room for a message."""
         start = perf_counter()
         self.rounds += 1
         if self._outlet.has_room():
@@ -105,7 +103,7 @@ class ExampleSender(RoundObserver):
         self.spent_s += perf_counter() - start
 
     def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
-        """Yields the part of each sequence: the forward's rows up to the bonus token."""
+        """Yields the part of each sequence, with the forward's rows up to the bonus token."""
         first = 0  # the sequence's first row in the forward
         for row, sequence in enumerate(batch.sequences):
             k = int(accepted[row])
@@ -123,7 +121,7 @@ class ExampleSender(RoundObserver):
             first += len(sequence.served) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the cost of sending for the result row, as means of a round."""
+        """Returns the mean cost of sending a round, for the result row."""
         rounds = max(1, self.rounds)
         return {
             "rows_per_round": round(self.rows / rounds, 3),
@@ -134,7 +132,7 @@ class ExampleSender(RoundObserver):
 
 
 def pieces(version: int, data: bytes) -> Iterator[Bytes]:
-    """Yields the messages of a version."""
+    """Yields the messages of a version of weights, whose bytes are `data`."""
     header = _HEADER.pack(version, len(data))
     size = PIECE_BYTES - len(header)
     for start in range(0, len(data), size):
@@ -142,11 +140,11 @@ def pieces(version: int, data: bytes) -> Iterator[Bytes]:
 
 
 class Updates:
-    """Takes a draft's newer weights over, in units that each fit between two rounds.
+    """Takes a draft's newer weights over, in units of work that each fit between two rounds.
 
-    The new weights are packed into memory of their own while the old ones draft. The last unit
-    copies them over the old ones and has the drafter forget the old cache. After a version whose
-    logits are not finite, the weights loaded at the start draft again.
+    The new weights are packed into separate memory while the old ones draft. The last unit copies
+    them over the old ones and has the drafter forget its KV cache. After a version whose logits are
+    not finite, the weights loaded at the start draft again.
 
     report: for the result row. swaps: of each version that was taken, in order, its number, bytes,
     and the longest time that it held up a round, in µs. refused_versions: why others were refused.
@@ -155,17 +153,21 @@ class Updates:
     def __init__(self, inbox: PieceInbox, drafter: Drafter) -> None:
         stepper = drafter.worker.stepper
         assert isinstance(stepper, Stepper), "new weights of a model that computes nothing"
-        self._inbox, self._drafter, self._stepper = inbox, drafter, stepper
+        self._inbox = inbox
+        self._drafter = drafter
+        self._stepper = stepper
         self._data = bytearray()  # of the version whose pieces arrive
         self._packing: Iterator[None] | None = None
         self._leaving: Iterator[None] | None = None  # packs the loaded weights again
-        self._num_bytes, self._longest_s = 0, 0.0
-        self._newest = self._diverged = 0  # the last version's number; how many diverged
+        self._longest_s = 0.0
+        self._newest = self._num_bytes = 0  # of the last version: its number, its bytes
+        self._diverged = 0  # versions whose logits were not finite
         self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
 
     def work(self) -> bool:
         """Does one unit of work between two rounds; returns whether there was any."""
-        start, drafter = perf_counter(), self._drafter
+        start = perf_counter()
+        drafter = self._drafter
         before = drafter.version
         is_leaving = self._packing is not None and self._packing is self._leaving
         if drafter.divergence is not None and not is_leaving:
@@ -174,14 +176,13 @@ class Updates:
             self._diverged += 1
             self._packing = self._leaving = self._steps(0, None)
         try:
+            did = True
             if self._packing is None:
                 did = self._receive()
-            else:
-                did = True
-                if next(self._packing, _DONE) is _DONE:
-                    self._packing = None
+            elif next(self._packing, _DONE) is _DONE:
+                self._packing = None
         except ProtocolError as error:
-            self._packing, did = None, True
+            self._packing = None
             self.report["refused_versions"].append(str(error))
         self._longest_s = max(self._longest_s, perf_counter() - start)
         if drafter.version not in (0, before):
@@ -204,12 +205,13 @@ class Updates:
         self._data = bytearray()
         if version <= self._newest:
             raise ProtocolError(f"version {version} after version {self._newest}")
-        self._newest, self._num_bytes = version, data.nbytes
+        self._newest = version
+        self._num_bytes = data.nbytes
         self._packing = self._steps(version, data)
         return True
 
     def _steps(self, version: int, data: memoryview | None) -> Iterator[None]:
-        """Packs a version's weights (None: those that were loaded), and changes the drafter to
+        """Packs a version's weights (data; None: the loaded ones), and lets the drafter use
         them."""
         arrays = None
         if data is not None:

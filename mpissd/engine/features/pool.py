@@ -1,9 +1,8 @@
-"""A draft that serves several target groups: the rounds of each run in a thread of their own.
+"""A draft that serves several target groups, with a thread for the rounds of each group.
 
-One thread runs at a time, until it has launched a forward or waits for a message. Then the launched
-forwards of all groups run as one. So an outcome waits for at most the one forward that runs when it
-arrives, whatever the draft does for other groups. Only chunks of their long prompts, which are
-forwards of their own, come on top.
+One thread runs at a time, until it has launched a forward or waits for a message. When no thread
+can go on, the launched forwards run as one. So an outcome waits for at most the forward that runs
+when it arrives, and for chunks of other groups' long prompts, which are separate forwards.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Semaphore, Thread
 from time import perf_counter_ns
 
@@ -26,10 +26,10 @@ from mpissd.engine.round.draft import Drafter, serve
 
 
 class GroupWaiter(Waiter):
-    """How one group's thread waits: it lets the pool run until the pool resumes it.
+    """How the link and the drafter of a group wait: their thread pauses, and the pool resumes it.
 
-    Its link and its drafter wait by it. awaited: whether the awaited message has arrived (None: the
-    thread waits for its launched forward). is_over: whether its rounds have ended.
+    awaited: returns whether the awaited message has arrived (None: the thread waits for its
+    launched forward). is_over: whether the group's rounds have ended.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -42,12 +42,12 @@ class GroupWaiter(Waiter):
         self._has_paused = Semaphore(0)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Waits for a message without holding up the other groups."""
+        """Returns once test() is true, while other groups' threads run."""
         if not test():
             self.pause(test)
 
     def pause(self, awaited: Callable[[], bool] | None) -> None:
-        """Lets the pool run; called by the thread."""
+        """Pauses the thread that calls it, for a message or (None) its forward."""
         self.awaited = awaited
         self._has_paused.release()
         self._may_run.acquire()
@@ -56,14 +56,18 @@ class GroupWaiter(Waiter):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the awaited message has arrived."""
+        """Whether the awaited message has arrived, or the awaited forward is over."""
         return self.awaited is not None and self.awaited()
 
+    def wake(self) -> None:
+        """Notes that the awaited forward is over."""
+        self.awaited = lambda: True
+
     def begin(self, rounds: Callable[[], None]) -> None:
-        """Starts a thread that runs the rounds when it is resumed."""
+        """Starts a thread that calls `rounds` once it is resumed."""
         self.is_over = False
         Thread(target=self._run, args=(rounds,), daemon=True).start()
-        self.awaited = _always
+        self.wake()
 
     def _run(self, rounds: Callable[[], None]) -> None:
         self._may_run.acquire()
@@ -75,36 +79,32 @@ class GroupWaiter(Waiter):
         self._has_paused.release()
 
     def resume(self) -> None:
-        """Runs the thread until it pauses or ends; raises its exception."""
+        """Lets the thread run until it pauses or ends; raises what it raised."""
         self._may_run.release()
         self._has_paused.acquire()
         if self._error is not None:
             raise self._error
 
     def abandon(self) -> None:
-        """Ends a thread that waits."""
+        """Ends the thread, which pauses."""
         if not self.is_over:
             self._is_abandoned = True
             self._may_run.release()
 
 
-def _always() -> bool:
-    return True
-
-
 def serve_groups(
     ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
 ) -> None:
-    """Runs the rounds of all groups until every one has stopped.
+    """Runs the draft's rounds of all groups until their leads have stopped them.
 
-    ends: a link and a drafter of each group, over its part of `forwards`; both wait by a
-    GroupWaiter. waiter: how the rank itself waits, for a forward and for any message.
+    ends: by group, its link and its drafter, which wait by one GroupWaiter and whose forwards are a
+    part of `forwards`. waiter: how the rank waits for a forward, and for a message of any group.
     """
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
         groups.append(drafter.waiter)
-        drafter.waiter.begin(_rounds(link, drafter, forwards))
+        drafter.waiter.begin(partial(_serve, link, drafter, forwards))
     try:
         while groups:
             for group in groups[:]:
@@ -116,7 +116,7 @@ def serve_groups(
                 launched = [group for group in groups if group.awaited is None]
                 forwards.run(waiter)
                 for group in launched:
-                    group.awaited = _always
+                    group.wake()
             elif groups:
                 waiter.until(lambda: any(group.may_go_on for group in groups), "target: outcome")
             if len(groups) > 1:
@@ -126,24 +126,20 @@ def serve_groups(
             group.abandon()
 
 
-def _rounds(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> Callable[[], None]:
-    def rounds() -> None:
-        forwards.stepper.backend.use_here()
-        serve(link, drafter)
-
-    return rounds
+def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
+    forwards.stepper.backend.use_here()
+    serve(link, drafter)
 
 
 class SharedForwards:
-    """A stepper with several users (groups), whose launched forwards run as one.
-
-    groups: the part of each. launched: the parts whose rows the next forward carries.
-    """
+    """A model that several groups share, and whose launched forwards run as one. groups: each
+    group's part. launched: the parts that have launched a forward."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
     def __init__(self, stepper: Stepper, groups: int, *, slots: int, lanes: int) -> None:
-        """Divides the stepper; slots, lanes: of each group."""
+        """stepper: the model. slots, lanes: of its KV cache for a group's sequences, and for side
+        branches of their drafts."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
@@ -151,7 +147,7 @@ class SharedForwards:
         self._log = array("q")  # the values of COLUMNS, forward after forward
 
     def run(self, waiter: Waiter) -> None:
-        """Runs the launched rows in one forward, and waits for it."""
+        """Runs the launched forwards as one, and waits for it."""
         together = self.launched
         self.launched = []
         tokens = list[Ints]()
@@ -171,15 +167,14 @@ class SharedForwards:
         self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
 
     def log(self) -> NDArray[np.int64]:
-        """Returns COLUMNS of every forward so far, int64 [n, 4]; begin_ns: of perf_counter."""
+        """Returns COLUMNS of all n forwards so far, int64 [n, 4]: its begin by perf_counter, its
+        device time, its rows, and how many groups it served ("seats")."""
         return np.array(self._log).reshape(-1, len(self.COLUMNS))
 
 
 class GroupForwards(Forwards):
-    """The part of a shared model that one group sees; its slots and lanes begin at 0.
-
-    lists: whether lists of candidates are read.
-    """
+    """The part of a shared model that a group uses, with slots and lanes of the cache from 0 on.
+    lists: whether the group reads the likeliest tokens of each row, and not only the first."""
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
         self.shared = shared
@@ -210,8 +205,8 @@ class GroupForwards(Forwards):
     def join(
         self, start: int, rows: int, tokens: list[Ints], places: list[Places]
     ) -> tuple[int, int]:
-        """Adds the uploaded tokens and places to a forward that has `start` tokens and `rows` rows;
-        returns how many it has then."""
+        """Appends the uploaded tokens and places to a forward with `start` tokens and `rows`
+        rows; returns its new (number of tokens, number of rows)."""
         assert self._part is not None, "launched without rows"
         own_rows, own_tokens, own_places = self._part
         self._part = None
@@ -233,13 +228,14 @@ class GroupForwards(Forwards):
                 self.shared.run(waiter)
 
     def elapsed_s(self) -> float:
-        """Returns the device time of the last finished forward, with the rows of all groups."""
+        """Returns the device time of the last forward, which had the rows of all groups."""
         return self.shared.stepper.elapsed_s()
 
     def results(self) -> Results:
-        whole = self.shared.stepper.results()
+        shared = self.shared.stepper.results()
         window = slice(None), self._window, slice(None if self.lists else 1)
-        return Results(whole.ids[window], None if whole.values is None else whole.values[window])
+        values = None if shared.values is None else shared.values[window]
+        return Results(shared.ids[window], values)
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
         return self.shared.stepper.logits([self._window.start + row for row in rows])

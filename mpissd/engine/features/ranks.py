@@ -1,4 +1,4 @@
-"""Counts the ranks of bonus tokens among a draft's candidates, for the row and for fan-outs."""
+"""Counts the ranks of bonus tokens among a draft's candidates, for result rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from mpissd.engine.round.branches import SpeculationCache
 
 
 class _Lookup(NamedTuple):
-    """An outcome that was looked up in the cache: the branch of each live sequence, the ranks of
-    all branches (None: none were grown), and their fan-outs."""
+    """An outcome that was looked up in the speculation cache.
+
+    branches: by live sequence, the index of the branch that it hit, or None. ranks: by branch, the
+    rank of its bonus token among the candidates (None: there were no branches).
+    """
 
     outcome: Outcome
-    found: Sequence[int | None]
+    branches: Sequence[int | None]
     ranks: Ints | None
     fan_outs: FanOuts
 
 
 class RankCounts:
-    """Counts (candidates kept, rank) of the bonus tokens that follow the draft model's tokens.
+    """Counts (number of candidates, rank) of the bonus tokens that follow the draft model's tokens.
 
-    A rank is counted from 1; 0: the token was none of the candidates. A bonus token that replaces a
-    rejected one is counted separately from one after a whole accepted speculation.
+    A rank is from 1 on, or 0 if the bonus token was none of the draft's candidates. Bonus tokens
+    after a rejection are counted apart from those after all drafted tokens were accepted.
     """
 
     def __init__(self) -> None:
@@ -36,25 +39,25 @@ class RankCounts:
         self._lookup: _Lookup | None = None
 
     def looked_up(
-        self, outcome: Outcome, found: Sequence[int | None], cache: SpeculationCache
+        self, outcome: Outcome, branches: Sequence[int | None], cache: SpeculationCache
     ) -> None:
-        """Notes an outcome, and the branch of each live sequence that answers it (None: a miss)."""
+        """Notes an outcome, and by live sequence the branch in the cache that it hit, or None."""
         ranks = None if cache.branches is None else cache.branches.ranks
-        self._lookup = _Lookup(outcome, found, ranks, cache.fan_outs)
+        self._lookup = _Lookup(outcome, branches, ranks, cache.fan_outs)
 
     def count(self, speculation: Speculation) -> None:
-        """Counts the outcome that was looked up last. Called when its answer, this speculation, has
-        been sent."""
+        """Counts the outcome that was looked up last, whose answer is `speculation`."""
         served = self._served
         self._served = speculation
-        if served is None or self._lookup is None or self._lookup.ranks is None:
+        if served is None or self._lookup is None:
             return
-        outcome, found, _, fan_outs = self._lookup
-        ranks = self._lookup.ranks
+        outcome, branches, ranks, fan_outs = self._lookup
+        if ranks is None:
+            return
         # Committed sequences come first among the live ones.
         rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
         columns = (served.source[rows], served.num_draft[rows], outcome.num_accepted[rows])
-        sequences = zip(found, *(column.tolist() for column in columns), strict=False)
+        sequences = zip(branches, *(column.tolist() for column in columns), strict=False)
         for branch, source, drafted, k in sequences:
             limit = fan_outs.behind(source)[k]
             if limit and source != Source.FAST:
@@ -62,8 +65,8 @@ class RankCounts:
                 self._counts[k == drafted, limit, rank] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row's key `learned`: the number of outcomes, and lists of [candidates kept,
-        rank, count]."""
+        """Returns the value of the key `learned` of result rows: the number of outcomes, and lists
+        of [number of candidates, rank, count]."""
         counts = sorted(self._counts.items())
         return {
             "outcomes": self._counts.total(),
