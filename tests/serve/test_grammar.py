@@ -133,7 +133,7 @@ def answers(
     config = parse_flags({name: str(value) for name, value in told.items()})
     mail = Script(*((n, one) for n, one in enumerate(asked)))
     with Loops(*in_one_process(config, serving)) as loops:
-        loops.worker.oracle.forces &= forces
+        loops.worker.oracle._grammars.forces &= forces
         mail.watched = [served(loops, mail).scheduler.num_preempted]
     return mail
 

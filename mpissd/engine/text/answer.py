@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens arrive, and where each token came from."""
+"""The text of an answer while its tokens arrive, and what drafted each token."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from mpissd.common.rounds import Source
 from mpissd.engine.text.tokenizer import Tokenizer
 
 BONUS = "bonus"
-# The origin of a token, as answers name it; NONE: the target's own.
+# The names of Source in answers. NONE is the target's own token, the bonus token of a round.
 SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_MOST_BYTES = 16  # tokens of single bytes that are enough, if no other token is near
+_MOST_BYTES = 16  # the longest context, for a text whose tokens are all single bytes
 
 
 def sources_of(num_accepted: int, source: int) -> list[str]:
-    """Returns the source of each token of one round: the accepted ones, then the target's."""
+    """Returns the names of the sources of a round's accepted tokens, and of its bonus token."""
     return [SOURCES[int(source)]] * num_accepted + [BONUS]
 
 
 class AnswerText:
     """The text of one answer while its tokens arrive, up to its end.
 
-    The text is what the answer adds to the prompt's: a decoder may drop the first space of a text,
-    and an answer has none to drop. The pieces that `push` and `flush` return add up to it. Bytes
-    that can still complete a character wait for the next tokens, and text that may be the beginning
-    of a stop string is held back until that is decided. `ended` is the finish reason: "stop_token",
-    "stop" (a stop string), or None so far. The token that ends an answer belongs to its tokens, but
-    no stop belongs to its text.
+    strings: stop strings; the text ends before the first one. stop_ids: tokens that end an answer.
+    prompt: the tokens before it, to whose text it adds, as a decoder drops a text's first space.
+    The pieces that `push` and `flush` return add up to the text. Bytes of an incomplete character,
+    and text that may begin a stop string, are held back until that is decided. ended: the finish
+    reason, "stop_token", "stop" (a stop string), or None so far.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class AnswerText:
         stop_ids: Collection[int],
         prompt: Sequence[int],
     ) -> None:
-        """prompt: the tokens that the answer follows."""
-        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
         self._stops = [stop for stop in strings if stop]
         # A piece is a difference of two texts: of the context, and of context and waiting tokens.
         self._context = _end_of(prompt, tokenizer)
@@ -50,7 +49,7 @@ class AnswerText:
         self.ended: str | None = None
 
     def push(self, token: int) -> str:
-        """Takes one token; returns the text that can be shown now."""
+        """Appends a token to the answer; returns the text that can be shown now."""
         if self.ended is not None:
             return ""
         if token in self._stop_ids:
@@ -60,9 +59,11 @@ class AnswerText:
         added = self._tokenizer.bytes_of(token)
         if not added:
             return ""
-        new, (count, rest) = "", _unfinished(self._partial + added[:1])
+        new = ""
+        count, rest = _unfinished(self._partial + added[:1])
         if self._partial and count and (count > 1 or rest):  # this token does not continue it
-            new, self._partial = self._advance(), b""
+            new = self._advance()
+            self._partial = b""
         self._waiting.append(token)
         self._partial = _unfinished(self._partial + added)[1]
         if not self._partial:
@@ -84,19 +85,20 @@ class AnswerText:
         return text[:shown]
 
     def flush(self) -> str:
-        """Returns the text that still waits, of an answer that ends without a stop; the bytes of a
-        character that was never completed are U+FFFD."""
+        """Ends an answer without a stop; returns the text that was held back, with U+FFFD for the
+        bytes of an incomplete character."""
         if self.ended is not None:
             return ""
         text, _ = self._cut(self._held + self._advance())
-        self._held, self._partial = "", b""
+        self._held = ""
+        self._partial = b""
         return text
 
     def _advance(self) -> str:
-        """Returns the text of the waiting tokens; makes them the context if they have one.
+        """Returns the text of the waiting tokens; if they have any, they become the context.
 
-        Tokens of single bytes become none if possible, since one invalid byte changes the text of
-        all that precede it.
+        Of them only tokens of several bytes do, if there are some, since one invalid byte changes
+        the text of all that precede it.
         """
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._waiting])
@@ -109,20 +111,19 @@ class AnswerText:
         return new
 
     def _cut(self, text: str) -> tuple[str, bool]:
-        """Returns the text in front of its first stop string, and whether there is one."""
+        """Returns `text` up to its first stop string, and whether there is one."""
         places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(places, default=None)], bool(places)
 
 
 def _unfinished(data: bytes) -> tuple[int, bytes]:
-    """Returns (the number of whole or invalid characters, the bytes after them, which may begin
-    another one)."""
+    """Returns (the number of characters in UTF-8 `data`, the bytes of an incomplete last one)."""
     text, size = codecs.utf_8_decode(data, "replace", False)
     return len(text), data[size:]
 
 
 def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the last tokens of a prompt that have a text: a word, and a whole character."""
+    """Returns the last tokens of a prompt that have a text, at least a character's."""
     context = list[int]()
     for token in reversed(prompt):
         if tokenizer.bytes_of(token):

@@ -1,8 +1,8 @@
-"""Grammars: which tokens may follow those of an answer, by the library llguidance.
+"""Grammars: which tokens may follow an answer's tokens, by the library llguidance.
 
-A grammar is a text in llguidance's own form, as `make_grammar` returns it: a JSON schema, a regular
-expression or a choice of texts. JSON has ", " and ": " between its parts and no other white space,
-as json.dumps writes it, so that a model cannot go on with white space for ever.
+A grammar is a text in llguidance's form: of a JSON schema, a regular expression or a choice of
+texts. Answers in JSON have ", " and ": " between their parts and no other white space, as
+json.dumps writes them, so that a model cannot write white space for ever.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ _NEVER = np.float32(-np.inf)
 
 
 def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
-    """Returns the grammar of a value; raises ConfigError if no answer can meet it, or its first
-    masks over the tokenizer's vocabulary (None: all bytes) are too costly.
+    """Returns the grammar of `value`: a schema (kind "json"), a text ("regex") or texts ("choice").
 
-    name: of the field or flag, for errors. kind: "json" (a schema), "regex" (a text), or "choice"
-    (a list of texts).
+    Raises ConfigError, which begins with `name`, if no answer can meet it, or its first masks over
+    the tokenizer's vocabulary (None: all bytes) are too costly.
     """
     library = load_library("llguidance", "grammars")
     try:
@@ -64,10 +63,8 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
 
 
 def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
-    """Returns the grammar of --grammar: json, regex:…, choice:A|B|…, or a file with a JSON schema.
-
-    Raises ConfigError for a file that cannot be read, and as `make_grammar`.
-    """
+    """Returns the grammar that `flag` names: json, regex:…, choice:A|B|…, or a file with a JSON
+    schema; raises ConfigError if it cannot be read or met, or is too costly."""
     kind, colon, value = flag.partition(":")
     make = partial(make_grammar, "grammar", tokenizer=tokenizer)
     if flag == "json":
@@ -85,18 +82,19 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
 
 
 class _MaskReader:
-    """A matcher that reads tokens one by one, and computes the mask before each.
+    """Reads an answer's tokens with llguidance's matcher, and computes the mask after each.
 
-    Whether llguidance meets a limit depends on all that a matcher computed, and its masks can be
-    wrong after a rollback: the same tokens are therefore read in the same steps, and none back.
-    Copies compute only the masks that are asked for.
+    Whether llguidance meets a limit depends on all that a matcher has computed, and its masks can
+    be wrong after a rollback. Tokens are therefore always read in the same steps, and never taken
+    back. A copy, which serves drafts only, computes no mask but the last one.
     """
 
     _is_copy = False
 
     def __init__(self, matcher: Any) -> None:
-        """matcher: llguidance's, at the beginning of an answer."""
-        self._matcher, self.tokens = matcher, list[int]()
+        """Takes llguidance's matcher at the beginning of an answer."""
+        self._matcher = matcher
+        self.tokens = list[int]()
         self._look()
 
     def _look(self) -> None:
@@ -105,8 +103,9 @@ class _MaskReader:
         self.is_lost: bool = self._matcher.is_error()  # llguidance has given up
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Reads these tokens, up to one that the grammar excludes or that meets a limit."""
-        count, matcher = len(self.tokens), self._matcher
+        """Reads tokens up to one that the grammar excludes, or at which llguidance gives up."""
+        matcher = self._matcher
+        count = len(self.tokens)
         for token in tokens:
             if self.is_lost or not (matcher.try_consume_tokens([token]) or matcher.is_error()):
                 break
@@ -117,40 +116,45 @@ class _MaskReader:
             self._look()
 
     def begins(self, tokens: list[int]) -> bool:
-        """Returns whether these tokens begin with those that are read."""
+        """Returns whether `tokens` begin with the tokens that have been read."""
         return tokens[: len(self.tokens)] == self.tokens
 
     def copy(self) -> _MaskReader:
-        """Returns a copy. They share a lexer: if one is lost, so is the other."""
+        """Returns a copy, which shares the lexer: where one is_lost, the other one is, too."""
         copied = copy(self)
         copied._is_copy = True
-        copied._matcher, copied.tokens = self._matcher.deep_copy(), self.tokens.copy()
+        copied._matcher = self._matcher.deep_copy()
+        copied.tokens = self.tokens.copy()
         return copied
 
 
 class Grammar:
-    """The grammar of one answer. The mask after some tokens is a function of the grammar and these
-    tokens, whatever was asked before. forces: whether tokens that it leaves no choice of are
-    committed without a forward."""
+    """The grammar of one answer; its masks depend on nothing but the answer's tokens. forces:
+    whether tokens that are the only allowed ones are committed without a forward."""
 
     forces = False
 
     def __init__(self, begin: Callable[[], Any], texts: Bits, vocab: int, ends: Ends) -> None:
-        """begin: makes llguidance's matcher of an answer. texts: which tokens have a text and end
-        no answer, packed as llguidance's masks. ends: tokens that end an answer."""
-        self._begin, self._texts = begin, texts
-        self._vocab, self._ends = vocab, ends
+        """begin: returns llguidance's matcher at the beginning of an answer. texts: a bit for each
+        of V = vocab tokens, set if it has a text and is none of `ends`, which end an answer."""
+        self._begin = begin
+        self._texts = texts
+        self._vocab = vocab
+        self._ends = ends
         self._reader = _MaskReader(begin())
         self._root: _MaskReader | None = None  # of a draft's branches
 
     def branch(self, tokens: list[int]) -> None:
-        """Prepares for a draft's branches after these tokens. Branches share a lexer: only near a
-        limit of llguidance, their masks may depend on each other, which a target's never do."""
+        """Prepares to mask drafts that continue the answer's first `tokens` in several ways.
+
+        They share a lexer, so that near a limit of llguidance the mask of one draft may depend on
+        the others; the target's masks never do.
+        """
         if self._root is None or len(self._root.tokens) != len(tokens):
             self._root = self._read(tokens).copy()
 
     def _read(self, tokens: list[int]) -> _MaskReader:
-        """Returns the reader of these tokens, or of those before an excluded or a lost one."""
+        """Returns a reader that has read `tokens`, or those before one that it cannot read."""
         root = self._root
         if not self._reader.begins(tokens):
             is_branch = root is not None and root.begins(tokens)
@@ -163,23 +167,23 @@ class Grammar:
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         """Returns which tokens may follow the answer's first `tokens`, [V]; None after its end.
 
-        Tokens that end an answer are allowed where it is complete, and only there. They are also
-        all that is allowed where no text can follow, after an excluded token, and where llguidance
-        gives up, at a state too large for its limits. No mask allows other control tokens.
+        Tokens that end an answer are allowed where it is complete. Nothing else is allowed where no
+        text can follow, after an excluded token, and where llguidance gives up because a state is
+        too large for its limits. Other control tokens are never allowed.
         """
         if not self._ends.isdisjoint(tokens):
             return None
-        reader, ends = self._read(list(tokens)), list(self._ends)
+        reader = self._read(list(tokens))
         bits = np.frombuffer(reader.bits, np.uint8, len(self._texts)) & self._texts
         if reader.is_lost or len(reader.tokens) < len(tokens):
             bits[:] = 0
         mask = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
-        mask[ends] = reader.is_accepting or not bits.any()
+        mask[list(self._ends)] = reader.is_accepting or not bits.any()
         return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens after the answer's first `tokens`, at most MOST_FORCED, of which each
-        is the only one that is allowed; the one that ends the answer is among them."""
+        """Returns the tokens that must follow the answer's first `tokens`, since nothing else is
+        allowed, at most MOST_FORCED. The last one may end the answer."""
         run = list[int]()
         while self.forces and len(run) < MOST_FORCED:
             allowed = self.allowed([*tokens, *run])
@@ -189,18 +193,18 @@ class Grammar:
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether the answer ends in these tokens, or `count` are forced after them, or
-        fewer up to its end."""
+        """Returns whether the next `count` tokens after `tokens` are forced, or fewer up to the
+        answer's end; True after that end."""
         if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)
         return len(run) >= count or not self._ends.isdisjoint(run)
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
-        """Returns the logits after the answer's first `tokens`, −inf where no token is allowed.
+        """Returns `logits` with −inf for tokens that may not follow the answer's first `tokens`.
 
-        logits: float32 [V], or of the tokens `ids` only. They stay as they are after the answer's
-        end, or where the grammar allows none of the tokens `ids`.
+        logits: float32 [V], or [n] of the n tokens `ids`. They are unchanged after the answer's
+        end, or where none of the tokens `ids` is allowed.
         """
         allowed = self.allowed(tokens)
         if allowed is not None and ids is not None:
@@ -211,21 +215,22 @@ class Grammar:
 
 
 class Grammars:
-    """Makes the states of answers' grammars in the vocabulary of a target model."""
+    """Makes the grammars of answers, over the vocabulary of a target model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
         """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end answers."""
-        words, ends = tokenizer.for_grammars, frozenset(stop_ids)
+        words = tokenizer.for_grammars
+        ends = frozenset(stop_ids)
         ids = range(min(vocab, words.vocab_size))
         texts = [not (token in ends or words.is_special_token(token)) for token in ids]
         self._matcher = partial(_matcher, words)
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns a new answer's state of the grammar `text`, in 1 ms for most schemas.
+        """Returns the grammar `text` of a new answer, in 1 ms for most schemas.
 
-        Copies of a matcher share a lexer, whose limit one of them can exhaust for all: answers
-        therefore share none.
+        Copies of a matcher share a lexer, whose limit one of them can exhaust for all; therefore
+        each answer has a matcher of its own.
         """
         return Grammar(partial(self._matcher, text), *self._shared)
 

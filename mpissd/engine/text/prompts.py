@@ -1,8 +1,7 @@
-"""The prompts of a run: read from flags and files, checked and encoded.
+"""Reads, checks and encodes the prompts of a run: one by a flag, or a file of lines.
 
-The flags give one prompt, or a file of lines {"prompt": …} or {"messages": […]}. A prompt is one
-user message in the model's chat template if it has one and --chat_template allows it. If not, it is
-the text that the model continues.
+A line is {"prompt": …} or {"messages": […]}. A prompt is one user message in the model's chat
+template if it has one and --chat_template allows it. If not, it is text that the model continues.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Prompt:
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Returns the SHA-256 of the prompts' tokens: a line each, in decimal, a space between."""
+    """Returns the SHA-256 of lines, one for each prompt, with its tokens in decimal."""
     lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -48,15 +47,15 @@ def read_prompts(
 ) -> list[Prompt]:
     """Returns the prompts of a run, encoded.
 
-    tokenizer: may be None with --prompt_ids. context: the longest sequence in tokens (None:
-    unknown). vocab: ids are below it (None: unknown). Raises ConfigError, which names the line of
-    the file: no prompt, an empty one, invalid UTF-8 or JSON, or a prompt that leaves no room for an
-    answer.
+    tokenizer: may be None with --prompt_ids. context: the most tokens of a sequence, and vocab: the
+    number of token ids (None: unknown). Raises ConfigError, which names the line of the file, for
+    invalid UTF-8 or JSON, and for a prompt that is missing, empty, or leaves no room for an answer.
     """
     named: list[tuple[str, Prompt]] = []
     if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
         for number, part in enumerate(config.prompt_ids.split(";"), 1):
-            where, ids = f"prompt_ids: prompt {number}", part.split(",")
+            where = f"prompt_ids: prompt {number}"
+            ids = part.split(",")
             if not all(_ID.fullmatch(token.strip()) for token in ids):
                 raise ConfigError(f"{where}: {part!r}: allowed: whole numbers, a comma between")
             named.append((where, Prompt({}, tuple(int(token) for token in ids))))
@@ -70,10 +69,10 @@ def read_prompts(
             tokens = encoded(where, entry, tokenizer, chat=config.chat_template, context=context)
             named.append((where, Prompt(entry, tokens)))
     for where, prompt in named:
-        count, largest = len(prompt.tokens), max(prompt.tokens, default=0)
+        count = len(prompt.tokens)
         if not count:
             raise ConfigError(f"{where}: has no tokens")
-        if vocab is not None and largest >= vocab:
+        if vocab is not None and (largest := max(prompt.tokens)) >= vocab:
             raise ConfigError(f"{where}: token {largest}: allowed: 0..{vocab - 1}")
         if context is not None and count >= context:
             raise ConfigError(
@@ -84,8 +83,8 @@ def read_prompts(
 
 
 def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
-    """Returns the entries of a flag's JSONL file, each with its name for error messages; blank
-    lines are skipped. Raises ConfigError."""
+    """Returns the entries of the JSONL file that `flag` names, each with a name for errors, without
+    blank lines; raises ConfigError if it cannot be read, or holds none."""
     path = Path(file).expanduser()
     name = f"{flag}={str(path)!r}"
     try:
@@ -117,8 +116,8 @@ def encoded(
 ) -> tuple[int, ...]:
     """Returns the tokens of an entry; raises ConfigError if it is no text or no conversation.
 
-    chat: whether a prompt is a message in the model's chat template, if it has one. context: in
-    tokens; a text far beyond it is refused before it is encoded.
+    where: names the entry in errors. chat: whether a prompt is a message in the model's chat
+    template, if it has one. context: in tokens; a text far beyond it is refused unencoded.
     """
     if "messages" in entry:
         messages = entry["messages"]
@@ -142,7 +141,7 @@ def encoded(
 
 
 def check_text(where: str, text: Any) -> str:
-    """Returns the text of a prompt; raises ConfigError if it is no Unicode text."""
+    """Returns `text`; raises ConfigError, which begins with `where`, if it is no Unicode text."""
     if not isinstance(text, str):
         raise ConfigError(f"{where}: {json.dumps(text)} is no text")
     _check_unicode(where, text)

@@ -1,8 +1,6 @@
 """Text to token ids and back, and conversations in a model's chat template.
 
-A tokenizer comes from a Hugging Face folder or from the metadata of a GGUF file
-(engine.text.vocabulary). The libraries `tokenizers` and `jinja2` are imported when one is
-loaded.
+The libraries `tokenizers` and `jinja2` are imported only when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -50,13 +48,13 @@ MOST_TEXT = 1 << 26  # characters that it may write
 
 @dataclass(frozen=True)
 class Tokenizer(Vocabulary):
-    """A model's vocabulary, and what it makes of texts. name: the model's."""
+    """The vocabulary of the model `name`, and its encoding of texts and conversations."""
 
     name: str
 
     @property
     def template(self) -> str | None:
-        """The model's chat template (jinja2), or None; it may have another one for tools."""
+        """The model's default chat template (jinja2), or None."""
         return self.templates.get("default")
 
     @cached_property
@@ -66,17 +64,15 @@ class Tokenizer(Vocabulary):
 
     @cached_property
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It reads the name
+        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It encodes the name
         of a control token as ordinary text."""
         library = load_library("llguidance", "grammars")
         vocabulary = _for_llguidance(self.backend.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str, *, context: int | None = None) -> list[int]:
-        """Returns the tokens of a text, preceded by those that the model expects at a beginning.
-
-        Raises ConfigError for a text that is longer than `context` of the longest tokens.
-        """
+        """Returns the tokens of a text, with those that the model expects around a text, such as
+        BOS; raises ConfigError if it has more bytes than `context` tokens can have."""
         self._check_length(text, context)
         return self.backend.encode(text).ids
 
@@ -93,8 +89,8 @@ class Tokenizer(Vocabulary):
 
         messages: {"role": …, "content": …} each. tools: for the template to describe. begins:
         whether the template begins the answer. continues: the answer continues the last message.
-        Raises ConfigError without a chat template, for tools that it ignores, for messages that it
-        refuses, and for a text as `encode`.
+        Raises ConfigError if there is no chat template, if it ignores the tools or refuses the
+        messages, and if the text has more bytes than `context` tokens can have.
         """
         template = (tools and self.templates.get("tool_use")) or self.template
         if template is None:
@@ -122,18 +118,18 @@ class Tokenizer(Vocabulary):
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """Returns the text of these tokens; special tokens are left out unless `specials`.
 
-        Bytes that are no whole UTF-8 character become U+FFFD. A decoder may change the first token:
-        `piece` and engine.text.answer give the text of tokens that follow others.
+        Bytes that are no complete UTF-8 character become U+FFFD. A decoder may drop the space
+        before the first token; `piece` and AnswerText keep it.
         """
         return self.backend.decode(list(ids), skip_special_tokens=not specials)
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token that follows another one, special tokens included."""
+        """Returns the text that a token, also a special one, adds to a preceding text."""
         first = self.decode([token], specials=True)
         return self.decode([token, token], specials=True)[len(first) :]
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns the bytes that a token adds to a text; none for a special or missing token."""
+        """Returns the bytes that a token adds to a text; b"" for a special or missing token."""
         text = self.backend.id_to_token(token)
         if text is None or token in self._special_ids:
             return b""
@@ -144,7 +140,7 @@ class Tokenizer(Vocabulary):
         return bytes(letters[letter] for letter in text) if is_bytes else text.encode()
 
     def is_byte(self, token: int) -> bool:
-        """Returns whether a token is one byte in the form <0x0A>."""
+        """Returns whether a token of a byte-fallback vocabulary is one byte, named as <0x0A>."""
         text = self.backend.id_to_token(token) or ""
         return b'"ByteFallback"' in self._decoder and _BYTE.fullmatch(text) is not None
 
@@ -167,22 +163,22 @@ class Tokenizer(Vocabulary):
     def _check_length(self, text: str, context: int | None) -> None:
         if context is None or len(text) <= context:
             return
-        if (size := len(text.encode())) > (most := context * self._longest):
+        if (size := len(text.encode())) > (limit := context * self._longest):
             raise ConfigError(
-                f"{size} bytes: allowed: at most {most}, the model's context of {context} of its "
+                f"{size} bytes: allowed: at most {limit}, the model's context of {context} of its "
                 "longest tokens"
             )
 
 
 def _for_llguidance(text: str, size: int) -> str:
-    """Returns a tokenizer.json with random names for its control tokens, which no text contains.
-
-    llguidance takes every added token "<…>" for a control token. Its forced text would otherwise
-    be encoded with control tokens, which its own parser then refuses. Ids below `size` without a
-    token become control tokens, since llguidance needs all.
+    """Returns a tokenizer.json (`text`) with random names for its control tokens, which no text
+    contains: llguidance takes added tokens "<…>" for control tokens, and would encode text that a
+    grammar forces with them, which its parser refuses. Ids below `size` without a token become
+    control tokens, since llguidance needs all.
     """
-    whole = json.loads(text)
-    model, added = whole["model"], whole["added_tokens"]
+    tokenizer = json.loads(text)
+    model = tokenizer["model"]
+    added = tokenizer["added_tokens"]
     if isinstance(model["vocab"], dict):
         present = {*model["vocab"].values(), *(token["id"] for token in added)}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -202,16 +198,14 @@ def _for_llguidance(text: str, size: int) -> str:
         model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    whole["post_processor"] = None  # it names control tokens
-    return json.dumps(whole)
+    tokenizer["post_processor"] = None  # it names control tokens
+    return json.dumps(tokenizer)
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(where: str) -> Tokenizer:
     """Returns the tokenizer of a model; raises ConfigError if it has none or it cannot be read.
-
-    where: any name of a model with files (common.presets.files_of).
-    """
+    where: the name of a preset, a Hugging Face folder, or a .gguf file."""
     path = files_of(where)
     if path is None:
         raise ConfigError(f"{where}: random weights have no tokenizer: allowed: run --prompt_ids=…")
@@ -219,8 +213,8 @@ def load_tokenizer(where: str) -> Tokenizer:
         allowed = f"allowed: {str(path.parent)!r}, whose weights are read, or run --prompt_ids=…"
         raise ConfigError(f"{str(path)!r} names a shape, with random weights: {allowed}")
     try:
-        found = from_gguf(path) if is_gguf(path) else from_folder(path)
-        tokenizer = Tokenizer(**vars(found), name=path.name)
+        vocabulary = from_gguf(path) if is_gguf(path) else from_folder(path)
+        tokenizer = Tokenizer(**vars(vocabulary), name=path.name)
         foreign = [token for token in tokenizer.stop_ids if not 0 <= token < tokenizer.vocab_size]
     except _DAMAGED as error:
         reason = " ".join(str(error).split())
@@ -234,7 +228,8 @@ def load_tokenizer(where: str) -> Tokenizer:
 
 
 def tokenizer_digest(where: str) -> str | None:
-    """Returns the digest of the tokenizer's files in a weights folder; None without such files."""
+    """Returns the digest of the tokenizer's files in the folder of the model that `where` names;
+    None without such files."""
     path = files_of(where)
     folder = path.parent if path is not None and path.suffix == ".json" else path
     if folder is None or not folder.is_dir():
@@ -246,15 +241,15 @@ def tokenizer_digest(where: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte of each letter of a byte-level vocabulary, as GPT-2 chose them."""
+    """Returns the byte that each letter of a byte-level vocabulary stands for, as in GPT-2."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 0xAD), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Returns a message as transformers gives it to a template: without nulls, and its reasoning by
-    each of its names."""
+    """Returns a message as transformers gives it to a chat template: without nulls, and with its
+    reasoning under two names."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     if reasoning is None:
@@ -263,10 +258,12 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
-    """Renders a template; raises TemplateError if it does not end in MOST_STEPS lines."""
+    """Returns the text that a chat template writes; raises TemplateError if it runs more than
+    MOST_STEPS lines."""
     from jinja2 import TemplateError
 
-    compiled, steps = _compiled(template), 0
+    compiled = _compiled(template)
+    steps = 0
 
     def count(frame: Any, event: str, argument: Any) -> Any:
         nonlocal steps
@@ -287,8 +284,8 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Template:
-    """Compiles a template in the environment that transformers gives to chat templates, with bounds
-    on what it writes."""
+    """Compiles a chat template in the same environment as transformers, and with a limit on what it
+    writes."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -308,7 +305,7 @@ def _compiled(template: str) -> Template:
         return text.getvalue()
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %}, around what a model has written."""
+        """Adds {% generation %} … {% endgeneration %}, which mark what a model has written."""
 
         tags = {"generation"}  # noqa: RUF012  (the library's interface)
 
@@ -325,7 +322,7 @@ def _compiled(template: str) -> Template:
         concat = staticmethod(joined)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(each) if hasattr(each, "__len__") else each for each in (left, right)]
+            sizes = [len(side) if hasattr(side, "__len__") else side for side in (left, right)]
             if operator == "**" or sizes != [left, right]:
                 check(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
             return super().call_binop(context, operator, left, right)

@@ -1,8 +1,8 @@
 """Reads a model's vocabulary, stop tokens and chat templates from its files.
 
-A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, whatever
-tokenizer_class names, and a GGUF file as llama.cpp reads it, absent keys included. What cannot be
-read in the same way is refused by its name.
+A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, whatever its
+tokenizer_class is, and a GGUF file as llama.cpp reads it, also where keys are absent. A setting
+that cannot be read in the same way is refused by its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer's content. stop_ids: tokens that end an answer. templates: chat templates by
-    name. specials: named special tokens that a template may use. backend: the library's object."""
+    name. specials: special tokens by name, for templates. backend: the library's tokenizer."""
 
     stop_ids: frozenset[int]
     templates: Mapping[str, str]
@@ -52,12 +53,14 @@ def from_folder(folder: Path) -> Vocabulary:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise ConfigError(f"{str(folder)!r}: has no tokenizer.json, which --workload=text needs")
-    text, where = _text(path), repr(str(folder / "tokenizer_config.json"))
-    config, model = _json(folder / "tokenizer_config.json"), _json(folder / "config.json")
+    text = _text(path)
+    where = repr(str(folder / "tokenizer_config.json"))
+    config = _json(folder / "tokenizer_config.json")
+    model = _json(folder / "config.json")
     for key in ("fast_tokenizer_files", "fix_mistral_regex"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} is not supported: allowed: a folder without it")
-    whole: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
+    file: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
     try:
         backend = library.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
@@ -71,11 +74,12 @@ def from_folder(folder: Path) -> Vocabulary:
         raise ConfigError(f"{str(path)!r}: model.dropout={backend.model.dropout}: allowed: none")
     if config.get("clean_up_tokenization_spaces") and not is_bpe:
         raise ConfigError(f"{where}: clean_up_tokenization_spaces=true: allowed: false, or BPE")
-    decoder, settings = _added(folder, config, whole)
+    decoder, settings = _added(folder, config, file)
     if padding is not None:
         settings.setdefault("pad_token", padding["pad_token"])
     named, others = _special(settings, decoder.values())
-    present, eos = {*backend.get_vocab(), *map(str, decoder.values())}, str(named.get("eos_token"))
+    present = {*backend.get_vocab(), *map(str, decoder.values())}
+    eos = str(named.get("eos_token"))
     if eos not in present and settings.get("eos_token") is not None:
         raise ConfigError(f"{str(folder)!r}: the tokenizer has no stop token {eos!r}")
     _add(backend, [decoder[number] for number in sorted(decoder)], named, others)
@@ -88,17 +92,17 @@ def from_folder(folder: Path) -> Vocabulary:
 
 
 def _added(
-    folder: Path, config: Mapping[str, Any], whole: Mapping[str, Any]
+    folder: Path, config: Mapping[str, Any], file: Mapping[str, Any]
 ) -> tuple[dict[int, tokenizers.AddedToken], dict[str, Any]]:
-    """Returns (added tokens by their declared id, the settings of tokenizer_config.json with those
-    of the files that older versions wrote).
+    """Returns (added tokens by id, settings).
 
-    A config with added_tokens_decoder overrides special_tokens_map.json, added_tokens.json and the
-    added tokens of tokenizer.json (`whole`).
+    They come from tokenizer_config.json (`config`). Without its added_tokens_decoder they also come
+    from special_tokens_map.json, added_tokens.json and tokenizer.json (`file`).
     """
     from tokenizers import AddedToken
 
-    settings, decoder = dict(config), dict[int, AddedToken]()
+    settings = dict(config)
+    decoder = dict[int, AddedToken]()
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
         settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
     if "added_tokens_decoder" in config:
@@ -118,19 +122,19 @@ def _added(
     for text, number in _json(folder / "added_tokens.json").items():
         is_special = text in texts
         decoder[number] = AddedToken(text, normalized=not is_special, special=is_special)
-    decoder |= {each.pop("id"): AddedToken(**each) for each in whole["added_tokens"]}
+    decoder |= {token.pop("id"): AddedToken(**token) for token in file["added_tokens"]}
     return decoder, settings
 
 
 def _special(
     settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Returns (special tokens by name, those without a name): texts, or AddedTokens."""
-    known = {str(token): token for token in added}
+    """Returns (special tokens by name, those without a name), as texts or AddedTokens."""
+    by_text = {str(token): token for token in added}
     named = {}
     for name in _SPECIALS:
         if (token := settings.get(name)) is not None:
-            named[name] = known.get(str(token), token)
+            named[name] = by_text.get(str(token), token)
     for name, token in settings.items():  # such as image_token
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
@@ -141,17 +145,19 @@ def _special(
 def _add(
     backend: tokenizers.Tokenizer, tokens: list[Any], named: Mapping[str, Any], others: list[Any]
 ) -> None:
-    """Adds tokens in AutoTokenizer's order, on which the ids of new ones depend."""
+    """Adds tokens to `backend` in the order of AutoTokenizer, which decides the ids of new ones."""
     from tokenizers import AddedToken
 
     present = {str(token) for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     for token in [*named.values(), *others]:
         if str(token) not in present and token not in tokens:  # a text equals no AddedToken
             tokens.append(token)
-    tokens = [AddedToken(each, special=True) if isinstance(each, str) else each for each in tokens]
     names = set(map(str, named.values()))
-    for token in tokens:
-        token.special = token.special or str(token) in names
+    for n, token in enumerate(tokens):
+        if isinstance(token, str):
+            tokens[n] = AddedToken(token, special=True)
+        elif str(token) in names:
+            token.special = True
     backend.add_tokens(tokens)
 
 
@@ -164,7 +170,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if paths:
         return {name: _text(path) for name, path in paths.items()}
     if isinstance(value, list):
-        value = {each["name"]: each["template"] for each in value}
+        value = {entry["name"]: entry["template"] for entry in value}
     templates = value if isinstance(value, dict) else {} if value is None else {"default": value}
     if wrong := [name for name, text in templates.items() if not isinstance(text, str)]:
         raise TypeError(f"chat_template {wrong[0]} is no text")
@@ -180,13 +186,13 @@ def _text(path: Path) -> str:
 
 
 def _token(value: dict[str, Any]) -> Any:
-    """Returns the added token that an object {"content": …} is; other objects as they are."""
+    """Returns a JSON object {"content": …} as an AddedToken, and other objects as they are."""
     from tokenizers import AddedToken
 
     flags = {"single_word", "lstrip", "rstrip", "normalized", "special"}
     if "content" not in value or not value.keys() <= flags | {"content", "__type"}:
         return value
-    return AddedToken(**{key: each for key, each in value.items() if key != "__type"})
+    return AddedToken(**{key: setting for key, setting in value.items() if key != "__type"})
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -204,7 +210,9 @@ def _json(path: Path) -> dict[str, Any]:
 _GGUF_SPECIALS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
 _FOLDER = "allowed: the model's Hugging Face folder"
 _DEFAULT_ID = 11  # llama.cpp's BOS and EOS of a byte-pair vocabulary that names none
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # ggml's types of tokens that a text may spell
+_CONTROL = 3  # ggml's type of control tokens
+_USER_DEFINED = 4
+_SPELLED = (2, _CONTROL, _USER_DEFINED)  # types of tokens that a text may spell; 2: unknown
 
 # How the models of llama.cpp's names split text before byte pairs are merged. Source: llama.cpp,
 # llama-vocab.cpp, and the models' own tokenizer.json.
@@ -250,56 +258,55 @@ _FOREIGN = (
 def from_gguf(path: Path) -> Vocabulary:
     """Builds the byte-pair vocabulary that a GGUF file describes.
 
-    Raises ConfigError for another kind (SentencePiece), for a pre-tokenizer that is not known here,
-    and for what llama.cpp itself leaves to chance.
+    Raises ConfigError for another kind (SentencePiece), for an unknown pre-tokenizer, and for
+    tokens of which llama.cpp may find others than the library `tokenizers`.
     """
     library = load_library("tokenizers", "workload=text")
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    where, metadata = repr(str(path)), read_gguf(path).metadata
+    where = repr(str(path))
+    metadata = read_gguf(path).metadata
     prefix = "tokenizer.ggml."
-    known = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    if known.get("model") != "gpt2" or "tokens" not in known or "merges" not in known:
-        kind = known.get("model", "none")
+    keys = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    if keys.get("model") != "gpt2" or "tokens" not in keys or "merges" not in keys:
+        kind = keys.get("model", "none")
         raise ConfigError(f"{where}: its tokenizer is {kind!r}, not gpt2 (byte pairs): {_FOLDER}")
     if "phi3" in (name := str(metadata.get("general.name", "")).lower().replace("-", "")):
         raise ConfigError(f"{where}: general.name={name!r} is not supported: {_FOLDER}")
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(known["tokens"])]
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(keys["tokens"])]
     numbers = {token: i for i, token in enumerate(tokens)}
     if len(numbers) < len(tokens):
         raise ConfigError(f"{where}: tokenizer.ggml.tokens: allowed: each token once")
     for name in (*_GGUF_SPECIALS, "eot", "eom", *_GROUPS):
-        number = known.get(f"{name}_token_id", 0)
+        number = keys.get(f"{name}_token_id", 0)
         if not 0 <= number < len(tokens):
             raise ConfigError(f"{where}: {name}_token_id: token {number} of {len(tokens)} tokens")
-    pre = known.get("pre") or "default"
+    pre = keys.get("pre") or "default"
     if pre not in _SPLITS:
         raise ConfigError(f"{where}: pre-tokenizer {pre!r}: allowed: {', '.join(sorted(_SPLITS))}")
-    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(known["merges"])]
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(keys["merges"])]
     try:
         model = models.BPE(numbers, merges, ignore_merges=pre in _LLAMA3_NAMES)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{where}: its merges: {_first_line(error)}") from error
     backend: tokenizers.Tokenizer = library.Tokenizer(model)
-    splits = [pre_tokenizers.Split(library.Regex(each), "isolated") for each in _SPLITS[pre]]
+    splits = [pre_tokenizers.Split(library.Regex(form), "isolated") for form in _SPLITS[pre]]
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     if pre in _NFC:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     default = {"bos": _DEFAULT_ID, "eos": _DEFAULT_ID}
-    named = {name: known.get(f"{name}_token_id", default.get(name, -1)) for name in _GGUF_SPECIALS}
+    named = {name: keys.get(f"{name}_token_id", default.get(name, -1)) for name in _GGUF_SPECIALS}
     ids: dict[str, int] = {name: i for name, i in named.items() if 0 <= i < len(tokens)}
-    kinds, stops = _kinds(where, numbers, known, ids.get("eos"))
-    spelled = [i for i, kind in enumerate(kinds) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
+    kinds, stops = _kinds(where, numbers, keys, ids.get("eos"))
+    spelled = [i for i, kind in enumerate(kinds) if kind in _SPELLED]
     _check_apart(where, [tokens[i] for i in spelled])
-    added = [library.AddedToken(tokens[i], special=True, normalized=False) for i in spelled]
-    for i, token in zip(spelled, added, strict=True):
-        token.special = kinds[i] != _USER_DEFINED
+    token_of = partial(library.AddedToken, normalized=False)
+    added = [token_of(tokens[i], special=kinds[i] != _USER_DEFINED) for i in spelled]
     backend.add_tokens(added)  # at once, as each call builds an index of all
-    around = {"bos": known.get("add_bos_token", pre in _LLAMA3_NAMES), "$A": True}
-    around["eos"] = known.get("add_eos_token", False)
-    steps = [name for name, is_added in around.items() if is_added]
+    begin = ["bos"] * bool(keys.get("add_bos_token", pre in _LLAMA3_NAMES))
+    steps = [*begin, "$A", *["eos"] * bool(keys.get("add_eos_token", False))]
     if missing := [name for name in steps if name not in {*ids, "$A"}]:
         raise ConfigError(f"{where}: tokenizer.ggml.{missing[0]}_token_id is missing")
     backend.post_processor = processors.TemplateProcessing(steps, special_tokens=list(ids.items()))
@@ -312,11 +319,11 @@ def from_gguf(path: Path) -> Vocabulary:
 
 
 def _kinds(
-    where: str, numbers: Mapping[str, int], known: Mapping[str, Any], eos: int | None
+    where: str, numbers: Mapping[str, int], keys: Mapping[str, Any], eos: int | None
 ) -> tuple[list[int], set[int]]:
-    """Returns (the type of each token, the tokens that end an answer), as llama.cpp finds them by
-    keys and texts."""
-    kinds: list[int] = list(known.get("token_type") or [1] * len(numbers))
+    """Returns (ggml's type of each token, the tokens that end an answer), as llama.cpp does. where:
+    names the file in errors. numbers: ids by text. keys: the file's, of its tokenizer."""
+    kinds: list[int] = list(keys.get("token_type") or [1] * len(numbers))
     if len(kinds) != len(numbers):
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
     if foreign := [text for text in _FOREIGN.split() if text in numbers]:
@@ -325,22 +332,22 @@ def _kinds(
     controls = set(ends)
     for name, texts in zip(_GROUPS, _ONE_OF, strict=True):
         ids = {numbers[text] for text in texts.split() if text in numbers}
-        if (number := known.get(f"{name}_token_id")) is not None:
+        if (number := keys.get(f"{name}_token_id")) is not None:
             ids = {number}
         else:
             controls |= ids
         if name not in _GROUPS[:3]:
             ends |= ids
-    keys = known.get("eot_token_id"), known.get("eom_token_id"), eos
-    named = {number for number in keys if number is not None}
+    stops = keys.get("eot_token_id"), keys.get("eom_token_id"), eos
+    named = {number for number in stops if number is not None}
     for i in controls:
         kinds[i] = _CONTROL
     return kinds, ends | named
 
 
 def _check_apart(where: str, texts: Iterable[str]) -> None:
-    """Refuses tokens that can overlap in a text, of which llama.cpp finds the longest first, and
-    the library the first one. Runs of one character are the same for both."""
+    """Raises ConfigError for tokens that can overlap in a text, where llama.cpp finds the longest
+    one, and the library `tokenizers` the first one; not for runs of one character."""
     texts = [text for text in texts if len(set(text)) > 1]
     beginnings = {text[:size] for text in texts for size in range(1, len(text))}
     for text in texts:
