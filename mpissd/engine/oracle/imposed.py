@@ -1,10 +1,9 @@
-"""The `gemm` workload: forwards of bare products, and tokens from imposed distributions.
+"""The `gemm` workload: forwards of bare products, and synthetic tokens from tables.
 
-Tables hold its synthetic tokens: emitted, drafted and predicted.
-
-Every draw is keyed by (seed, purpose, sequence, absolute position), so AR, SD and SSD with any K,
-hit model or timing emit the same tokens for one seed. Tables are filled a window of positions at a
-time, so that a round only gathers from them.
+The flags impose the distributions of accepted tokens and cache hits. A draw depends only on (seed,
+purpose, sequence, absolute position), so AR, SD and SSD with any K, hit model or timing emit the
+same tokens for one seed. Tables of the target's, drafted and predicted tokens are filled a window
+of positions at a time, so that a round only gathers from them.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOra
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
-_CANDIDATES = 1 << 18  # limit of positions · widest F a slot: a wide fan-out holds fewer positions
-_MARGIN = 4
+_CANDIDATES = 1 << 18  # limit of a slot's positions times the widest F, which shortens the window
+_MARGIN = 4  # positions before the current one that a refill keeps
 
 
 class Stream:
-    """The tokens Y that the target emits, as a flat table.
+    """The tokens Y that the target emits, in a flat table.
 
-    Offset 0 is the position n after a sequence's newest committed token; a subclass computes
-    `_origin` [b], the table entry of each sequence's position n, in begin_round.
+    Offsets are relative to the position n after a sequence's newest committed token. A subclass
+    computes `_origin` [b], the table entry of each sequence's position n, in begin_round. The
+    methods from `grown` on belong to the streams of drafts.
     """
 
     lookahead: int
@@ -44,18 +44,18 @@ class Stream:
     _origin: Index = np.zeros(0, np.int64)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Tabulates future sequences, while no sequence is live. The default does nothing."""
+        """Fills tables of future sequences, while none is live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Admits new sequences, and follows the lengths of the batch."""
+        """Sets `_origin` for this batch; started: its new sequences."""
         raise NotImplementedError
 
     def true(self, offsets: Index) -> Ints:
-        """Returns Y at positions n + offsets, int32 [b, …]."""
+        """Returns Y at positions n + offsets, int32 [b, …] for offsets […]."""
         return self._table.take(self._index(offsets))
 
     def row(self, count: int) -> list[int]:
-        """Returns Y at positions n … n + count − 1 of the only sequence of the batch."""
+        """Returns Y at positions n … n + count − 1, of a batch of one sequence."""
         first = int(self._origin[0])
         tokens: list[int] = self._table[first : first + count].tolist()
         return tokens
@@ -63,44 +63,40 @@ class Stream:
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the tokens
-        that grow after them [n, ΣF, K]; of a draft's stream."""
+        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the K
+        tokens that are drafted after each candidate [n, ΣF, K]."""
         raise NotImplementedError
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n]; of a draft's
-        stream."""
+        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n] after a miss."""
         raise NotImplementedError
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the draft's candidates [n, m] of these ranks [m] (0: the likeliest one) after
-        `depths` [m] true tokens of batch rows `rows` [n], of a draft's stream.
-
-        ahead: tokens of each row [n] before these.
-        """
+        """Returns the draft's candidates [n, m] by rank [m] (0: the likeliest one), after ahead [n]
+        + depths [m] tokens Y of batch rows `rows` [n]."""
         raise NotImplementedError
 
     def nodes(self, tree: Tree, rows: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the tokens of trees [n, N] by `ranked`. Beyond the accepted path none is
-        right."""
+        """Returns the tokens of drafted trees [n, N], after ahead [n] tokens Y of batch rows `rows`
+        [n]. Beyond the accepted path none equals Y."""
         return self.ranked(rows, tree.depths[1:] - 1, tree.ranks[1:], ahead)
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
-        """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` if given."""
+        """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` only."""
         origin = self._origin if rows is None else self._origin[rows]
         return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
 
 
 class TokenStream(Stream):
-    """Table of the tokens that the target emits, Y(s,p) = floor(V·U(token,s,p)).
-
-    s is the sequence in a slot, p a position, and U a uniform draw.
-    """
+    """A table of the tokens Y(s, p) = floor(V·U(s, p)) that the target emits, by slot and position;
+    s is the sequence in the slot, p the position, and U a uniform draw."""
 
     def __init__(
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
     ) -> None:
-        self._seed, self.vocab, self.lookahead = seed, vocab, lookahead
+        self._seed = seed
+        self.vocab = vocab
+        self.lookahead = lookahead
         self._reach = 2 * lookahead + 4  # positions past n that a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
@@ -113,17 +109,12 @@ class TokenStream(Stream):
         self._safe_rounds = 0  # rounds in which no sequence can reach its limit
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first windows of future sequences, while no sequence is live.
-
-        A fill takes about a millisecond, too long for the admitting round.
-        """
         for request in requests:
             self._request[0] = request.request_id
             self._fill(0, 0)
             self._prepared[request.request_id] = [view.copy() for view in self._views(0)]
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Admits new sequences, and refills every table that this round could read past its end."""
         for sequence in started:
             name = sequence.request.request_id
             slot = sequence.slot
@@ -134,7 +125,7 @@ class TokenStream(Stream):
             for view, saved in zip(self._views(slot), prepared, strict=True):
                 view[...] = saved
             self._place(slot, 0)
-        self._safe_rounds -= 1
+        self._safe_rounds -= 1  # until then no table has to be refilled
         if started or self._safe_rounds < 0:
             for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
                 self._fill(int(batch.slots[row]), max(0, int(batch.lengths[row]) - _MARGIN))
@@ -145,7 +136,7 @@ class TokenStream(Stream):
         self._origin += batch.lengths
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
-        """Returns writable views of this slot's part of every table, to save and restore them."""
+        """Returns writable views of the slot's part of every table, to save and restore them."""
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
@@ -163,8 +154,8 @@ class TokenStream(Stream):
 class DraftStream(TokenStream):
     """Tables of the tokens that the draft proposes, and of its bonus candidates.
 
-    A drafted token x(s,p,i,src) depends on sequence s, position p, place i in the round and the
-    source src that drafted it. A candidate list contains the true bonus token at a drawn rank.
+    A drafted token depends on the sequence, the position, its place 0 … K − 1 in the round, and the
+    source that drafted it. A list of candidates has the true bonus token at a drawn rank.
     """
 
     def __init__(
@@ -176,7 +167,7 @@ class DraftStream(TokenStream):
         hit_law: HitLaw,
         widest: int = 1,
     ) -> None:
-        """Allocates empty tables; `widest` is the most candidates that a row keeps (max F_k)."""
+        """capacity: slots. widest: the largest F_k, the most candidates at one position."""
         lookahead = len(acceptance[Source.JIT].hazards)
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
@@ -202,28 +193,25 @@ class DraftStream(TokenStream):
         self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
-        # By fan-out, of a sequence's lanes [ΣF]: k, the accepted tokens of the lane's outcome; the
+        # By fan-out, for a sequence's candidates [ΣF]: k, the accepted tokens that they follow; the
         # distance in the flat table of decoys from the entry of (position n, place 0); the distance
-        # from n to the position where the branch begins.
+        # from n to the position of the first token after the candidate.
         self._lanes: dict[tuple[int, ...], tuple[Index, Index, Index]] = {}
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
-        """Returns the tokens x_1 … x_K that `source` drafts from n + offsets on, [b, …, K]."""
+        """Returns the K tokens that `source` drafts from position n + offsets on, [b, …, K]."""
         index = self._index(offsets[..., None] + self._places, rows)
         return self._flat_drafts[source].take(index)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns candidates and their tokens, as Stream.grown.
-
-        The candidates of a k differ from each other and from the proposed token. They are decoys,
-        except for the k of the true outcome: there Y is at the place of its rank, if the rank is
-        within the fan-out.
-        """
-        source, num_draft, origin = speculation.source, speculation.num_draft, self._origin
-        if rows is not None:
-            source, num_draft, origin = source[rows], num_draft[rows], origin[rows]
+        # The candidates after k accepted tokens differ from each other and from the drafted token.
+        # They are wrong, but after as many tokens as will be accepted Y has its drawn rank.
+        chosen = slice(None) if rows is None else rows
+        source = speculation.source[chosen]
+        num_draft = speculation.num_draft[chosen]
+        origin = self._origin[chosen]
         if fan_out not in self._lanes:
             lane_k, place = lanes_of(fan_out)
             wide = lane_k.astype(np.int64)
@@ -242,13 +230,14 @@ class DraftStream(TokenStream):
         return self.drafts(source, np.zeros((), np.int64), rows)
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
-        """Returns candidates, as Stream.ranked; after K tokens they are bonus candidates only."""
-        origin, is_end = (self._origin[rows] + ahead)[:, None], depths == self.lookahead
+        # At depth K, where nothing is drafted, rank 0 is a bonus candidate.
+        origin = (self._origin[rows] + ahead)[:, None]
+        is_end = depths == self.lookahead
         level = np.minimum(depths, self.lookahead - 1)
         firsts = self._flat_drafts[Source.JIT].take(origin + self._places[level])
         is_first = firsts == self._table.take(origin + level)
         later = np.where(is_end, ranks, np.maximum(ranks - 1, 0))
-        # Of the planes of decoys: as after a rejection, or after K accepted tokens.
+        # The planes of decoys are those after a rejection, and after K accepted tokens.
         plane = np.where(is_end, len(self._decoys) - 1, np.where(is_first, 0, 1))
         index = (origin + depths) * self._widest + later + plane * self._decoys[0].size
         return np.where(is_end | (ranks > 0), self._flat_decoys.take(index), firsts)
@@ -281,10 +270,8 @@ class DraftStream(TokenStream):
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:
-    """Counts, at each position p, the leading i for which matches[i, p + i] is true.
-
-    matches: [K, W]; entries beyond the window count as False. Returns int32 [W].
-    """
+    """Returns, for each position p, how many leading places i have a true matches[i, p + i], int32
+    [W]; matches: [K, W], false beyond the window of W positions."""
     lookahead, window = matches.shape
     run = np.zeros(window + lookahead, np.int32)
     alive = np.ones(window, np.bool_)
@@ -296,7 +283,7 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 
 
 class Imposed(Oracle):
-    """What both oracles of imposed tokens have: a stream of them."""
+    """Base class of the oracles whose tokens come from a stream, and not from a model."""
 
     chains = True
     _stream: Stream
@@ -309,7 +296,7 @@ class Imposed(Oracle):
 
 
 class ImposedTarget(Imposed, TargetOracle):
-    """Accepts the drafted tokens that equal a stream Y of tokens."""
+    """Accepts the drafted tokens that equal the stream's tokens Y."""
 
     def __init__(self, stream: Stream, tree: Tree = CHAIN) -> None:
         super().__init__(tree)
@@ -322,10 +309,7 @@ class ImposedTarget(Imposed, TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Compares the drafted tokens with Y; row j scores position n + j, n the committed length.
-
-        Returns (num_accepted, bonus), both int32 [b].
-        """
+        """Compares the drafted tokens with Y; returns (num_accepted, bonus), both int32 [b]."""
         tree = self.tree
         drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
@@ -344,10 +328,10 @@ class ImposedTarget(Imposed, TargetOracle):
 
 
 class ImposedDraft(Imposed, DraftOracle):
-    """Takes drafted tokens and bonus candidates from tables."""
+    """Takes drafted tokens and bonus candidates from a stream's tables."""
 
     def __init__(self, stream: Stream, num_tokens: int = 1, tree: Tree = CHAIN) -> None:
-        """num_tokens: those that a forward drafts (Medusa: all K)."""
+        """num_tokens: how many tokens a forward drafts (Medusa: all K)."""
         super().__init__(stream.lookahead, tree)
         self._stream = stream
         self._num_tokens = num_tokens
@@ -355,7 +339,8 @@ class ImposedDraft(Imposed, DraftOracle):
         self._outcomes: dict[tuple[tuple[int, ...], int], tuple[Index, Ints, Ints]] = {}
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each (s, k, t*); it grows from n + k + 1, after its bonus token."""
+        """Returns a branch for each sequence, number k of accepted tokens, and bonus candidate; its
+        tokens follow the candidate, from position n + k + 1 on."""
         sources = [0] if fan_outs.is_one else sorted(set(speculation.source.tolist()))
         if len(sources) == 1:
             fan_out = fan_outs.after_hit if fan_outs.is_one else fan_outs.behind(sources[0])
@@ -370,7 +355,8 @@ class ImposedDraft(Imposed, DraftOracle):
     def _grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Index, Ints, Ints, Ints, Ints]:
-        """Returns the first arguments of Batch.grown_ahead, for batch rows `rows` (None: all)."""
+        """Returns the arguments rows, nodes, ranks, first and tokens of Batch.grown_ahead, for the
+        branches of batch rows `rows` (None: all)."""
         tree = self.tree
         chosen = np.arange(len(speculation.rows)) if rows is None else rows
         if tree.num_lanes:
@@ -404,7 +390,7 @@ class ImposedDraft(Imposed, DraftOracle):
 
 
 class GemmWorkload(Workload):
-    """Tokens, acceptance and cache hits follow the distributions that the flags impose."""
+    """Draws acceptance and cache hits from the distributions that the flags impose."""
 
     is_imposed = True
     drafts_in_parallel = True
@@ -423,20 +409,15 @@ class GemmWorkload(Workload):
 
     @property
     def _labels(self) -> tuple[str, str]:
-        """The acceptance models of the draft and of looked-up tokens, as text.
-
-        A --laws file is shown by its numbers at this K.
-        """
+        """The acceptance models of drafted and of looked-up tokens, as text: the flags, or the
+        numbers of a --laws file at this K."""
         job = self.job
         if job.config.laws is None:
             return job.config.acceptance_text, job.config.acceptance_fast
         return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
 
     def check(self) -> None:
-        """Raises ConfigError if a row needs more than V − 2 candidates.
-
-        The vocabulary without Y and the served token has no more.
-        """
+        """Raises ConfigError if F_k is above V − 2, the tokens other than Y and the drafted one."""
         super().check()
         if self.job.fan_out and self.job.widest + 2 > self.vocab:
             raise ConfigError(
@@ -450,9 +431,10 @@ class GemmWorkload(Workload):
         return ImposedTarget(stream, job.tree)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
-        job, capacity = self.job, self.job.config.batch_size
+        job = self.job
+        config = job.config
         stream = DraftStream(
-            job.config.seed, self.vocab, capacity, job.acceptance, job.hit_law, job.widest
+            config.seed, self.vocab, config.batch_size, job.acceptance, job.hit_law, job.widest
         )
         return ImposedDraft(stream, job.tokens_a_forward, job.tree)
 
@@ -461,7 +443,8 @@ class GemmWorkload(Workload):
         return [Request(n, first_token=n % self.vocab) for n in ids]
 
     def row_fields(self) -> dict[str, Any]:
-        job, config = self.job, self.job.config
+        job = self.job
+        config = job.config
         if job.draft is None:
             return {}
         return {

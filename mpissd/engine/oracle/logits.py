@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class LogitsTarget(SampledTarget):
-    """Accepts the drafted tokens that the target would have chosen, or sampled."""
+    """Verifies drafted tokens by the target's logits, greedily or by rejection sampling."""
 
     reads_forwards = True
 
@@ -69,9 +69,9 @@ class LogitsTarget(SampledTarget):
     ) -> None:
         """Makes the oracle of one target rank.
 
-        draft_ids: the tokens that the draft knows (None: all). widths: columns of the LM head by
-        target rank. keeps_logits: whether a learner reads them. gather: collects the logits of
-        several target ranks (None: of one).
+        stepper: its forwards. samples: whether sequences may be sampled. draft_ids: the tokens that
+        the draft knows (None: all). widths: columns of the LM head by target rank. keeps_logits:
+        whether a learner reads them. gather: collects logits of T > 1 ranks (None: T = 1).
         """
         super().__init__(seed, tree)
         self._stepper = stepper
@@ -82,9 +82,9 @@ class LogitsTarget(SampledTarget):
         self._keeps_logits = keeps_logits
         self._gather = gather
         self._grammars = grammars or GrammarStates()
-        # Whether a live sequence is sampled, and whether logits are read.
+        # Whether a sequence of `_live` is sampled, and whether logits are read for one.
         self._draws_any = self._reads_logits = False
-        self._live: list[LiveSequence] | None = None  # the sequences of which this is known
+        self._live: list[LiveSequence] | None = None
         self._parts: Logits
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
@@ -106,7 +106,7 @@ class LogitsTarget(SampledTarget):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Returns (num_accepted, bonus), both int32 [b]: greedily, or by rejection sampling."""
+        """Decides greedily or by rejection sampling; returns (num_accepted, bonus), int32 [b]."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         results = self._stepper.results()
@@ -116,8 +116,8 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns the served tokens that are the likeliest of their rows, and the next one; None if
-        the sequence is sampled, or its logits are adjusted or masked."""
+        """Returns a greedy sequence's (num_accepted, bonus), or None if it is sampled, or its
+        logits are adjusted or masked. start: its first row of the forward."""
         settings = sequence.request.sampling
         is_changed = settings.adjusts or bool(settings.grammar)
         if is_changed or (settings.temperature > 0 and self._draws_any):
@@ -139,8 +139,8 @@ class LogitsTarget(SampledTarget):
         return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns the logarithms of softmax over the target's logits, before temperature and
-        top_p."""
+        """Returns, by batch row, the log-probabilities of the emitted tokens, by softmax over the
+        target's logits, before temperature and top_p."""
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
@@ -167,7 +167,7 @@ class LogitsTarget(SampledTarget):
         return forced
 
     def logits_of(self, row: int) -> Logits:
-        """Returns the logits [V] of a row of the finished forward."""
+        """Returns the target's logits [V] of a row of the finished forward."""
         if self._gather is None:
             logits: Logits = self._stepper.logits([row])[0]
             return logits
@@ -175,7 +175,8 @@ class LogitsTarget(SampledTarget):
         return np.concatenate([part[:width] for part, width in parts])
 
     def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
-        """Returns the logits [V] after a node, −inf where a grammar forbids the token."""
+        """Returns the logits [V] after a node of the draft, −inf for tokens that the grammar
+        forbids; start: the sequence's first row of the forward."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
         grammar = self._grammars.of(sequence)
@@ -197,40 +198,42 @@ class LogitsTarget(SampledTarget):
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
-    """Returns (k, t*) of each sequence, as sampling.judge; raises as it does.
+    """Returns (number of accepted tokens, next token) of each sequence by rejection sampling on the
+    device; raises ProtocolError for a token of probability 0.
 
-    One launch judges all rows of all sequences; one more for a rejected token whose row must be
-    known. ids: the token of each entry of a draft's rows (None: entry t is token t).
+    One launch decides all rows of all sequences, and one more a rejected token whose distribution
+    is needed. ids: the token of each entry of the draft's distributions (None: entry t is token t).
     """
     asked = []
     for case in cases:
-        how, every = (case.sequence.request.sampling.temperature, case.u), list[Judging]()
+        rows = list[Judging]()
+        temperature = case.sequence.request.sampling.temperature
         for token, q, coin in zip(case.tokens, case.q, case.coins, strict=False):
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
-            every.append(Judging(case.start + len(every), *how, token, q, coin))
-        every.append(Judging(case.start + len(every), *how))  # to draw the target's own token
-        asked.append(every)
-    verdicts = iter(draws.judge([one for every in asked for one in every], ids))
+            rows.append(Judging(case.start + len(rows), temperature, case.u, token, q, coin))
+        rows.append(Judging(case.start + len(rows), temperature, case.u))  # draws the next token
+        asked.append(rows)
+    verdicts = iter(draws.judge([row for rows in asked for row in rows], ids))
     decided = []
-    for case, every in zip(cases, asked, strict=True):
-        mine = [next(verdicts) for _ in every]
-        for i, verdict in enumerate(mine):
+    for case, rows in zip(cases, asked, strict=True):
+        answers = [next(verdicts) for _ in rows]
+        for i, verdict in enumerate(answers):
             if verdict.needs_row:
-                kept: Any = case.proposal(i)  # the row that token i was drafted from
+                kept: Any = case.proposal(i)  # the distribution that token i was drafted from
                 if not hasattr(kept, "total"):  # it has left the device
                     total = sampling.checked_total(kept, case.tokens[i], case.q[i], ids)
                     kept = draws.keep(kept, total)
-                (mine[i],) = draws.judge([replace(every[i], kept=kept)], ids)
-            if mine[i].is_replaced or i == len(case.tokens):
-                decided.append((i, mine[i].token))
+                (verdict,) = draws.judge([replace(rows[i], kept=kept)], ids)
+            if verdict.is_replaced or i == len(case.tokens):
+                decided.append((i, verdict.token))
                 break
     return decided
 
 
 class LogitsDraft(SampledDraft):
-    """Drafts the likeliest tokens, or samples them; its best candidates after each row of the trunk
-    are the predicted bonus tokens."""
+    """Drafts the likeliest tokens by the draft's logits, or samples them; the likeliest tokens
+    after each served token are the bonus candidates."""
 
     reads_forwards = True
 
@@ -249,12 +252,9 @@ class LogitsDraft(SampledDraft):
         tree: Tree = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
-        """Makes an oracle.
-
-        lookup: kind of lookup of a fast backup. ids: the tokens that the draft's logits are of,
-        rising (None: all). heads: the tokens that one forward drafts, of a draft on the target's
-        hidden states; None: of a draft model.
-        """
+        """stepper: the draft's forwards. ids: the tokens that it knows, rising (None: all). lookup:
+        the kind of a fast backup. heads: the tokens that a forward drafts, of a draft that reads
+        the target's hidden states; None: of a draft model, which drafts one."""
         super().__init__(seed, lookahead, fan_outs, tree)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
@@ -337,8 +337,8 @@ class LogitsDraft(SampledDraft):
                     branches.take(best[part])
 
     def _masked(self, states: Sequence[DrawState], best: Ints, first: int) -> Ints:
-        """Returns the likeliest tokens [rows, k] that grammars allow; keeps the masked logits in
-        their states. first: the first state's row of logits."""
+        """Returns the likeliest tokens [rows, k] that grammars allow, instead of `best` [rows, k],
+        and stores the masked logits in the states. first: the first state's row of the forward."""
         best = best.copy()
         for n, state in enumerate(states):
             if state.grammar is not None:
@@ -352,10 +352,8 @@ class LogitsDraft(SampledDraft):
     def _drawn(
         self, grown: Sequence[Branches], best: Ints, first: int, shared: Draws
     ) -> list[Proposal] | None:
-        """Returns the first child of every row of a step, or None if the likeliest are taken.
-
-        best: the likeliest token of each row. first: the first one's row of logits.
-        """
+        """Returns the drafted token of every row of a step, or None if all are the likeliest ones
+        (best). first: the first row's logits in the forward. shared: uniforms that were drawn."""
         if not self.samples:
             return None
         rows = [pair for branches in grown for pair in self._pairs(branches)]
@@ -391,12 +389,12 @@ class LogitsDraft(SampledDraft):
         return Proposal(self._named(entry), q, row)
 
     def _damped(self, state: DrawState, place: int) -> int:
-        """Returns how many of the largest logits Saguaro's sampling damps."""
+        """Returns how many of the likeliest tokens Saguaro's sampling makes rarer."""
         return state.fan_out[place] if state.fan_out and self._saguaro_c < 1 else 0
 
 
 class TextEndings(Endings):
-    """Ends an answer at a stop token or a stop string, or when the context is full."""
+    """Ends answers at a stop token or a stop string, or when the context is full."""
 
     def __init__(
         self,
@@ -406,12 +404,14 @@ class TextEndings(Endings):
         room: Mapping[int, int],
         prompts: Mapping[int, Sequence[int]],
     ) -> None:
-        """room: the tokens that each request may emit within the context, by request id. prompts:
-        their tokens. Raises ConfigError for stop strings without a tokenizer."""
+        """strings: stop strings. room, prompts: by request id, the most tokens of its answer, and
+        the tokens of its prompt. Raises ConfigError for stop strings without a tokenizer."""
         super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
-        self._tokenizer, self._strings, self._prompts = tokenizer, strings, prompts
+        self._tokenizer = tokenizer
+        self._strings = strings
+        self._prompts = prompts
         self._texts: dict[int, AnswerText] = {}
 
     def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
@@ -452,21 +452,21 @@ class TextWorkload(Workload):
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Makes the grammars of answers."""
+        """The maker of answers' grammars."""
         return Grammars(load_tokenizer(self.job.target_where), self.vocab, self.stop_ids)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts, read only on the lead; raises ConfigError for an unreadable one."""
+        """The prompts, read only on the lead; raises ConfigError if one cannot be read."""
         job = self.job
         return read_prompts(job.config, self.tokenizer, context=job.longest, vocab=self.vocab)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        own = frozenset[int]() if self.tokenizer is None else self.tokenizer.stop_ids
+        ids = frozenset[int]() if self.tokenizer is None else self.tokenizer.stop_ids
         token = self.job.config.stop_token
-        return own if token is None else own | {token}
+        return ids if token is None else ids | {token}
 
     @property
     def vocab(self) -> int:
@@ -490,19 +490,21 @@ class TextWorkload(Workload):
 
     @property
     def samples(self) -> bool:
-        serving = self.job.serving
-        own = self.job.config.temperature > 0 or self.job.config.grammar is not None
-        return own or (serving is not None and serving.samples)
+        config = self.job.config
+        if config.temperature > 0 or config.grammar is not None:
+            return True
+        return self.job.serving is not None and self.job.serving.samples
 
     @property
     def forces(self) -> bool:
-        """Whether grammars force tokens, of which a draft then has no hidden states."""
+        """Whether tokens that a grammar forces are committed without a forward, as they cannot be
+        if the draft reads the target's hidden states."""
         return self.job.serving is not None and not self.job.reads_states
 
     @property
     def law(self) -> str:
-        config, where = self.job.config, self.job.target_where
-        weights = "" if has_weights(where) else " of random weights"
+        config = self.job.config
+        weights = "" if has_weights(self.job.target_where) else " of random weights"
         sampled = f"temperature {config.temperature:g}, top_p {config.top_p:g}"
         how = sampled if self.samples else "greedy"
         return f"text by {self.job.target.name}{weights}, {how}"
@@ -510,7 +512,8 @@ class TextWorkload(Workload):
     def check(self) -> None:
         """Refuses an invalid stop token, and a context without room for an answer."""
         super().check()
-        token, longest = self.job.config.stop_token, self.job.longest
+        token = self.job.config.stop_token
+        longest = self.job.longest
         if token is not None and token >= self.vocab:
             raise ConfigError(f"stop_token={token}: allowed: 0..{self.vocab - 1}")
         if longest < 2:
@@ -541,7 +544,9 @@ class TextWorkload(Workload):
         )
 
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
-        job, config, shard = self.job, self.job.config, self.job.draft_shard
+        job = self.job
+        config = job.config
+        shard = job.draft_shard
         return LogitsDraft(
             stepper,
             config.seed,
@@ -564,10 +569,11 @@ class TextWorkload(Workload):
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
-        requests, every = [], self.prompts
+        size = len(self.prompts)
+        requests = []
         for n in range(first_id, first_id + count):
-            tokens = every[n % len(every)].tokens
-            requests.append(self.request(n, tokens if n < len(every) else tokens[:WARM_TOKENS]))
+            tokens = self.prompts[n % size].tokens
+            requests.append(self.request(n, tokens if n < size else tokens[:WARM_TOKENS]))
         return requests
 
     def tabulated(self, group: int = 0) -> list[Request]:
@@ -578,8 +584,8 @@ class TextWorkload(Workload):
         return len(self.prompts)
 
     def keep(self, start: int, count: int) -> None:
-        every = self.prompts
-        self.prompts = [every[n % len(every)] for n in range(start, start + count)]
+        prompts = self.prompts
+        self.prompts = [prompts[n % len(prompts)] for n in range(start, start + count)]
 
     def endings(self) -> TextEndings:
         job = self.job
@@ -588,7 +594,8 @@ class TextWorkload(Workload):
         return TextEndings(self.tokenizer, job.config.stop_strings, self.stop_ids, room, prompts)
 
     def row_fields(self) -> dict[str, Any]:
-        config, digest = self.job.config, crc32(self.grammar.encode())
+        config = self.job.config
+        digest = crc32(self.grammar.encode())
         return {
             "temperature": config.temperature,
             "vocab": self.vocab,
@@ -604,14 +611,13 @@ class TextWorkload(Workload):
 
 
 def check_prompts(job: Sizes) -> None:
-    """Raises ConfigError if a job of text has a prompt that cannot be answered.
-
-    For the lead, since only the lead must reach the file of prompts.
-    """
+    """Raises ConfigError if a job of text has a prompt that cannot be answered; called on the lead,
+    since only the lead has to reach the file of prompts."""
     if not job.config.is_text:
         return
     workload = TextWorkload(job)
-    count, groups = len(workload.prompts), job.config.groups
+    count = len(workload.prompts)
+    groups = job.config.groups
     _ = workload.grammar
     if count < groups:
         raise ConfigError(f"groups={groups} with {count} prompts: allowed: at most {count}")

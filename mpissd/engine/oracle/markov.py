@@ -1,10 +1,8 @@
 """The `markov` workload: a synthetic language model that is known exactly drafts and verifies.
 
-Its distributions are computed by hashing the context.
-
 The logits after a context are Zipf-like, in an order given by the hash of the context's last
-`order` tokens: z = sharpness · E with E exponential, so that the n-th likeliest token has about
-n^(−sharpness/temperature) of the likeliest one's probability, at any vocabulary.
+`order` tokens: z = sharpness · E, where E is exponentially distributed, so that the n-th likeliest
+token has about n^(−sharpness/temperature) of the likeliest one's probability, at any vocabulary.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ from mpissd.engine.round.sequence import Batch, LiveSequence
 Logits = NDArray[np.float32]
 
 SHARPNESS = 1.5
-_CACHED_BYTES = 1 << 26
-_NOBODY = -1  # fills the places before the first token
+_CACHED_BYTES = 1 << 26  # of a model's latest rows of logits
+_NO_TOKEN = -1  # fills a context's places before the first token
 
 
 @dataclass(frozen=True)
 class MarkovModel:
-    """Language model p(next | last `order` tokens), known for every context.
+    """A language model p(next token | last `order` tokens) that is known for every context.
 
-    divergence: 0 gives the model of the seed, 1 a model independent of it; a value d in between
-    mixes their logits, (1 − d)·z + d·z′.
+    divergence: 0 is the model of the seed, 1 a model independent of it, and d between them the
+    mixture (1 − d)·z + d·z′ of their logits.
     """
 
     vocab: int
@@ -54,7 +52,7 @@ class MarkovModel:
     def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns the last `order` tokens of a sequence, which are all that the model reads."""
         seen = tuple(tokens[-self.order :])
-        return (_NOBODY,) * (self.order - len(seen)) + seen
+        return (_NO_TOKEN,) * (self.order - len(seen)) + seen
 
     def logits(self, context: tuple[int, ...]) -> Logits:
         """Returns the logits after a context, float32 [V], read-only."""
@@ -63,7 +61,7 @@ class MarkovModel:
 
     @cached_property
     def likeliest(self) -> int:
-        """Token with the largest mean probability over 64 contexts."""
+        """The token with the largest mean probability over 64 contexts."""
         mean = np.zeros(self.vocab)
         for n in range(64):
             row = np.exp(self.logits((n % self.vocab,) * self.order).astype(np.float64))
@@ -74,7 +72,8 @@ class MarkovModel:
 def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int], tree: Tree
 ) -> list[tuple[int, ...]]:
-    """Returns the model's contexts after each node of the served tokens' tree."""
+    """Returns the model's context after each node of a draft: after the sequence's `tokens` (node
+    0), and after each of its drafted tokens (served), which are nodes of `tree`."""
     contexts = [model.context(tokens)]
     for token, parent in zip(served, tree.parents, strict=False):
         contexts.append(model.context((*contexts[parent], token)))
@@ -83,7 +82,7 @@ def trunk(
 
 @lru_cache(maxsize=16)
 def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
-    """Returns a function that computes one model's logits, and caches the latest ones."""
+    """Returns a function that computes the model's logits after a context, and caches them."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
     def rows(context: tuple[int, ...]) -> Logits:
@@ -109,9 +108,10 @@ def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MarkovLaws:
-    """Target and draft model of a markov job, and how tokens are sampled from them.
+    """The models of a markov job, and how tokens are sampled from them.
 
-    saguaro_c: C of σ_{F,C} (1: plain sampling). prompt_tokens: length of each sequence's prompt.
+    saguaro_c: factor C of Saguaro's sampling (law.sampling.probabilities), 1 for plain sampling.
+    prompt_tokens: the length of each sequence's prompt.
     """
 
     target: MarkovModel
@@ -123,11 +123,11 @@ class MarkovLaws:
 
     @property
     def vocab(self) -> int:
-        """Size V of the vocabulary."""
+        """The size V of the vocabulary."""
         return self.target.vocab
 
     def prompt(self, request_id: int) -> list[int]:
-        """Returns the prompt of a sequence, drawn uniformly from the vocabulary."""
+        """Returns a sequence's prompt, whose tokens are drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
 
@@ -171,7 +171,7 @@ class MarkovDraft(SampledDraft):
 
 
 class MarkovTarget(SampledTarget):
-    """Verifies by rejection sampling against the target model (greedily at temperature 0)."""
+    """Verifies drafts by rejection sampling with the target model, or greedily at temperature 0."""
 
     def __init__(self, laws: MarkovLaws, tree: Tree = CHAIN) -> None:
         super().__init__(laws.seed, tree)
@@ -197,8 +197,7 @@ class MarkovTarget(SampledTarget):
         return sampling.probabilities(logits, self._laws.temperature)
 
 
-_MOST_ROW_BYTES = 1 << 30
-_FLOAT32 = 4
+_MOST_ROW_BYTES = 1 << 30  # of a round's distributions of drafted tokens
 
 
 class MarkovWorkload(Workload):
@@ -210,7 +209,8 @@ class MarkovWorkload(Workload):
     def laws(self) -> MarkovLaws:
         """The two models and their sampling parameters, from the flags and their defaults."""
         config = self.job.config
-        vocab, order = config.vocab or DEFAULT_VOCAB, config.order or 2
+        vocab = config.vocab or DEFAULT_VOCAB
+        order = config.order or 2
         divergence = 0.2 if config.divergence is None else config.divergence
         return MarkovLaws(
             target=MarkovModel(vocab, order, config.seed),
@@ -239,14 +239,15 @@ class MarkovWorkload(Workload):
         )
 
     def check(self) -> None:
-        """Raises ConfigError if a round's sampled rows [b, N, V] do not fit one message, or if a
-        node has more children than there are tokens."""
+        """Raises ConfigError if the distributions [b, N, V] of a round's drafted tokens do not fit
+        one message, or if a node of the tree has more children than there are tokens."""
         super().check()
-        job, batch = self.job, self.job.config.batch_size
+        job = self.job
+        batch = job.config.batch_size
         if job.tree.width > self.vocab:
             asked = f"tree={job.config.tree}: {job.tree.width} children of a node"
             raise ConfigError(f"{asked}: allowed: at most vocab={self.vocab}")
-        size = _FLOAT32 * batch * job.num_nodes * self.vocab
+        size = 4 * batch * job.num_nodes * self.vocab
         if self.samples and size > _MOST_ROW_BYTES:
             raise ConfigError(
                 f"batch_size={batch}, {job.num_nodes} drafted tokens, vocab={self.vocab}: "

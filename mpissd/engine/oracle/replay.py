@@ -4,12 +4,8 @@ At temperature 0 everything that speculative decoding decides is a function of t
 recording holds, for each prompt, the target's greedy tokens, and after each of them the draft's
 greedy continuation and its likeliest tokens. This replays every K, fan-out and timing exactly.
 
-The file is a NumPy archive (.npz): `header`, JSON as bytes, and arrays over all prompts,
-concatenated. docs/recordings.md describes it.
-
-Tables of these tokens replace the imposed tokens of the `gemm` workload, under the same workers.
-Sequence n replays prompt n modulo their number. A sequence that is not ended continues in the next
-prompt's answer, as in warm-up and calibration.
+The file is a NumPy archive (docs/recordings.md). Sequence n replays prompt n modulo their number. A
+sequence that is not ended goes on with the next prompt's answer, as in warm-up and calibration.
 """
 
 from __future__ import annotations
@@ -54,13 +50,13 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """One prompt's recording; positions count generated tokens from 0.
+    """The recording of one prompt.
 
     prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens: the answer, and the K that
     would have followed it, because the last round may accept some of them. end: number of tokens of
     the answer, the stop token included. stopped: whether the answer ended with a stop token, and
-    not at a limit. Indexed by the number of tokens generated before: rollout, [end, K], the draft's
-    greedy tokens from there on; top, [end, F + 1], its likeliest next tokens, best first.
+    not at a limit. Row n of rollout [end, K] has the draft's greedy tokens after n tokens of the
+    answer, and row n of top [end, F + 1] its likeliest next tokens, best first.
     """
 
     prompt: Ids
@@ -75,10 +71,10 @@ class Recorded:
 class Recording:
     """The recordings of some prompts, by one target and one draft.
 
-    vocab: token ids are 0 … vocab − 1. longest, filler: how a fast backup drafts: it looks up the
-    last `longest` tokens, and repeats `filler` (None: the last token) if that gives too few. known:
-    the tokens that the draft knows, rising (None: all, or not recorded). about: provenance: target,
-    draft, prompts, sha256 of the weights, licence, date, tool.
+    vocab: token ids are 0 … vocab − 1. longest, filler: a fast backup looks up the last `longest`
+    tokens, and repeats `filler` (None: the last token) if that gives too few. known: the tokens
+    that the draft knows, rising (None: all, or not recorded). about: the provenance: target, draft,
+    prompts, SHA-256 of the weights, licence, date, tool.
     """
 
     vocab: int
@@ -92,22 +88,22 @@ class Recording:
 
     @property
     def lookahead(self) -> int:
-        """K, the most tokens that a replay can draft in a round."""
+        """The largest K of a replay."""
         return int(self.sequences[0].rollout.shape[1])
 
     @property
     def widest(self) -> int:
-        """F, the most bonus candidates that a replay can keep for one k."""
+        """The largest F_k of a replay, the bonus candidates after k accepted tokens."""
         return int(self.sequences[0].top.shape[1]) - 1
 
     @property
     def label(self) -> str:
-        """Names the file and its contents, as a result row does."""
+        """The file's name and the beginning of its SHA-256, as in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
 
 def save(path: Path, recording: Recording) -> None:
-    """Writes a recording to a new file, completely or not at all."""
+    """Writes a recording to the new file `path`, completely or not at all."""
     kind = np.uint16 if recording.vocab <= _SMALL else np.uint32
     header = {
         "schema": SCHEMA,
@@ -134,7 +130,8 @@ def save(path: Path, recording: Recording) -> None:
 
 
 def load(path: str) -> Recording:
-    """Reads a recording; raises ConfigError in one line for any other file."""
+    """Reads the recording in a file, once while it does not change; raises ConfigError, in one
+    line, for any other file."""
     try:
         stat = Path(path).stat()
         return _load(path, stat.st_mtime_ns, stat.st_size)
@@ -147,15 +144,13 @@ def load(path: str) -> Recording:
 
 @lru_cache(maxsize=4)
 def _load(path: str, changed: int, size: int) -> Recording:
-    """Reads a recording; a file that has not changed is read once.
-
-    Raises ValueError for arrays of other lengths than they need, or of unknown tokens.
-    """
+    """Reads a recording; changed, size: of the file, which the cache compares. Raises ValueError
+    for arrays of wrong lengths, or with tokens beyond the vocabulary."""
     data = read_file(Path(path))
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())
         arrays = {name: archive[name] for name in _ARRAYS}
-        known = archive.get("known")
+        draft_ids = archive.get("known")
     if header.get("schema") != SCHEMA:
         raise ValueError(f"schema {header.get('schema')}: allowed: {SCHEMA}")
     ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
@@ -195,20 +190,19 @@ def _load(path: str, changed: int, size: int) -> Recording:
         about=header["about"],
         longest=header["longest"],
         filler=header["filler"],
-        known=known,
+        known=draft_ids,
         name=Path(path).name,
         sha256=hashlib.sha256(data).hexdigest(),
     )
 
 
 class RecordedStream(Stream):
-    """The target's recorded tokens of all prompts, in one table.
-
-    Each prompt has end + K entries, K of the recording: entry c follows c generated tokens.
-    """
+    """The target's recorded tokens of all prompts, in one table; a prompt has end + K entries, of
+    which number n follows n tokens of its answer."""
 
     def __init__(self, recording: Recording, capacity: int, lookahead: int) -> None:
-        self.recording, self.lookahead = recording, lookahead
+        self.recording = recording
+        self.lookahead = lookahead
         counts = [len(part.tokens) for part in recording.sequences]
         self._starts = np.cumsum([0, *counts])
         self._size = int(self._starts[-1])
@@ -217,10 +211,9 @@ class RecordedStream(Stream):
         self._base = np.zeros(capacity, np.int64)
 
     def _tabled(self, parts: Sequence[Ids]) -> Ints:
-        """Joins [end or end + K, …] of all prompts to int32 [entries, …]; zeros fill the rest.
-
-        The first entries are repeated after the last: a round reads at most 2·(K + 1) entries.
-        """
+        """Joins the arrays [end or end + K, …] of all prompts to int32 [entries, …], with zeros for
+        missing entries. The first 2·(K + 1) entries, as many as a round may read, are repeated
+        after the last one."""
         table = np.zeros((self._size, *parts[0].shape[1:]), np.int32)
         for start, part in zip(self._starts.tolist(), parts, strict=False):
             table[start : start + len(part)] = part
@@ -235,10 +228,10 @@ class RecordedStream(Stream):
 
 
 class RecordedDraft(RecordedStream):
-    """The draft's recorded continuations and likeliest tokens after every true prefix.
+    """The draft's recorded continuations and likeliest tokens after every prefix of the target's.
 
-    The tables follow the target's own tokens. After a served token that the target will reject, the
-    keys are therefore wrong. No outcome equals such a key, so they are never looked up.
+    After a drafted token that the target will reject, the recorded candidates are wrong, which does
+    no harm: no outcome of the round equals an outcome after a rejected token.
     """
 
     def __init__(
@@ -249,10 +242,8 @@ class RecordedDraft(RecordedStream):
         widest: int,
         lookup: str | None = "prompt",
     ) -> None:
-        """Makes the tables; `widest` is the most candidates that a row keeps (max F_k).
-
-        lookup: kind of lookup of a fast backup; None without one.
-        """
+        """capacity: slots. widest: the largest F_k. lookup: the kind of a fast backup (None: there
+        is none)."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
@@ -262,18 +253,15 @@ class RecordedDraft(RecordedStream):
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
         self._fast: Ints | None = None
         if lookup is not None:
-            each = [copied(recording, n, lookahead, lookup) for n in range(len(parts))]
-            self._fast = self._tabled(each)
+            drafts = [copied(recording, n, lookahead, lookup) for n in range(len(parts))]
+            self._fast = self._tabled(drafts)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns candidates and their tokens, as Stream.grown.
-
-        The candidates of k are the likeliest tokens after k accepted ones, without the one served
-        there. After a hit the bonus token is committed, so that its branch is the draft's
-        continuation of the true prefix.
-        """
+        # The candidates after k accepted tokens are the recorded likeliest ones, without the token
+        # that was drafted there. Their tokens are the recorded ones after k + 1 tokens, which are
+        # right if the candidate is the true bonus token.
         chosen = slice(None) if rows is None else rows
         origin = self._origin[chosen]
         if fan_out not in self._lanes:
@@ -304,9 +292,10 @@ class RecordedDraft(RecordedStream):
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
-    """Returns the `count` tokens that a fast backup drafts after each token of prompt n's answer,
-    int32 [end + K, count]: entry c is after c tokens."""
-    part, lookup = recording.sequences[n], make_lookup(kind, recording.longest)
+    """Returns the `count` tokens that a fast backup (kind: of its lookup) drafts after 0, 1, …
+    tokens of prompt n's answer, int32 [end + K, count]."""
+    part = recording.sequences[n]
+    lookup = make_lookup(kind, recording.longest)
     lookup.follow(part.prompt.tolist())
     drafts = []
     for token in part.tokens.tolist():
@@ -316,7 +305,7 @@ def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
 
 
 class ReplayWorkload(Workload):
-    """A recording of a real pair at temperature 0 decides tokens, acceptance and hits."""
+    """Replays tokens, acceptance and hits of a real pair at temperature 0 from a recording."""
 
     reports_outcomes = True
 
@@ -345,10 +334,11 @@ class ReplayWorkload(Workload):
         return f"recording {self.recording.label}: {self.num_sequences} prompts by {pair}"
 
     def check(self) -> None:
-        """Refuses a job that needs more than was recorded (K, candidates a row, prompts), and a
-        transformer that lacks recorded tokens."""
+        """Raises ConfigError if the job needs more than was recorded (K, F_k, prompts), or its
+        transformer lacks recorded tokens."""
         super().check()
-        job, recording = self.job, self.recording
+        job = self.job
+        recording = self.recording
         wanted = [
             (f"lookahead={job.lookahead}", job.lookahead, recording.lookahead),
             (f"batch_size={job.config.batch_size}", job.config.batch_size, len(self.share(0))),
@@ -363,20 +353,21 @@ class ReplayWorkload(Workload):
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "
                 f"{job.target.vocab_size}: allowed: forward=gemm, or a target that has as many"
             )
-        for name, value, most in wanted:
-            if value > most:
+        for name, value, limit in wanted:
+            if value > limit:
                 raise ConfigError(
-                    f"{name} with recording={job.config.recording}: allowed: at most {most}, as "
+                    f"{name} with recording={job.config.recording}: allowed: at most {limit}, as "
                     "recorded"
                 )
 
     def keep(self, start: int, count: int) -> None:
-        every = self.recording.sequences
-        kept = [every[n % len(every)] for n in range(start, start + count)]
+        parts = self.recording.sequences
+        kept = [parts[n % len(parts)] for n in range(start, start + count)]
         self.recording = replace(self.recording, sequences=kept)
 
     def longest_answer(self, request_id: int) -> int:
-        parts, limit = self.recording.sequences, super().longest_answer(request_id)
+        parts = self.recording.sequences
+        limit = super().longest_answer(request_id)
         end = parts[request_id % len(parts)].end
         return end if limit is None else min(end, limit)
 
@@ -390,10 +381,12 @@ class ReplayWorkload(Workload):
         return ImposedTarget(stream, job.tree)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
-        job, batch = self.job, self.job.config.batch_size
+        job = self.job
+        config = job.config
         widest = min(job.widest, self.recording.widest)  # no candidates are read without branches
-        lookup = job.config.fast_lookup
-        stream = RecordedDraft(self.recording, batch, job.lookahead, widest, lookup)
+        stream = RecordedDraft(
+            self.recording, config.batch_size, job.lookahead, widest, config.fast_lookup
+        )
         return ImposedDraft(stream, tree=job.tree)
 
     def requests(self, first_id: int, count: int) -> list[Request]:

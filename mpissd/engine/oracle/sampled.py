@@ -1,8 +1,8 @@
 """Oracles that sample tokens from two models: they draft, reject and replace tokens.
 
 A subclass provides the models' distributions: `markov` computes them from the context, `logits`
-reads the logits of its forwards. Draws are keyed by (seed, purpose, sequence, round), so that every
-oracle may draw them in any order.
+reads the logits of its forwards. A draw depends only on (seed, purpose, sequence, position in its
+draws), so that oracles may draw in any order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 from mpissd.engine.text.grammar import Grammar, Grammars
 
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
-Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a step's row
+Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a row of a draft step
 MakeGrammars = Callable[[], Grammars]
 TargetRow = sampling.Floats | sampling.Weights
 
 
 class Proposal(NamedTuple):
-    """A drafted token, its probability, and the row it was drawn from (None: it was certain)."""
+    """A drafted token, its probability, and the distribution it was drawn from (None: certain)."""
 
     token: int
     q: float = 1.0
@@ -44,12 +44,12 @@ class Proposal(NamedTuple):
 
 @dataclass
 class DrawState:
-    """What draws the next token of a branch.
+    """The state from which the next token of a drafted branch is drawn.
 
-    seed, sequence: of its random draws. first_draw: the index of the first one of the round that
-    will verify its tokens. fan_out is of that round: Saguaro sampling damps the tokens that it
-    keeps. context, logits: the last tokens that the draft model reads, and its logits, whichever of
-    the two the oracle uses. grammar: of its sequence; context is then its answer so far.
+    seed, sequence: key its random draws. first_draw: the index of the first draw of the round that
+    will verify its tokens. fan_out: of that round, whose likeliest tokens Saguaro's sampling makes
+    rarer. context: the last tokens that the draft model reads, or, with a grammar, the answer up to
+    here. logits: the draft model's. An oracle sets the context or the logits.
     """
 
     seed: int
@@ -62,7 +62,8 @@ class DrawState:
     grammar: Grammar | None = None
 
     def u(self, place: int, drawn: Draws) -> float:
-        """Returns the uniform that draws token `place`; branches of a sequence share it."""
+        """Returns the uniform that draws token `place` of the draft, which all branches of a
+        sequence share; drawn: uniforms that were drawn before, to which it is added."""
         key = self.seed, self.sequence, self.first_draw + place
         if key not in drawn:
             drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
@@ -70,18 +71,16 @@ class DrawState:
 
 
 class GrammarStates:
-    """Makes the grammars of sequences, and keeps each one's state in its sequence.
-
-    forces: whether tokens that a grammar leaves no choice of are committed without a forward.
-    """
+    """Makes the grammars of sequences, and stores each in its sequence. forces: whether tokens that
+    are the only allowed ones are committed without a forward."""
 
     def __init__(self, make: MakeGrammars | None = None, *, forces: bool = False) -> None:
-        """make: returns what reads grammars (None: sequences have none)."""
+        """make: returns the maker of grammars (None: sequences have none)."""
         self.forces = forces
         self._make = make
 
     def of(self, sequence: LiveSequence) -> Grammar | None:
-        """Returns the state of a sequence's grammar; None without one."""
+        """Returns the grammar of a sequence with its state, or None."""
         settings = sequence.request.sampling
         if sequence.constraint is None and settings.grammar and self._make is not None:
             grammar = self._make().begin(settings.grammar)
@@ -92,25 +91,22 @@ class GrammarStates:
 
 
 class SampledDraft(DraftOracle):
-    """A draft oracle that draws each drafted token; a subclass provides the distribution.
-
-    Saguaro sampling uses the fan-outs of the job until `branches` is given others.
-    """
+    """A draft oracle that draws each drafted token; a subclass provides the distribution."""
 
     reads_tokens = True
     samples = True  # whether tokens are drawn, or always the likeliest
-    # Kind of lookup of a fast backup, the tokens that it compares, and the token that fills places
-    # which the lookup leaves open (None: the sequence's last token).
+    # Of a fast backup: the kind of its lookup, the most tokens that the lookup compares, and the
+    # token that fills places for which it has none (None: the sequence's last token).
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
     _ids: Ints | None = None  # the tokens of the entries of a proposal's row, rising; None: all
 
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, tree: Tree = CHAIN) -> None:
         super().__init__(lookahead, tree)
         self._seed = seed
-        self._fan_outs = fan_outs
+        self._fan_outs = fan_outs  # those that Saguaro's sampling reads
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each of the draft's likeliest tokens after each row of the trunk."""
+        """Returns a branch for each of the draft's likeliest tokens after each served token."""
         self._fan_outs = fan_outs
         entries: list[tuple[int, int, int, int]] = []  # batch row, k, rank, token
         tree = self.tree
@@ -133,14 +129,14 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        """Yields at least `count` of the draft's likeliest tokens for each row of the trunks, best
-        first."""
+        """Yields, for each sequence's last token and each of its served tokens, the draft's `count`
+        likeliest next tokens, best first."""
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         """Returns new branches that continue batch rows `rows` from their last committed token.
 
-        FAST ones get all K tokens at once, with q = 1: copied from the sequence by a lookup. JIT
-        ones are grown step by step.
+        A FAST branch gets all K tokens at once, which a lookup copies from the sequence, and which
+        are certain (q = 1). A JIT branch gets them step by step.
         """
         chosen = np.asarray(rows, np.int64)
         tokens = self._no_tokens(len(rows))
@@ -156,11 +152,11 @@ class SampledDraft(DraftOracle):
     def _states(
         self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
     ) -> list[DrawState] | None:
-        """Returns what draws the tokens of branches that start from the tokens `first` of batch
-        rows `rows`; None if none are drawn.
+        """Returns the states of branches that begin with the tokens `first` of batch rows `rows`;
+        None if no token is drawn.
 
-        nodes: by branch, the served tokens before its first token (in a tree the node), of branches
-        that are verified in the next round; None: branches of this round.
+        nodes: by branch, the number of served tokens before its first one (in a tree the node), if
+        the next round verifies the branches; None: this round does.
         """
         if not self.samples:
             return None
@@ -187,12 +183,10 @@ class SampledDraft(DraftOracle):
         return states
 
     def _grammar(self, sequence: LiveSequence) -> Grammar | None:
-        """Returns the state of a sequence's grammar. The default has none."""
         return None
 
     def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
-        """Returns the context of a branch after a sequence's tokens and the tokens `ahead` of
-        it."""
+        """Returns the part of a sequence's tokens, followed by `ahead`, that a DrawState keeps."""
         return ()
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
@@ -210,7 +204,8 @@ class SampledDraft(DraftOracle):
             self._grow(branches, firsts, drawn, partial(self._ranked, states))
 
     def _pairs(self, branches: Branches) -> list[tuple[DrawState, int]]:
-        """Returns what draws each row of a step, and the column of its first child."""
+        """Returns, for each row of a draft step, (its state, the column of the token that it
+        drafts: in a tree, of the first child)."""
         tree = branches.tree
         columns = [tree.children[node][0] - 1 for node in tree.inner[branches.steps].tolist()]
         return list(zip(branches.states or (), columns * len(branches), strict=True))
@@ -218,8 +213,11 @@ class SampledDraft(DraftOracle):
     def _grow(
         self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
-        """Stores the next level: each row's first child, and others without replacement, or the
-        likeliest of the others where nothing is left to draw."""
+        """Stores the tokens of a draft step, one a row (firsts).
+
+        In a tree a row's node may have more children. They are drawn without replacement, or, where
+        nothing is left to draw, are the likeliest of the other tokens.
+        """
         tree = branches.tree
         nodes = tree.inner[branches.steps].tolist()
         following = list[DrawState]()
@@ -240,7 +238,7 @@ class SampledDraft(DraftOracle):
         branches.follow(following)
 
     def _other(self, proposal: Proposal, u: float) -> Proposal:
-        """Draws the next sibling of an uncertain proposal with u."""
+        """Draws the next sibling of an uncertain proposal with the uniform u."""
         token = proposal.token
         assert proposal.row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
@@ -249,14 +247,14 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
-        """Draws token `place` of a branch's draft with u."""
+        """Draws token `place` of a branch with the uniform u."""
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
-        """Returns as many of row n's likeliest tokens as a node may have children."""
+        """Returns the likeliest tokens of row n, as many as a node of the tree has children."""
         raise NotImplementedError("a tree of a draft that ranks no tokens")
 
     def _follow(self, state: DrawState, token: int) -> None:
-        """Moves a branch's context to a token. The default has none."""
+        """Appends a token to DrawState.context. The default does nothing."""
 
     def _named(self, entry: int) -> int:
         return entry if self._ids is None else int(self._ids[entry])
@@ -264,10 +262,8 @@ class SampledDraft(DraftOracle):
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence to verify: sampling.judge's arguments, and its first row.
-
-    row: of the batch; start: of the forward.
-    """
+    """A sequence to verify: arguments of sampling.judge, its row of the batch, and the first row
+    (start) that it has in the forward."""
 
     row: int
     start: int
@@ -297,11 +293,9 @@ class SampledTarget(TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies rejection sampling (spec.sampling.judge) to each sequence.
-
-        Returns (num_accepted, bonus), both int32 [b]. Draws are keyed by (sequence, round). Sampled
-        tokens are not judged if their distributions are lost.
-        """
+        """Applies rejection sampling (law.sampling.judge) to each sequence; returns (num_accepted,
+        bonus), both int32 [b]. Without the distributions of sampled tokens (speculation.is_lost) it
+        verifies none of a sequence's tokens, and draws one."""
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start = 0
         cases = list[Case]()
@@ -332,7 +326,8 @@ class SampledTarget(TargetOracle):
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns (k, t*) from the rows after row `start` if no draw decides them, or None."""
+        """Returns a sequence's (num_accepted, bonus) if no draw decides them, or None; start: its
+        first row of the forward."""
         return None
 
     def _draws(self, purpose: Purpose, sequence: LiveSequence, count: int) -> list[float]:
@@ -342,11 +337,11 @@ class SampledTarget(TargetOracle):
 
 
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
-    """Returns the distribution that drafted token i was drawn from; certain tokens have none."""
+    """Returns the distribution of uncertain token i of a batch row; q: of all tokens of the row."""
     return proposals(row, sum(probability < 1 for probability in q[:i]))
 
 
 def check_finite(logits: Logits, model: str) -> None:
-    """Raises DivergedError if a logit is not finite, which would decide a token silently."""
+    """Raises DivergedError, which names `model`, if a logit is not finite."""
     if not np.isfinite(logits).all():
         raise DivergedError(f"{model}: a logit is not finite: its weights are damaged, or overflow")

@@ -17,7 +17,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.scheduler import UNLIMITED, Capacity, Endings, Scheduler, Task
 from mpissd.engine.sizes import Sizes
 
-# The keys of a result row that a workload fills, in their order; null if it does not.
+# The keys of a result row that workloads fill, in their order; a workload leaves others null.
 ROW_FIELDS = (
     "acceptance acceptance_fast hit_law laws temperature vocab order divergence saguaro_c "
     "prompt_tokens top_p stop grammar num_prompts prompts_sha256 recording lookup"
@@ -25,14 +25,14 @@ ROW_FIELDS = (
 
 
 def laws_label(flags: WorkloadFlags) -> str | None:
-    """Returns the name and digest of the --laws file; None without one."""
+    """Returns the name and digest of the file that --laws names; None without that flag."""
     return None if flags.laws is None else load_laws(flags.laws).label
 
 
 class Workload(ABC):
-    """Base class of workloads: makes a job's sequences, and the oracles of their tokens.
+    """Base class of workloads, which make a job's sequences, and the oracles of their tokens.
 
-    A new workload is a subclass in a module of its own and one call of common.workloads.register.
+    A new workload is a subclass, and one call of common.workloads.register.
     """
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
@@ -48,48 +48,48 @@ class Workload(ABC):
     @property
     @abstractmethod
     def vocab(self) -> int:
-        """Size V of the vocabulary; token ids are 0 … V − 1."""
+        """The size V of the vocabulary; token ids are 0 … V − 1."""
 
     @property
     def proposal_width(self) -> int:
-        """Number of tokens that the draft knows: entries of a proposal's distribution."""
+        """The number of tokens that the draft knows, which is the length of its distributions."""
         return self.vocab
 
     @property
     def prompt_tokens(self) -> int:
-        """Most tokens of a prompt that the lead sends; 0: the workers read none."""
+        """The most tokens of a prompt that the lead sends to other ranks; 0: they read none."""
         return 0 if self.job.serving is None else self.job.longest
 
     @property
     def samples(self) -> bool:
-        """Whether drafted tokens are sampled, so that a speculation carries their distributions."""
+        """Whether drafted tokens are sampled, so that their distributions are sent as well."""
         return False
 
     @property
     @abstractmethod
     def law(self) -> str:
-        """One line for the printed card that describes the source of the outcomes."""
+        """A line about what decides the outcomes, for the summary of a run that is printed."""
 
     @abstractmethod
     def target_oracle(self, stepper: Forwards) -> TargetOracle:
-        """Returns what decides the target's tokens on one target rank; stepper: its forwards."""
+        """Returns the oracle of one target rank; stepper: its forwards."""
 
     @abstractmethod
     def draft_oracle(self, stepper: Forwards) -> DraftOracle:
-        """Returns what decides a draft's tokens; stepper: the draft's forwards."""
+        """Returns the oracle of a draft; stepper: the draft's forwards."""
 
     def target_worker(
         self, stepper: Forwards, open_gather: OpenGather | None = None
     ) -> TargetWorker:
-        """Returns the worker of one target rank, over its share of the target model.
+        """Returns the worker of one target rank, over its share of the target model (stepper).
 
-        open_gather: makes the gather of T > 1 ranks' logits, for oracles that read them; collective
-        over the target ranks.
+        open_gather: makes the function that collects the logits of T > 1 ranks, for oracles that
+        read them. Collective over the target ranks.
         """
         return TargetWorker(stepper, self.target_oracle(stepper), self.job.placement(drafts=False))
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
-        """Returns the worker of one draft, over the whole draft model."""
+        """Returns the worker of a draft; stepper: the draft model."""
         placement = self.job.placement(drafts=True)
         return DraftWorker(stepper, self.draft_oracle(stepper), placement, self.job.layout)
 
@@ -98,33 +98,31 @@ class Workload(ABC):
         """Returns `count` sequences to decode, numbered from first_id."""
 
     def tabulated(self, group: int = 0) -> list[Request]:
-        """Returns the first requests of a target group, for which oracles may prepare on any rank
-        (Oracle.prepare)."""
+        """Returns the first requests of a target group that all ranks know, for Oracle.prepare."""
         return self.requests(self.share(group).start, self.job.config.batch_size)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that a run decodes, batch_size at a time in each target group."""
+        """The number of sequences that a run decodes, batch_size at a time in each target group."""
         return self.job.config.groups * self.job.config.batch_size
 
     def share(self, group: int) -> range:
-        """Returns the ids of the sequences that a target group decodes: as many as each other one.
-
-        A job of G groups so emits the tokens of one group with G times the batch.
-        """
-        count, groups = self.num_sequences, self.job.config.groups
+        """Returns the ids of the sequences that a target group decodes, an equal part of all, so
+        that G groups emit the same tokens as one group with G times the batch."""
+        count = self.num_sequences
+        groups = self.job.config.groups
         return range(count * group // groups, count * (group + 1) // groups)
 
     def keep(self, start: int, count: int) -> None:
-        """Keeps only `count` prompts from number `start` on, around the end, of several."""
+        """Keeps only `count` prompts from number `start` on; number 0 follows the last one."""
         raise NotImplementedError
 
     def longest_answer(self, request_id: int) -> int | None:
-        """Returns the most tokens that a sequence may emit; None: unknown."""
+        """Returns the most tokens that a sequence may emit, or None if that is unknown."""
         return self.job.config.token_limit
 
     def endings(self) -> Endings | None:
-        """Returns the rule that ends a pass's sequences, by default a stop token; None: no rule."""
+        """Returns a new rule that ends sequences, by default at --stop_token, or None."""
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
 
@@ -139,5 +137,5 @@ class Workload(ABC):
         return scheduler
 
     def row_fields(self) -> dict[str, Any]:
-        """Returns the values of this workload's keys in the result row, some of ROW_FIELDS."""
+        """Returns the values of those keys of ROW_FIELDS that this workload fills."""
         return {}
