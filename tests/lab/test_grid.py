@@ -233,8 +233,7 @@ def job(mode: str = "ssd", tp: int = 1, **flags: Any) -> Job:
 
 
 def opened(jobs: list[Job], backend: Counted, room: int | None = None) -> Any:
-    held = Models(backend, SoloGroup(), 0)
-    held.room = room
+    held = Models(backend, SoloGroup(), 0, room)
     held.expect(jobs)
     return held
 

@@ -1,7 +1,8 @@
 """One rank of a job: its workers and message ends, and *passes* of the decoding loops.
 
-A pass is one run of the decoding loops on all ranks, from the first outcome to the stop: the lead
-drives, the drafts serve, the followers follow. A run is one pass.
+A pass is one run of the decoding loops on all ranks, from the first outcome to the stop. The first
+rank of each target group, its lead, decides the rounds, draft ranks draft, and the other target
+ranks run the same forwards as their lead.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ class Rank:
     """The workers and message ends of this rank; parts that its role does not use are None."""
 
     def __init__(self, session: Session) -> None:
-        """Opens models and separate communicators for the plans and the link. Collective."""
+        """Opens models, and communicators for the messages to drafts and to the other ranks of a
+        target group. Collective."""
         self.session = session
-        topology, waiter, job = session.topology, session.waiter, session.job
+        topology = session.topology
+        waiter = session.waiter
+        job = session.job
         target, draft = session.models.open(job, topology)
         self.target = None if target is None else session.target_worker(target)
         # One draft worker and one link for each target group; inline: one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
-        # From the last pass: this rank's phases, and a digest of its outcomes (Batch.digest).
-        self.ledger: Ledger | None = None
-        self.digest = 0
-        self.draft_lost = False  # in a pass so far; later ones have K = 0
+        self.ledger: Ledger | None = None  # this rank's phases in the last pass
+        self.digest = 0  # of the outcomes of the last pass
+        self.draft_lost = False  # whether a pass has lost the draft; later ones have K = 0
         self.updates: Updates | None = None  # of the last pass, on a draft with a learner
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
@@ -85,41 +88,38 @@ class Rank:
 
     @property
     def draft(self) -> DraftWorker | None:
-        """The draft's worker of the first target group; None if nothing drafts."""
+        """The worker that drafts here for the first target group, or None."""
         return self.drafts[0] if self.drafts else None
 
     @property
     def messages(self) -> tuple[int, int]:
-        """The (messages, bytes) that the lead has sent and received so far."""
+        """The (messages, bytes) that this lead has sent and received so far."""
         ends = [end for end in (self.sender, self.lead_link) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     @property
     def proposals(self) -> tuple[int, float]:
-        """The bytes of distributions that the lead has received, and the seconds it waited."""
+        """The bytes of distributions that the draft has sent here, and the seconds of waiting."""
         link = self.lead_link
         return (0, 0.0) if link is None else (link.proposal_bytes, link.proposal_wait_s)
 
     @property
     def kernel(self) -> str | None:
-        """Names of the kernels that read the target's weights here; None if there are none."""
+        """The names of the kernels that read the target's weights on this rank, or None."""
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
     @property
     def draws(self) -> str:
-        """The place where a target's sampled tokens are drawn: device or host."""
+        """Where the target's sampled tokens are drawn: "device" or "host"."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def make_drafters(self) -> list[Drafter]:
-        """Returns the drafters of a pass: of all target groups on a draft rank, or of the lead."""
-        job = self.session.job
-        return [
-            make_drafter(job, worker, waiter)
-            for worker, waiter in zip(self.drafts, self._draft_waiters, strict=True)
-        ]
+        """Returns new drafters, one for each target group that this rank drafts for."""
+        pairs = zip(self.drafts, self._draft_waiters, strict=True)
+        return [make_drafter(self.session.job, worker, waiter) for worker, waiter in pairs]
 
     def run_pass(
         self,
@@ -127,12 +127,9 @@ class Rank:
         drafters: Sequence[Drafter],
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
-        """Runs one pass with these workers; collective over the job's ranks.
-
-        `drive` runs on the lead of each target group, which returns its result; other ranks return
-        None.
-        """
-        # A pass of a server may last for days: it has to collect its garbage.
+        """Runs the loops once with these workers. Collective over the job's ranks. drive: decodes,
+        on the lead of each target group, and returns the result; other ranks return None."""
+        # A pass of a server may last for days, so it has to collect its garbage.
         with undisturbed() if self._keeps else nullcontext():
             if self.draft_links:
                 self._serve(drafters)
@@ -147,7 +144,6 @@ class Rank:
             return self._lead(target, speculator, drive)
 
     def _serve(self, drafters: Sequence[Drafter]) -> None:
-        """Drafts for every target group until all have stopped."""
         first = drafters[0]
         forwards = first.worker.stepper
         if isinstance(forwards, GroupForwards):
@@ -163,7 +159,6 @@ class Rank:
         self.digest = first.batch.digest
 
     def _follow(self, target: TargetWorker, receiver: PlanReceiver) -> None:
-        """Runs the lead's forwards until it stops."""
         session = self.session
         self.ledger = (Ledger if self._keeps else NullLedger)(FollowPhase)
         batch = session.job.config.batch_size
@@ -189,11 +184,11 @@ class Rank:
 
     @property
     def _keeps(self) -> bool:
-        """Whether passes keep a record of their rounds."""
+        """Whether the times of all rounds are kept, as they are except by a server."""
         return self.session.job.serving is None
 
     def _deciding(self, target: TargetWorker, speculator: Speculator) -> TargetWorker:
-        """Returns the worker whose rounds the device decides, or the same one if the host does."""
+        """Returns a worker whose device decides rounds by itself; `target` if the host does so."""
         end = self.receiver or self.sender
         if self.device_rounds is None or end is None:
             return target
@@ -222,18 +217,15 @@ class Rank:
             self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
 
     def idle(self) -> None:
-        """Waits, without a deadline and with rare polls, until the lead begins another pass.
-
-        For the other ranks: an idle one must not take a core from those that work. Where a rank is
-        lost, the warden ends this wait.
-        """
+        """Waits until the lead begins another pass, without a deadline, and with rare polls, which
+        take no core from ranks that work. If a rank is lost, the host's watchdog ends this one."""
         end = self.draft_links[0] if self.draft_links else self.receiver
         assert end is not None, "a lead waits for its own work"
         while not end.outcome_arrived():
             sleep(REST_S)
 
     def prepare(self) -> None:
-        """Draws the first tokens of the first sequences ahead of the rounds that admit them."""
+        """Draws the first tokens of the first sequences before the rounds that admit them."""
         workload = self.session.workload
         if self.target is not None:
             self.target.oracle.prepare(workload.tabulated(self.session.topology.group_index))
@@ -241,7 +233,7 @@ class Rank:
             worker.oracle.prepare(workload.tabulated(group))
 
     def close(self) -> None:
-        """Closes the message ends; the machine closes models, groups and the backend."""
+        """Closes the message ends and their communicators."""
         if self.device_rounds is not None:
             self.device_rounds.close()
         for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):
@@ -253,7 +245,7 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Collects garbage, 30 ms, and then disables collections inside the block."""
+    """Collects garbage, which takes 30 ms, and disables collections inside the block."""
     gc.collect()
     gc.disable()
     try:
@@ -263,5 +255,5 @@ def undisturbed() -> Iterator[None]:
 
 
 def _is_draft_lost() -> bool:
-    """Whether the draft rank is known to be gone while the job goes on."""
+    """Returns whether the draft rank is known to be gone while the job goes on."""
     return bool(guard.lost())

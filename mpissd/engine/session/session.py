@@ -1,19 +1,19 @@
 """One rank's resources: opens them in a fixed order, and closes them in the reverse order.
 
-Opening: topology → backend → group → models → link. Closing: link → programs (graphs) → group
-(NCCL) → backend. Graphs that outlive their communicator hang.
+The order is topology, backend, all-reduce, models (with CUDA graphs), link. Graphs that outlive the
+communicator of their all-reduce hang.
 
 A *machine* holds the resources that outlive a configuration: ranks, device, all-reduce, models. A
 *session* is one configuration on a machine. `run` opens a machine for one session, `sweep` for
 many.
 
-`Models` caches the models of a rank: made when a configuration first needs them, kept for the next.
-Configurations share weights if their forwards read the same weights in the same layout. They share
-a *stepper* (buffers and programs for every row count that any configuration needs) if they also
-read as much context and read out as many candidates. A configuration uses only its own row counts
-of a shared stepper, so it runs the same programs as in a job of its own. All target ranks make,
-keep and drop the same models in the same order, because compiling is collective. With an inline
-draft, every target rank also counts the memory of the lead's draft.
+`Models` caches the models of a rank from one configuration to the next. Configurations share
+weights if their forwards read the same weights in the same layout. They share a *stepper* (buffers
+and programs for every row count that any configuration needs) if they also read as much context and
+read out as many candidates. A configuration uses only its own row counts of a shared stepper, so it
+runs the same programs as in a job of its own. All target ranks make, keep and drop the same models
+in the same order, because compiling is collective. With an inline draft, every target rank also
+counts the memory of the lead's draft.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from mpissd.engine.round.oracle import LogitsGather
 from mpissd.engine.round.rows import TargetWorker
 
 Logits = NDArray[np.float32]
-# Measurements of the lab and when they were made, by owner and key: configurations that run on one
-# machine share them, and an owner's are dropped when it is collected.
+# Measurements and when they were made, by the object that they describe and by key. Configurations
+# on one machine share them, and they are dropped when that object is collected.
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # time between two polls of an idle rank
 _SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
@@ -70,33 +70,31 @@ Key = tuple[Any, ...]  # of weights, or of a stepper; configurations with equal 
 
 @dataclass
 class _Held:
-    """Weights, or a stepper on weights, in the cache; made is None if only the lead holds it.
-
-    base: the key of a stepper's weights. rows: its row counts.
-    """
+    """Weights, or a stepper on weights, in the cache. made: None on a rank that only counts their
+    bytes. base: the key of a stepper's weights. rows: its row counts."""
 
     num_bytes: int
-    made: Weights | Stepper | None = None
+    made: Weights | Stepper | None
     base: Key | None = None
     rows: frozenset[int] = frozenset()
 
 
 class Models:
-    """Cache of a rank's models; must be closed before the group."""
+    """Cache of a rank's models; must be closed before their all-reduce."""
 
-    def __init__(self, backend: Backend, group: Group, seed: int) -> None:
-        """Starts empty; `seed` is the seed of all weights.
-
-        One seed serves all configurations, because the weights' values decide no outcome.
-        """
-        self._backend, self._group, self._seed = backend, group, seed
-        self.room: int | None = None  # bytes that each rank of this role may use; None: unknown
+    def __init__(self, backend: Backend, group: Group, seed: int, room: int | None = None) -> None:
+        """group: the all-reduce of the targets. seed: of all random weights, whose values decide no
+        outcome. room: bytes that each rank of this role may use (None: unknown)."""
+        self._backend = backend
+        self._group = group
+        self._seed = seed
+        self._room = room
         # The last used comes last.
         self._held: OrderedDict[Key, _Held] = OrderedDict()
         self._rows: dict[Key, frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Plans steppers with the row counts of all these jobs; call before the first `open`."""
+        """Plans steppers with the row counts of all these jobs; called before the first `open`."""
         for need in (need for job in jobs for need in job.needs):
             key = self._keys(need)[1]
             self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
@@ -104,9 +102,9 @@ class Models:
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
         """Returns [target stepper, draft stepper], None for a model that this rank lacks.
 
-        Collective. If memory does not suffice for the row counts of all configurations, the
-        steppers get only this job's row counts. Raises Refused on all ranks of the job if one of
-        them has no room for these either.
+        If memory does not suffice for the row counts of all expected jobs, the steppers get only
+        this job's. Raises Refused on all ranks of the job if a rank has no room for these either.
+        Collective.
         """
         # An inline draft is the lead's; every target rank counts its memory.
         held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
@@ -119,11 +117,11 @@ class Models:
         return self._open(mine, topology)
 
     def _open(self, mine: Sequence[Need], topology: Topology) -> list[Stepper | None]:
-        fresh = [need for need in mine if not self._is_there(need)]
-        self._make_room(fresh, {key for need in mine for key in self._keys(need)})
+        missing = [need for need in mine if not self._is_there(need)]
+        self._make_room(missing, {key for need in mine for key in self._keys(need)})
         full = None
         try:
-            for need in fresh:
+            for need in missing:
                 is_here = need.which == TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
@@ -132,9 +130,9 @@ class Models:
         try:
             agree(topology.world, full)
         except Refused:
-            self.close()  # of all ranks alike; another attempt makes what it needs
+            self.close()  # all ranks do so; another attempt makes what it needs
             raise
-        for need in fresh:
+        for need in missing:
             if (stepper := self._stepper(need)) is not None:
                 stepper.compile()
         steppers: list[Stepper | None] = [None, None]
@@ -144,8 +142,9 @@ class Models:
         return steppers
 
     def _keys(self, need: Need) -> tuple[Key, Key]:
-        """Returns the keys of a need's weights, and of the stepper on them."""
-        options, shard = need.options, need.shard
+        """Returns the keys of a model's weights, and of the stepper on them."""
+        options = need.options
+        shard = need.shard
         # For few rows, a GPU may use another layout of the weights of products.
         few = need.buckets[-1] <= self._backend.few_rows and isinstance(shard, Shard)
         model = need.which, need.model, shard.shape, shard.tp
@@ -154,18 +153,18 @@ class Models:
         return weights, (weights, options, need.num_sequences if keeps_kv else 0)
 
     def _stepper(self, need: Need) -> Stepper | None:
-        stepper: Stepper | None = cast(Any, self._held[self._keys(need)[1]].made)
-        return stepper
+        return cast("Stepper | None", self._held[self._keys(need)[1]].made)
 
     def _is_there(self, need: Need) -> bool:
-        """Returns whether the stepper can be used as it is; drops it if not."""
+        """Returns whether a stepper can be used as it is; drops it if not."""
         keys = self._keys(need)
         for key in keys:
             if key in self._held:
                 self._held.move_to_end(key)
         if (held := self._held.get(keys[1])) is None:
             return False
-        stepper, is_usable = self._stepper(need), frozenset(need.buckets) <= held.rows
+        stepper = self._stepper(need)
+        is_usable = frozenset(need.buckets) <= held.rows
         if need.source is not None:  # it has to read the states of the current target
             is_usable &= self._is_there(need.source)
             if is_usable and stepper is not None:
@@ -174,17 +173,17 @@ class Models:
             self._drop(keys[1])
         return is_usable
 
-    def _make_room(self, fresh: Sequence[Need], keep: Collection[Key]) -> None:
-        """Drops the least recently used, except `keep`, until `fresh` fits.
+    def _make_room(self, missing: Sequence[Need], keep: Collection[Key]) -> None:
+        """Drops the least recently used models, except the keys `keep`, until the missing ones fit.
 
         It counts computed bytes, which are equal on all ranks of a role, and not a device's report.
         """
         for key in [key for key in self._held if key not in keep]:
             size = sum(held.num_bytes for held in self._held.values())
-            for need in fresh:
+            for need in missing:
                 weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
                 size += kv_bytes + weight_bytes * (self._keys(need)[0] not in self._held)
-            if self.room is None or size + _SPARE_BYTES <= self.room:
+            if self._room is None or size + _SPARE_BYTES <= self._room:
                 return
             self._drop(key)
 
@@ -194,23 +193,26 @@ class Models:
         group = self._group if need.which == TARGET else SoloGroup()
         shard = replace(need.shard, rank=rank if need.which == TARGET else 0)
         weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
-        base = self._held.setdefault(weights, _Held(weight_bytes))
         seed = 2 * self._seed + need.which
-        if base.made is None and is_here:
-            base.made = need.model.weights(
-                self._backend, shard, need.options, max_rows=max(rows), seed=seed
-            )
-        held = self._held[key] = _Held(kv_bytes, base=weights, rows=rows)
+        made: Any = None
+        if weights not in self._held:
+            if is_here:
+                made = need.model.weights(
+                    self._backend, shard, need.options, max_rows=max(rows), seed=seed
+                )
+            self._held[weights] = _Held(weight_bytes, made)
         if is_here:
+            base: Any = self._held[weights].made
             source = None if need.source is None else self._stepper(need.source)
-            parts = self._backend, group, shard, need.options
-            held.made = Stepper(
-                *parts, buckets=rows, num_sequences=need.num_sequences, seed=seed,
-                model=need.model, weights=cast(Any, base.made), source=source, compiled=False,
+            made = Stepper(
+                self._backend, group, shard, need.options, buckets=rows, seed=seed,
+                num_sequences=need.num_sequences, model=need.model, weights=base,
+                source=source, compiled=False,
             )  # fmt: skip
+        self._held[key] = _Held(kv_bytes, made, weights, rows)
 
     def _drop(self, key: Key) -> None:
-        """Closes and removes a stepper, or weights with the steppers on them, if they exist."""
+        """Closes and removes a stepper, or weights and the steppers on them, if they exist."""
         for other in [other for other, held in self._held.items() if held.base == key]:
             self._drop(other)
         held = self._held.pop(key, None)
@@ -225,7 +227,7 @@ class Models:
 
 @dataclass
 class Session:
-    """The resources of one rank while a job runs."""
+    """The resources of one rank while a job runs; learning: its messages to and from learners."""
 
     topology: Topology  # the ranks in this job and their roles
     waiter: Waiter
@@ -240,11 +242,11 @@ class Session:
 
     @property
     def workload(self) -> Workload:
-        """The workload that this job decodes."""
+        """The job's workload, which makes its sequences and decides their tokens."""
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Returns a worker that verifies with this target rank's share of the model."""
+        """Returns a worker that verifies with `stepper`, this rank's share of the target."""
 
         def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
@@ -266,11 +268,9 @@ class Session:
         (waiter or self.waiter).until(request.Test, "barrier")
 
     def survivors(self, *, draft_lost: bool) -> MPI.Comm:
-        """Returns the communicator of the living ranks: all, or the targets if the draft was lost.
-
-        draft_lost: read only on the lead, which broadcasts it. Collective over the target ranks, if
-        the configuration allows the run to go on without its draft.
-        """
+        """Returns the communicator of the living ranks: all, or the targets if the draft was lost,
+        by the value of draft_lost on the lead. Collective over the target ranks of a run that may
+        go on without its draft."""
         topology = self.topology
         if self.job.config.on_draft_loss == "abort" or topology.is_draft:
             return topology.world
@@ -279,39 +279,28 @@ class Session:
 
 @dataclass
 class Machine:
-    """The resources of one rank that outlive a configuration."""
+    """The resources of one rank that outlive a configuration. memory: the least bytes that a target
+    rank and a draft rank may use (None: unknown, or none)."""
 
     topology: Topology  # of all ranks
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
     group: Group
     models: Models
+    memory: tuple[int | None, int | None]
     resources: ExitStack
     calibrations: Calibrations = field(default_factory=WeakKeyDictionary)
     # {D: the ranks in use}; None: this rank idles
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes a topology for each number of draft ranks; collective over all ranks."""
+        """Makes a topology for each of several numbers of draft ranks; collective."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
-    @property
-    def memory(self) -> tuple[int | None, int | None]:
-        """Least bytes that a target rank and a draft rank may use; None: unknown, or none."""
-        shares = memory_shares(self.infos, self.topology.hosts)
-        first = self.topology.first_draft
-        target, draft = (
-            min((n for n in part if n is not None), default=None) if None not in part else None
-            for part in (shares[:first], shares[first:])
-        )
-        return target, draft
-
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to the same job on every rank, for the least memory of a role.
-
-        Raises ConfigError.
-        """
+        """Resolves a configuration to the same job on every rank, for the least memory of a role;
+        raises ConfigError."""
         target, draft = self.memory
         return resolve(
             config,
@@ -323,7 +312,7 @@ class Machine:
         )
 
     def session(self, job: Job) -> Session | None:
-        """Returns the session of a job, or None if this rank takes no part in it."""
+        """Returns the session of a job, or None if this rank stays idle."""
         topology = self.parts[job.config.drafts]
         if topology is None:
             return None
@@ -343,10 +332,8 @@ class Machine:
 
 
 def rest(topology: Topology) -> None:
-    """Waits for all ranks, without a deadline and with rare polls. Collective.
-
-    An idle rank must not disturb the ranks that measure on its cores; they detect a lost rank.
-    """
+    """Waits for all ranks, without a deadline, and with rare polls, since others may measure on the
+    cores of this rank; they detect a lost rank. Collective."""
     arrived = topology.world.Ibarrier()
 
     def polled() -> bool:
@@ -360,10 +347,8 @@ def rest(topology: Topology) -> None:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Session]:
-    """Opens this rank's part of one job, and always closes it within the deadline.
-
-    Raises Refused on every rank if one rank fails.
-    """
+    """Opens the session of the only configuration of a machine, and always closes both within the
+    deadline; raises Refused on every rank if one rank fails. Collective."""
     with opened_machine(config, config.drafts) as machine:
         session = session_of(machine, config)
         machine.resources.callback(session.resources.close)
@@ -374,10 +359,10 @@ def opened(config: RunConfig) -> Iterator[Session]:
 def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
-    """Opens this rank's part of a machine of groups·T + num_drafts ranks, and always closes it
-    within the deadline.
+    """Opens the resources of a rank of a machine, and always closes them within the deadline.
 
-    world: see open_topology. Raises Refused on every rank if one rank fails.
+    The machine has groups·T + num_drafts ranks, in `world` (None: all ranks).
+    Raises Refused on every rank if one rank fails. Collective.
     """
     machine = _open_machine(config, num_drafts, world)
     try:
@@ -392,10 +377,8 @@ def opened_machine(
 
 
 def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
-    """Returns the session of a machine that runs only this configuration; collective.
-
-    serving: None for a run. Raises Refused on every rank if the configuration cannot run there.
-    """
+    """Returns the session of the only configuration of a machine; serving: of a server (None: of a
+    run). Raises Refused on every rank if it cannot run there. Collective."""
     with agreed(machine.topology.world):
         job = machine.resolve(config, serving)
     machine.models.expect([job])
@@ -415,8 +398,10 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
         if topology.is_lead:
             make_output(config.out)
         device = (topology.is_draft and config.draft_device) or config.device
-        name, local_rank = backend_name(config, topology), topology.local_rank
-        backend = open_backend(name, device=device, local_rank=local_rank, graph=config.graph)
+        name = backend_name(config, topology)
+        backend = open_backend(
+            name, device=device, local_rank=topology.local_rank, graph=config.graph
+        )
     resources.callback(backend.close)
     names = topology.world.allgather(backend.name)
     if len(set(names)) > 1:  # --backend=auto on nodes with different hardware
@@ -428,19 +413,19 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
             waiter = topology.waiter(config.deadline_s)
             group = open_group(backend, topology.group, config.all_reduce, waiter)
     resources.callback(group.close)
-    models = Models(backend, group, config.seed)
+    shares = memory_shares(infos, topology.hosts)
+    first = topology.first_draft
+    memory = _least(shares[:first]), _least(shares[first:])
+    models = Models(backend, group, config.seed, memory[topology.is_draft])
     resources.callback(models.close)
-    machine = Machine(topology, backend, infos, group, models, resources)
-    models.room = machine.memory[topology.is_draft]
+    machine = Machine(topology, backend, infos, group, models, memory, resources)
     machine.divide([num_drafts])
     return machine
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes that each rank may use; None if they are unknown.
-
-    A GPU rank may use its GPU's memory; CPU ranks share their host's memory equally.
-    """
+    """Returns the bytes that each rank may use (None: unknown): the memory of its GPU, or, of CPU
+    ranks, an equal share of their host's. infos, hosts: by rank."""
     ranks = Counter(hosts)
     shares: list[int | None] = []
     for info, host in zip(infos, hosts, strict=True):
@@ -449,12 +434,18 @@ def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int
     return shares
 
 
-def backend_name(config: RunConfig, topology: Topology) -> str:
-    """Returns the backend of this rank, the same on all ranks of its host.
+def _least(shares: Sequence[int | None]) -> int | None:
+    """Returns the smallest of some ranks' shares; None if one is unknown, or there is no rank."""
+    sizes = [size for size in shares if size is not None]
+    return None if len(sizes) < len(shares) else min(sizes, default=None)
 
-    `auto` is numpy if text of a small model has more ranks than its host has GPUs, as SSD on a
-    laptop: on one GPU they would be refused. CPUs read a small model's 16-bit weights often enough
-    for text. The lead reports it on stderr.
+
+def backend_name(config: RunConfig, topology: Topology) -> str:
+    """Returns the name of this rank's backend, the same on all ranks of its host.
+
+    --backend=auto is numpy for text by a small model on more ranks than its host has GPUs, as for
+    SSD on a laptop, because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights
+    fast enough. The lead reports it on stderr.
     """
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
@@ -471,12 +462,12 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
 
 
 def doubt_of(job: Job) -> str:
-    """Returns a line if a job's draft was made for another target than the job's; "" if not."""
+    """Returns a warning if a job's draft was made for another target than the job's; or ""."""
     return doubt(job.draft_where, job.target_where) if job.drafts_by_transformer else ""
 
 
 def tell_doubt(job: Job) -> None:
-    """Writes the doubt about a job's draft to stderr, once in this process; for the lead."""
+    """Writes that warning to stderr, once in this process; called on the lead."""
     if line := doubt_of(job):
         _tell(line)
 
