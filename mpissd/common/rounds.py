@@ -34,15 +34,15 @@ class Event(IntEnum):
     """Meaning of an outcome's row for its sequence."""
 
     COMMIT = 0  # the round accepted num_accepted tokens and drew the bonus token
-    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and its first round is a miss
+    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and nothing is drafted for it yet
     RELEASE = 2  # the sequence is finished and takes no speculation
     PREFILL = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
-    START = 4  # an opened sequence whose prompt is stored: from here on as if it were admitted
+    START = 4  # a sequence whose prompt was stored in parts, and which joins now as if by ADMIT
     FORCED = 5  # `bonus` is a token that the grammar forces; it follows the sequence's bonus token
 
 
 LIVE = (True, True, False, False, True, False)  # by Event: takes part in the next round
-_FRESH = np.array([False, True, False, True, False, False])  # by Event: its request is new
+_FRESH = np.array([False, True, False, True, False, False])  # by Event: the sequence is new
 
 
 class Logprob(NamedTuple):
@@ -55,9 +55,10 @@ class Logprob(NamedTuple):
 class Control(NamedTuple):
     """The lead's decisions on the next round, for all ranks.
 
-    lookahead: most tokens that are drafted for a sequence (None: K). width: most bonus candidates
-    that the draft keeps for a row, while the target verifies (None: its fan-out; 0: no growth).
-    prefill_rows: rows of opened prompts that are stored with the verification.
+    lookahead: the most tokens that are drafted for a sequence (None: K). width: the most bonus
+    candidates after each number of accepted tokens for which the draft drafts ahead (None: its
+    fan-out; 0: none). prefill_rows: rows of prompts in parts (Event.PREFILL) that are stored with
+    the verification.
     """
 
     lookahead: int | None = None
@@ -168,9 +169,10 @@ _FREE = Control()
 class Outcome:
     """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
 
-    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node), bonus
-    (t*). The speculation of round + 1 answers the rows whose event is LIVE, in their order.
-    prompts: the requests of those new sequences that have a prompt. control: on round + 1.
+    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node where
+    the accepted path ends), bonus (t*). The speculation of round + 1 has the rows whose event is
+    LIVE, in their order. prompts: the requests of those new sequences that have a prompt. control:
+    of round + 1.
     """
 
     WIDTH = 5
@@ -196,7 +198,8 @@ class Outcome:
 
     @property
     def fresh(self) -> Ints:
-        """The rows of the sequences that are new, admitted or opened, [n, 5]."""
+        """The rows of new sequences, which join now (ADMIT) or once their prompts are stored
+        (PREFILL), [n, 5]."""
         new: Ints = self.rows[_FRESH[self.events]]
         return new
 
@@ -208,7 +211,7 @@ class Outcome:
 
 
 class Speculation:
-    """The draft tokens of round `round`; row i holds num_draft[i] <= K of them (of a tree: N).
+    """The draft tokens of round `round`; row i has num_draft[i] <= K of them (in a tree: N).
 
     rows: int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens.
     With sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was
@@ -227,9 +230,9 @@ class Speculation:
         is_lost: bool = False,
         drawn_from: Mapping[int, Sequence[Any]] = _NO_DISTRIBUTIONS,
     ) -> None:
-        """version: of the draft's weights; 0: as loaded. is_lost: whether the distributions of its
-        uncertain tokens are lost, so that these are not judged. drawn_from: on the rank that
-        drafted, these distributions [V] by batch row."""
+        """version: of the draft's weights; 0: as loaded. is_lost: whether the distributions of
+        uncertain tokens (q < 1) are lost, so that these are not judged. drawn_from: on the rank
+        that drafted, these distributions [V] by batch row."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled
@@ -267,8 +270,8 @@ class Speculation:
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """Counts each row's tokens that were not certain, [b]; PROPOSALS brings a distribution for
-        each."""
+        """The number of each row's uncertain tokens (q < 1), [b], each of which has a distribution
+        that the draft sends."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]
@@ -276,16 +279,13 @@ class Speculation:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the target forward that verifies it: Σ(num_draft + 1)."""
+        """The number of rows of the target's forward that verifies it, Σ(num_draft + 1)."""
         return int(self.num_draft.sum()) + len(self.rows)
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:
-    """Returns the tokens that the target verifies, flat [Σ(num_draft+1)].
-
-    Each sequence has its last token t* and then its draft tokens x_1 … x_num_draft.
-    last_tokens: int32 [b].
-    """
+    """Returns the tokens that the target's forward reads, int32 [Σ(num_draft + 1)]: for each
+    sequence its last token (last_tokens [b]), and then its num_draft drafted tokens."""
     width = speculation.tokens.shape[1]
     table = np.empty((len(last_tokens), width + 1), np.int32)
     table[:, 0] = last_tokens

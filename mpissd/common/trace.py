@@ -1,8 +1,8 @@
-"""The round ledger: how long each phase of a round took on one rank's host.
+"""The ledger of a rank: how long each phase of each round took on its host.
 
 Phases don't overlap and are stamped from one clock, so that their times add up to the round's.
-`mark(phase)` ends a phase, which began at the previous mark. A mark only stores the time (0.1 µs).
-The sum of each phase in each round, and the slices for --trace, are computed after the run.
+`mark(phase)` ends a phase, which began at the previous mark. A mark only stores the time (0.1 µs);
+sums by phase and round, and the slices for --trace, are computed after the run.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class DraftPhase(IntEnum):
     LOOKUP = 2  # look the outcome up in the speculation cache
     SPECULATE = 3  # finish the branches that were hit, draft for the sequences that missed
     SEND = 4  # pack the SPECULATION message and start sending it
-    GLUE = 5  # forward over the trunk
-    KEYS = 6  # choose candidates and make them keys of the cache
-    GROW = 7  # draft steps over the branches, with a poll for OUTCOME between two steps
+    GLUE = 5  # forward over each sequence's last token and its drafted tokens
+    KEYS = 6  # choose bonus candidates and make them keys of the cache
+    GROW = 7  # draft steps for these keys, with a poll for OUTCOME between two steps
     RECORD = 8  # store the round's rows
     PREFILL = 9  # compute prompts, or tokens that this draft did not draft, before a forward
 
 
 class FollowPhase(IntEnum):
-    """The phases of a round on a follower's host, in order."""
+    """The phases of a round on the host of a target rank other than the lead, in order."""
 
     PLAN_WAIT = 0  # wait for the lead's plan
     COMMIT = 1  # apply the outcome to the batch
@@ -62,7 +62,7 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# {DraftPhase that ends: the Doing that begins then}, which the warden reports.
+# {DraftPhase that ends: the activity that begins then}, which the host's watchdog process reports.
 _NEXT = bytes(
     (
         *(Doing.ANSWER,) * DraftPhase.SEND,
@@ -74,10 +74,7 @@ _NEXT = bytes(
 
 
 class Ledger:
-    """The stamps of one rank's phases.
-
-    A mark takes two appends, 9 bytes together. Nothing is added up while a round runs.
-    """
+    """The stamps of one rank's phases; a mark is two appends, of 9 bytes together."""
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
@@ -87,7 +84,7 @@ class Ledger:
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
-        """Begins a round now; drops the marks since the last closed round."""
+        """Begins a round now, and drops the marks since the last closed round."""
         closed = self._rounds[-1] if self._rounds else 0
         del self._ends[closed:], self._phases[closed:]
         self._start = perf_counter_ns()
@@ -106,10 +103,8 @@ class Ledger:
         self._start = self._ends[-1]
 
     def table(self, first_round: int, last_round: int) -> Int64s:
-        """Returns a row for each of the rounds first_round … last_round-1.
-
-        int64 [n, 2 + phases]: the round, its wall time in ns, the ns of each phase.
-        """
+        """Returns a row for each of the rounds first_round … last_round-1, int64 [n, 2 + phases]:
+        the round, its wall time in ns, and the ns of each phase."""
         slices = self.slices(first_round, last_round)
         rounds, row = np.unique(slices[:, 0], return_inverse=True)
         table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
@@ -135,7 +130,8 @@ class Ledger:
 
 
 class DraftLedger(Ledger):
-    """A draft's ledger, whose marks also store the draft's next activity for the warden (50 ns).
+    """A draft's ledger, whose marks also show the draft's next activity to the host's watchdog (50
+    ns).
 
     Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make a
     lone AR rank 3% slower.
@@ -152,7 +148,7 @@ class DraftLedger(Ledger):
 
 
 class NullLedger(Ledger):
-    """A ledger that is switched off: it stores nothing and reads no clock."""
+    """A ledger that stores nothing and reads no clock."""
 
     def restart(self) -> None:
         return None
@@ -167,13 +163,13 @@ class NullLedger(Ledger):
 class DraftLog:
     """A draft's ledger, and its times and counts by round.
 
-    ranks: counts the ranks of bonus tokens (features.ranks; None: they are not counted). stored_s:
-    seconds in which the last answer stored tokens that the draft lacked.
+    ranks: counts the ranks of bonus tokens (a features.ranks.RankCounts, or None). stored_s: the
+    seconds of the last answer in which the draft stored tokens that its KV cache lacked.
     """
 
-    # By round. t_draft_s: seconds in which a whole speculation was drafted, NaN if hits gave a part
-    # of it. t_growth_s: seconds of a growth that ended, or NaN. num_jit: misses that the model
-    # drafted. steps_ready: steps grown of the branches that hit.
+    # By round. t_draft_s: seconds of drafting after the outcome, NaN if a sequence was a hit.
+    # t_growth_s: seconds of drafting ahead, NaN if the next outcome came before its end. num_jit:
+    # misses for which the model drafted. steps_ready: levels that the branches had when they hit.
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
@@ -190,16 +186,17 @@ class DraftLog:
         self._steps_ready = 0
 
     def hit(self, steps: int) -> None:
-        """Notes that branches of this many grown steps answer the round's outcome."""
+        """Notes that the branches that hit have `steps` levels."""
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:
-        """Notes the misses that the model drafts, and the seconds of storing what it lacked."""
+        """Notes the number of misses for which the model drafts, and the seconds in which it stored
+        tokens that its KV cache lacked."""
         self._num_jit = num_jit
         self.stored_s = stored_s
 
     def drafted(self, seconds: float | None) -> None:
-        """Notes the seconds in which a whole speculation was drafted; None: only a part of it."""
+        """Notes the seconds in which all tokens of a round were drafted; None: hits had some."""
         self._draft_s = _UNKNOWN if seconds is None else seconds
 
     def growth_begins(self) -> None:

@@ -162,9 +162,7 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
 @dataclass(frozen=True)
 class FanOuts:
     """The fan-outs F_0..F_K, by what drafted the tokens that are verified; (): nothing is prepared.
-
-    after_hit: they came from the speculation cache. after_miss: a backup drafted them.
-    """
+    after_hit: they came from the speculation cache. after_miss: a backup drafted them."""
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()

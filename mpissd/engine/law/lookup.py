@@ -55,7 +55,8 @@ class Lookup(ABC):
 
     @abstractmethod
     def _start(self) -> int | None:
-        """Returns the index of the token after the earlier occurrence; None: there is none."""
+        """Returns the index of the token after an earlier occurrence of the last tokens, or
+        None."""
 
 
 class PromptLookup(Lookup):

@@ -146,7 +146,8 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
-    """Draws a sibling of an uncertain proposal: from its recorded row without entry `taken`."""
+    """Samples a sibling of the token with entry `taken`, from its recorded row without that entry;
+    returns the same as `propose`."""
     left = row.astype(np.float64)
     left[taken] = 0.0
     return propose(left, u)
@@ -221,14 +222,15 @@ def judge(
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
-    """Returns the distribution [vocab] of a proposal's row; raises as `checked_total`."""
+    """Returns the distribution [vocab] of a proposal's row; raises ProtocolError if it does not
+    give q for `token`."""
     exact = row.astype(np.float64)
     exact /= checked_total(exact, token, q, ids)
     return exact if ids is None else spread(exact, ids, vocab)
 
 
 def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
-    """Returns the sum of a proposal's row; raises ProtocolError if its token's q differs."""
+    """Returns the sum of a proposal's row; raises ProtocolError if q is not the token's share."""
     place = token if ids is None else int(np.searchsorted(ids, token))
     exact = np.asarray(row, np.float64)
     total = float(exact.sum())

@@ -29,15 +29,15 @@ MOST_CHILDREN = 16
 
 
 class Tree:
-    """A shape; parents: of nodes 1 … N.
+    """The shape of a draft; parents: of nodes 1 … N.
 
     By node, from 0 on: children, the likeliest one first; paths, the columns (node − 1) of the
     drafted tokens on the way to it, its own included; depths, and levels, the same as a list;
-    ranks among its parent's children; lanes, its first lane (−1 on the principal path); spans, how
-    many lanes hold it; forks, the levels of its path up to the first one in a lane. By level d:
-    ends, the drafted tokens of levels 1 … d; inner, the nodes that have children, which a draft
-    step computes; reads, their columns, an int if there is one; lines, for each node of level d + 1
-    the place of its parent in inner[d].
+    ranks among its parent's children; lanes, the first lane of scratch memory that stores it (−1 on
+    the path of first children); spans, how many lanes do; forks, the depth at which its path enters
+    a lane. By level d: ends, the number of nodes of levels 1 … d; inner, the nodes that have
+    children, which a draft step reads; reads, their columns, an int if there is one; lines, for
+    each node of level d + 1 the index of its parent in inner[d].
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class Tree:
         return chains, Outcome(outcome.round, rows)
 
     def chances(self, law: NDArray[np.float64]) -> list[float]:
-        """Returns P(the path to a node is accepted) by node, of a law as in `optimal`."""
+        """Returns P(the path to a node is accepted) by node; law: as `positional` returns it."""
         chances = [1.0]
         for node, parent in enumerate(self.parents, 1):
             rate = law[self.levels[node] - 1, self.ranks[node]]
@@ -103,18 +103,19 @@ class Tree:
         return chances
 
     def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
-        """Returns the acceptance rates by level, as a chain has them, of a law as in `optimal`."""
+        """Returns the acceptance rates by level, as of a chain; law: as `positional` returns it."""
         reached = np.bincount(self.depths, self.chances(law)).tolist()
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 
 
 class BranchLayout:
-    """The places of a tree's nodes, and of the branches that grow after them in the same shape.
+    """Where a draft's KV cache stores a tree's nodes, and the branches that grow after them, each a
+    tree of the same shape. fan_out: the number of branches after each node.
 
-    fan_out: the branches after each node. Of a branch only nodes with children have a place: a
-    draft computes no others. By place (first the tree's nodes): depths, lanes, spans and forks as
-    in Tree; the trunk holds no branch. By node: firsts, the place of its first branch; inner, a
-    node's place within a branch, of `size` places.
+    Places number the tree's nodes, and then the nodes of each branch that have children, `size` of
+    them, since a draft reads no others. By place: depths, lanes, spans and forks, as of Tree; every
+    branch is in lanes. By node: firsts, the place of its first branch; inner, its place within a
+    branch.
     """
 
     def __init__(self, tree: Tree, fan_out: Sequence[int]) -> None:
@@ -138,11 +139,8 @@ class BranchLayout:
 
 
 def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
-    """Returns lanes, forks and spans (Tree) of the nodes of these parents.
-
-    Every parent comes before its children, its likeliest child first; nodes from `end` on are never
-    in the trunk.
-    """
+    """Returns the attributes lanes, forks and spans of a Tree with these parents of nodes 1 … N and
+    depths of nodes 0 … N. Nodes from `end` on are in lanes even if they are first children."""
     waiting = set(parents)  # for their first children
     leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
     for node in range(len(parents), 0, -1):

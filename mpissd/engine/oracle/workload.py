@@ -30,10 +30,8 @@ def laws_label(flags: WorkloadFlags) -> str | None:
 
 
 class Workload(ABC):
-    """Base class of workloads, which make a job's sequences, and the oracles of their tokens.
-
-    A new workload is a subclass, and one call of common.workloads.register.
-    """
+    """Base class of workloads, which make a job's sequences, and the oracles of their tokens. A new
+    workload is a subclass, and one call of common.workloads.register."""
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)

@@ -1,7 +1,7 @@
 """Branches, which are drafts that grow together, and the speculation cache, which keeps them.
 
-A branch is one draft of a sequence: a chain of K tokens, or a tree of K levels. It continues the
-committed tokens in this round (a draft after a miss), or it is grown ahead, for one outcome that
+A branch is a draft of a sequence: a chain of K tokens, or a tree of K levels. After a miss it
+continues the committed tokens; otherwise it is grown while the target verifies, for an outcome that
 the verification may have. All branches grow by one level in each step, which is one forward.
 """
 
@@ -26,9 +26,9 @@ class BranchPlaces(NamedTuple):
     """The places of n branches in the draft's KV cache; all are int64 [n].
 
     slots: the cache slot of the sequence. starts: the position of the token that the branch's first
-    step reads; of a branch after a tree's node, of the last committed token when it began. lanes:
-    the scratch in which the branch stores its keys and values; of a branch after a tree's node, its
-    place in the tree's layout; TRUNK for a branch that writes the sequence's own cache.
+    step reads; in a tree, of the last committed token before it. lanes: the scratch memory in which
+    the branch stores its keys and values (in a tree: its first place in the BranchLayout); TRUNK if
+    it writes the sequence's slot.
     """
 
     slots: Index
@@ -39,14 +39,14 @@ class BranchPlaces(NamedTuple):
 class Branches:
     """n branches that grow together; row i of every array belongs to branch i.
 
-    rows: the batch row, int64 [n]. nodes, ranks: of a branch that is grown ahead, its outcome: the
-    number of accepted tokens (of a tree: the node where the accepted path ends), and the rank of
-    its bonus token among the candidates there, from 0; int32 [n]. first: the token from which the
-    branch starts, int32 [n]. tokens: int32 [n, N]; the columns of the first `steps` levels are
-    grown. places: None for a model without a KV cache.
-    Of sampled tokens, states holds what draws them (oracle.sampled), one for each row of the next
-    step; q, float64 [n, N], the probability with which each token was drawn; drawn_from, by branch,
-    the distribution of each token, None of a certain one. Otherwise states and q are None.
+    rows: the batch row, int64 [n]. nodes, ranks: the outcome that the branch is grown for: the
+    number of accepted tokens (in a tree: the node where the accepted path ends), and the rank of
+    the bonus token among the candidates there, from 0; int32 [n]. first: the token that the branch
+    continues, int32 [n]. tokens: int32 [n, N], of which the first `steps` levels are drafted.
+    places: None for a model without a KV cache.
+    If tokens are sampled, states has what draws them (oracle.sampled), for each row of the next
+    step, q [n, N] the probability with which each token was drawn, float64, and drawn_from, by
+    branch, the distribution of each token, None of a certain one. Otherwise states and q are None.
     """
 
     def __init__(
@@ -78,28 +78,29 @@ class Branches:
 
     @property
     def inputs(self) -> Ints:
-        """The tokens that the next step reads, int32 [rows]: of each branch the nodes that have
-        children."""
+        """The tokens that the next step reads, int32 [rows]: the last one of each branch (in a
+        tree: the level's tokens that have children)."""
         if not self.steps:
             return self.first
         column = self.tree.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
-        """Sets the tokens from which the branches start, which were unknown until now."""
+        """Sets the tokens that the branches continue, which were unknown until now."""
         self.first = first
 
     def advance(self, levels: int = 1) -> None:
-        """Counts levels whose tokens are in `tokens` already."""
+        """Counts levels, whose tokens are in `tokens` already, as drafted."""
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Takes the next token of every branch, int32 [n]; of chains whose tokens are certain."""
+        """Appends a token to every branch, int32 [n]; for chains whose tokens are certain."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 
     def take(self, best: Ints) -> None:
-        """Takes the likeliest tokens as the next level; best: [rows, ≥ width], of the step."""
+        """Appends a level of the likeliest tokens; best: of the step's rows, best first,
+        [rows, ≥ the tree's width]."""
         tree = self.tree
         level = self.steps
         columns = slice(tree.ends[level], tree.ends[level + 1])
@@ -116,21 +117,20 @@ class Branches:
     def record(
         self, branch: int, column: int, token: int, q: float, row: Distribution | None
     ) -> None:
-        """Records a branch's token, which was drawn with probability q from the distribution
-        `row`."""
+        """Stores a token, which was drawn with probability q from the distribution `row`."""
         assert self.q is not None, "branches without draws"
         self.tokens[branch, column] = token
         self.q[branch, column] = q
         self.drawn_from[branch].append(row if q < 1 else None)
 
     def follow(self, states: list[Any]) -> None:
-        """Ends a step whose tokens were recorded; states: what draws the next step's tokens."""
+        """Ends a step whose tokens are stored; states: what draws the tokens of the next one."""
         self.states = states
         self.steps += 1
 
     def skip(self, branch: int, tokens: list[int]) -> bool:
-        """Drops the first tokens of a branch, which a grammar has forced meanwhile; returns whether
-        they were these."""
+        """Drops as many first tokens of a branch as a grammar has forced meanwhile; returns whether
+        they equal the forced `tokens`."""
         count = len(tokens)
         self.tokens[branch] = np.roll(self.tokens[branch], -count)
         if self.q is not None:
@@ -139,7 +139,7 @@ class Branches:
         return bool(self.tokens[branch, -count:].tolist() == tokens)
 
     def keep(self, branches: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps only these branches, which were chosen for the batch rows `rows`."""
+        """Keeps only these branches, which become the drafts of the batch rows `rows`."""
         chosen = np.array(branches, np.int64)
         width = len(self.states or ()) // max(1, len(self))  # states of a branch
         self.rows = np.array(rows, np.int64)
@@ -156,8 +156,8 @@ class Branches:
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
     def fill(self, levels: int) -> None:
-        """Gives every branch this many levels without a forward: the tokens that it lacks repeat
-        its first one, and are certain."""
+        """Gives every branch this many levels without a forward: the missing tokens repeat `first`,
+        and are certain."""
         if self.steps < levels:
             start = self.tree.ends[self.steps]
             end = self.tree.ends[levels]
@@ -169,19 +169,18 @@ class Branches:
             self.steps = levels
 
     def distributions(self, branch: int, count: int) -> list[Distribution]:
-        """Returns the distributions of those of a branch's first `count` tokens that were drawn
-        with q < 1."""
+        """Returns the distributions of uncertain tokens among a branch's first `count` tokens."""
         drawn_from = self.drawn_from[branch][:count] if self.drawn_from else ()
         return [row for row in drawn_from if row is not None]
 
 
 class SpeculationCache:
-    """The branches that were grown for predicted verification outcomes.
+    """The branches that were grown for predicted outcomes of a verification.
 
     A key is (round, request id, epoch, k, t*): the outcome v = (k, t*) of verifying round `round`
-    (Kumar, Dao, May 2026, §3); in a tree k is the node where the accepted path ends. The cache
-    holds the branches of one round only; a key of an older round never matches. branches: None if
-    nothing was grown; fan_outs: the fan-outs of those that were.
+    (Kumar, Dao, May 2026, §3); in a tree k is the node where the accepted path ends. The cache has
+    the branches of one round only. branches: None if there are none. fan_outs: how many were grown
+    after each k.
     """
 
     def __init__(self) -> None:
@@ -190,17 +189,15 @@ class SpeculationCache:
         self._numbers: dict[tuple[int, int, int, int, int], int] = {}  # of the branches, by key
 
     def clear(self) -> None:
-        """Drops all branches: every outcome misses."""
+        """Drops all branches, so that every outcome misses."""
         self.branches = None
         self._numbers = {}
 
     def fill(
         self, identity: Ints, speculation: Speculation, branches: Branches, fan_outs: FanOuts
     ) -> None:
-        """Replaces the contents: each branch answers one outcome of verifying this speculation.
-
-        identity: of the batch (Batch.identity).
-        """
+        """Replaces the contents by branches that were grown for outcomes of verifying this
+        speculation; identity: Batch.identity."""
         self.branches = branches
         self.fan_outs = fan_outs
         names = identity[:, :2].tolist()
@@ -212,7 +209,8 @@ class SpeculationCache:
         }
 
     def lookup(self, outcome: Outcome, count: int) -> list[int | None]:
-        """Returns the branch that answers each of the `count` live sequences, None for a miss."""
+        """Returns, for each of the `count` live sequences, the branch grown for its outcome; None
+        for a miss."""
         if not self._numbers:
             return [None] * count
         get = self._numbers.get
@@ -224,7 +222,8 @@ class SpeculationCache:
         ]
 
     def keep(self, found: Sequence[int | None]) -> Branches | None:
-        """Keeps only the branches that were hit, as `lookup` returns them; None: nothing was."""
+        """Keeps only the branches that were hit, and returns them, or None if none was; found: as
+        `lookup` returns it."""
         rows = [row for row, branch in enumerate(found) if branch is not None]
         if not rows or self.branches is None:
             return None

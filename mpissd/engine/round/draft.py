@@ -1,7 +1,7 @@
-"""The draft's round: answers an outcome, then speculates ahead while the target verifies.
+"""The draft's round: drafts after an outcome, then ahead of the next one while the target verifies.
 
 `serve` is the round in the order of Saguaro's algorithm; `Drafter` has its steps. SD runs the same
-loop without growth: its cache is always empty, so every outcome is a miss. A draft that serves
+loop without drafting ahead: its cache is always empty, so that every outcome is a miss. A draft for
 several target groups runs this loop in a thread for each of them (features.pool).
 """
 
@@ -25,18 +25,18 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
 
-# While rounds draft nothing, tokens to store wait until they are worth a forward: a sequence's
-# tokens until they are more than LAG, opened prompts until PART rows are due.
+# While rounds draft nothing, tokens are stored only once there are enough for a forward: more than
+# LAG of a sequence, or PART rows of prompts that are stored in parts.
 LAG = 7
 PART = 24
 
 
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
-    """Serves one target group, round by round, until an outcome carries the stop flag.
+    """Drafts for one target group, round by round, until the lead stops it.
 
-    The link is polled between growth steps, so an outcome waits for at most one of them; of steps
-    that the device joins, for the one that runs and the next one. refresh: does a unit of other
-    work after a round and returns whether there was any (newer weights of a draft that learns).
+    The link is polled between the steps of branches, so an outcome waits for at most one step, or
+    two if the device starts them by itself. refresh: does a unit of other work after a round, and
+    returns whether there was any (newer weights of a draft that learns).
     """
     log = drafter.log
     log.ledger.restart()
@@ -71,8 +71,9 @@ def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
 class DraftPolicy:
     """How a draft answers misses and grows branches.
 
-    The trunk is the committed tokens and the served ones. fan_outs: bonus candidates at each row of
-    the trunk; if empty, no branches grow (SD).
+    lookahead: K. fan_outs: the bonus candidates after each number of accepted tokens; if empty, no
+    branches are grown (SD). backup, backup_lookahead: what drafts after a miss, and how many
+    tokens. sampled: whether drafted tokens are sampled, so that the answer has their q.
     """
 
     lookahead: int
@@ -83,7 +84,7 @@ class DraftPolicy:
 
 
 class AnswerPart(NamedTuple):
-    """A part of an answer: branches from one source, and the levels that they shall have."""
+    """A part of an answer: branches from one source, and how many levels they need."""
 
     branches: Branches
     source: Source
@@ -115,27 +116,24 @@ class Drafter:
         self.version = 0
         self.divergence: str | None = None
         self._control = Control()  # decisions for the round that is answered now
-        self._due = 0  # rows of opened prompts that the target stored, and this draft did not
+        self._due = 0  # rows of prompts that the target has stored in parts, and this draft has not
 
     @property
     def levels(self) -> int:
-        """Most levels that the next speculation may have: K, or fewer by the lead's control."""
+        """The most levels of the next speculation: K, or fewer if the lead decides so."""
         limit = self._control.lookahead
         return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the lead waits for the answer; it skips one that can have no tokens."""
+        """Whether the lead waits for an answer, which it does unless K is 0 in the round."""
         return self.levels > 0
 
     # ── answer ──
 
     def answer(self, outcome: Outcome) -> Speculation:
-        """Returns the speculation that an outcome asks for: hits from the cache, misses by the
-        backup.
-
-        A hit keeps its branch and completes it; then all branches are dropped.
-        """
+        """Returns the speculation of the round after an outcome: completed branches of the cache
+        for hits, and the backup's for misses. All other branches are dropped."""
         self.take(outcome)
         found = self._resolved(outcome)
         parts = self._completed(found)
@@ -151,8 +149,8 @@ class Drafter:
         self.log.mark(DraftPhase.COMMIT)
 
     def _resolved(self, outcome: Outcome) -> list[int | None]:
-        """Returns the cache's branch for each sequence, None for a miss; ends growth steps that
-        are under way."""
+        """Returns the branch in the cache for each sequence, None for a miss; ends steps that are
+        under way."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
@@ -167,8 +165,8 @@ class Drafter:
         return found
 
     def _completed(self, found: Sequence[int | None]) -> list[AnswerPart]:
-        """Returns the branches of the answer, complete: hits are grown to K levels and misses to
-        K_b, in shared forwards."""
+        """Returns the branches of an answer once they are complete, hits with K levels and misses
+        with backup_lookahead; they grow in shared forwards. found: as of _resolved."""
         parts = list[AnswerPart]()
         self.log.missed(0, 0.0)
         if self.levels:
@@ -215,13 +213,13 @@ class Drafter:
         return AnswerPart(branches, policy.backup, levels)
 
     def _is_complete(self, part: AnswerPart) -> bool:
-        """Whether branches have all levels, or follow the bonus token without a draft, because a
-        grammar decides the rest of every one."""
+        """Returns whether branches need no further step: they have all levels, or grammars leave no
+        choice of their remaining tokens."""
         lacking = part.levels - part.branches.steps
         return lacking <= 0 or self.worker.oracle.is_decided(part.branches, lacking)
 
     def assembled(self, round_: int, parts: Sequence[AnswerPart]) -> Speculation:
-        """Returns the speculation of a round; rows in no part have source NONE."""
+        """Returns the speculation of a round; batch rows in no part get no tokens."""
         head = Speculation.HEAD
         count = len(self.batch)
         sampled = self.policy.sampled
@@ -254,8 +252,8 @@ class Drafter:
         return speculation
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
-        """Drops the tokens that grammars forced from branches that were hit; returns, by batch row,
-        how many of `nodes` tokens follow them: none of a branch that begins with others, which
+        """Drops, from branches that were hit, the tokens that grammars forced. Returns, by batch
+        row, how many of `nodes` tokens remain: none if the branch began with other tokens, which
         still counts as a hit, since its outcome was in the cache."""
         left = dict[int, int]()
         for branch, row in enumerate(branches.rows.tolist() if self.batch.forced else ()):
@@ -273,8 +271,8 @@ class Drafter:
             self.log.ranks.count(speculation)
 
     def grow(self, speculation: Speculation, is_over: Callable[[], bool]) -> None:
-        """Grows branches for the outcomes of this speculation, and stores opened prompts, until
-        nothing is left or is_over()."""
+        """Grows branches for the outcomes of this speculation, and stores parts of prompts, until
+        nothing is left to do or is_over() is true."""
         if self.begin_growth(speculation):
             while self.growing and not is_over():
                 self.grow_step()
@@ -282,7 +280,8 @@ class Drafter:
             self._store_opened()
 
     def begin_growth(self, speculation: Speculation) -> bool:
-        """Scores the served trunk, and makes the keys of the cache; False: nothing is to grow."""
+        """Runs the forward over the served tokens, and fills the cache with branches that have no
+        tokens yet; returns whether there is anything to grow."""
         policy = self.policy
         rows = range(len(self.batch))
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
@@ -308,7 +307,7 @@ class Drafter:
 
     @property
     def growing(self) -> bool:
-        """Whether a further growth step would add tokens to the cache."""
+        """Whether the branches in the cache need further steps."""
         branches = self.cache.branches
         return branches is not None and len(branches) > 0 and branches.steps < self.levels
 
@@ -323,8 +322,8 @@ class Drafter:
         self.log.mark(DraftPhase.GROW)
 
     def _store_opened(self) -> None:
-        """Stores a part of the opened prompts: as many rows as the target did, so that both are
-        ready together."""
+        """Stores as many rows of prompts in parts as the target does, so that sequences can join as
+        soon as the target has stored their prompts."""
         self._due += self._control.prefill_rows
         if self.levels or self._due >= PART:
             rows = self._due
@@ -333,18 +332,19 @@ class Drafter:
                 self.log.mark(DraftPhase.PREFILL)
 
     def close_round(self, speculation: Speculation) -> None:
-        """Records the round that `speculation` opened."""
+        """Records the times of the round that verifies `speculation`."""
         self.log.close_round(speculation.round)
 
     def leave(self) -> None:
-        """Ends the pass: frees the caches of all sequences."""
+        """Frees the KV caches of all sequences, at the end of a run of the loop."""
         self._settle()
         self.worker.leave(self.batch)
 
     # ── forwards ──
 
     def _catch_up(self, rows: Sequence[int], spare: int = 0) -> int:
-        """Stores committed tokens that the cache of these batch rows lacks; returns how many."""
+        """Stores the committed tokens of batch rows that the KV cache lacks, except in rows that
+        lack at most `spare`; returns how many."""
         if stored := self.worker.catch_up(self.batch, rows, self.waiter, spare):
             self.log.mark(DraftPhase.PREFILL)
         return stored
@@ -368,16 +368,13 @@ class Drafter:
             self.divergence = "draft: a logit is not finite: its weights overflow"
 
     def _settle(self) -> None:
-        """Ends the growth steps that are under way, before any other forward."""
+        """Waits for steps of branches that were launched ahead, before any other forward."""
         if self.worker.settle(self.waiter):
             self.log.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
-        """Drafts by the weights of this version from the next answer on.
-
-        Called between two rounds, when the worker's model has changed. Drops the branches of the
-        old weights, so that a speculation and its q come from one version.
-        """
+        """Notes, between two rounds, that the worker's model has the weights of this version. Drops
+        the branches of the old weights, so that tokens and their q come from one version."""
         self.cache.clear()
         self.worker.forget(self.batch)
         self.version = version

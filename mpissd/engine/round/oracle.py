@@ -37,8 +37,8 @@ class Oracle:
     """Base class of both oracles.
 
     tree: the shape of a draft, a chain of any length by default. reads_tokens: whether the batch
-    keeps tokens for it. reads_forwards: whether the forwards' results decide. chains: whether the
-    device may decide whole greedy rounds by itself (features.device_rounds).
+    keeps tokens for it. reads_forwards: whether it decides by the results of forwards. chains:
+    whether a device may decide greedy rounds in its place (features.device_rounds).
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -53,24 +53,20 @@ class Oracle:
         return request.prompt
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of these sequences ahead of the rounds that admit them.
-
-        Called while no sequence is live. The default does nothing.
-        """
+        """Draws the first tokens of sequences before the rounds that admit them. Called while no
+        sequence is live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Prepares the tokens that this round needs; called after an outcome was applied.
-
-        started: the sequences whose first round it is. The default does nothing.
-        """
+        """Prepares the tokens that this round needs; called after an outcome was applied. started:
+        the sequences whose first round it is. The default does nothing."""
 
 
 class TargetOracle(Oracle, ABC):
     """Decides which drafted tokens the target accepts, and the token that follows them."""
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        """Collects what judging needs from the other target ranks (collective), when the forward
-        over `rows` verified rows is over. The default does nothing."""
+        """Collects from the other target ranks what `judge` needs of the finished forward over
+        `rows` rows. Collective over them. The default does nothing."""
 
     @abstractmethod
     def judge(
@@ -83,21 +79,18 @@ class TargetOracle(Oracle, ABC):
         """
 
     def truth(self) -> Ints | None:
-        """Returns the target's tokens of this round, int32 [b, K+1]; None: its forwards decide."""
+        """Returns the target's tokens of this round, int32 [b, K + 1], if they are known before its
+        forward, or None."""
         return None
 
     def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
-        """Returns, by batch row, the tokens that must follow a judged round's bonus token.
-
-        They are committed without a forward. The default returns none.
-        """
+        """Returns, by batch row, the tokens that must follow a judged round's bonus token. They are
+        committed without a forward. The default returns none."""
         return _NO_TOKENS
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
         """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
-
-        Only for sequences that asked for them (Sampling.logprobs). The default returns none.
-        """
+        Only for sequences that asked for them (Sampling.logprobs). The default returns none."""
         return _NO_LOGPROBS
 
     def logits_of(self, row: int) -> Logits:
@@ -106,11 +99,8 @@ class TargetOracle(Oracle, ABC):
 
 
 class DraftOracle(Oracle, ABC):
-    """Decides which tokens a draft proposes, and which bonus tokens it prepares for.
-
-    lookahead: K. is_sound: whether the last step's logits were finite, if watched, as replaced
-    weights are.
-    """
+    """Decides which tokens a draft proposes, and which bonus tokens it prepares for. lookahead: K.
+    is_sound: whether the last step's logits were finite, if watched, as replaced weights are."""
 
     is_sound = True
 
@@ -120,44 +110,37 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each bonus candidate t* (Batch.grown_ahead), once the forward that
-        scores the served tokens is over.
+        """Returns a branch for each bonus candidate, which is its `first` token, once the draft's
+        forward over the served tokens is over.
 
-        The candidates are the branches' `first`. A sequence whose speculation was a hit keeps
-        fan_outs.after_hit[k] candidates at each k, and after_miss[k] after a miss. The token that
-        was served after k accepted tokens (in a tree: a child of node k) is never one of them.
+        After k accepted tokens there are fan_outs.after_hit[k] candidates if the served tokens were
+        a hit, and after_miss[k] if they were a miss. The token that is served there (in a tree: a
+        child of node k) is never a candidate.
         """
 
     def ahead(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
     ) -> tuple[Branches, Ints | int]:
-        """Returns (`branches` before the scoring forward is over, growing.GrowthSheet.picks), of
-        chains.
-
-        Tokens are −1 unless they are imposed; only then `picks` are read.
-        """
+        """Returns, before the draft's forward over the served tokens is over, (a branch for each
+        bonus candidate, with tokens −1 if that forward decides them, where the device finds their
+        first tokens: GrowthSheet.picks of model.transformer.growing). Only for drafts that are
+        chains."""
         return self.branches(batch, speculation, fan_outs), 0
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue batch rows `rows` from their last committed token
-        (Batch.restarted).
-
-        source: which backup drafts them (JIT or FAST).
-        """
+        """Returns new branches that continue batch rows `rows` from their last committed token;
+        source: the backup that drafts them, JIT or FAST."""
 
     @abstractmethod
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
-        """Stores the tokens of the finished step in branches, which follow one another from row
-        `first_row` of the forward on.
-
-        Raises DivergedError, and leaves `steps` of unfinished ones as they are, if a token is
-        sampled from logits that are not finite.
-        """
+        """Stores the tokens of the finished step in branches, whose rows follow one another from
+        row `first_row` of the forward on. Raises DivergedError if a token is sampled from logits
+        that are not finite; branches without new tokens then keep their `steps`."""
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
-        """Returns whether the next `levels` tokens of all branches are known without a draft (a
-        grammar leaves no choice). The default returns False."""
+        """Returns whether grammars leave no choice of the next `levels` tokens of all branches, so
+        that drafting them is useless. The default returns False."""
         return False
 
     def forget(self) -> None:

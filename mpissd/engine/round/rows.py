@@ -1,10 +1,10 @@
 """The target's worker and the draft's worker: they choose the rows of a model's forwards.
 
-A forward's rows are a trunk (each sequence's last committed token and its served tokens), a step of
-branches, and committed tokens that are still to be stored: prompts, parts of the prompts of opened
-sequences, and tokens that this model has not read. The loops use a model only through these
-classes. A worker starts forwards and reports when they are over; its oracle decides tokens. Workers
-never send messages, wait for a peer or read a clock.
+A forward's rows are the trunk (each sequence's last committed token and its served tokens, which
+the target verifies), a step of the branches of a draft, and committed tokens that are still to be
+stored in the KV cache: prompts or parts of them, and tokens that this model has not read. The loops
+use a model only through a worker, which starts forwards and waits for them; its oracle decides
+tokens. Workers never send messages or read a clock.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 class Worker(Generic[AnyOracle]):
     """Base class of both workers: fills the KV cache of a batch, and runs forwards.
 
-    num_rows: rows of the trunk forward that was uploaded last. adopted: by request id, of the
-    sequences that the last outcome placed, the tokens that other sequences have stored.
+    num_rows: of the last forward over a trunk. adopted: by request id of the sequences that the
+    last outcome placed, the number of their tokens that other sequences have stored.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Worker(Generic[AnyOracle]):
         placement: Placement | None = None,
         layout: BranchLayout | None = None,
     ) -> None:
-        """placement: None if the model keeps no KV cache; then nothing is ever filled. layout: like
-        Batch's."""
+        """stepper: the model's forwards. placement: how they use the KV cache (None: they have
+        none). layout: see Batch."""
         self.stepper = stepper
         self.oracle = oracle
         self.placement = placement
@@ -50,7 +50,7 @@ class Worker(Generic[AnyOracle]):
         self._layout = layout
 
     def open_batch(self, capacity: int) -> Batch:
-        """Returns an empty batch, for one pass of the loop."""
+        """Returns an empty batch of at most `capacity` sequences, for one run of the loop."""
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
         return Batch(capacity, self.placement, prompt, self.oracle.tree, self._layout)
 
@@ -67,7 +67,8 @@ class Worker(Generic[AnyOracle]):
         return self.stepper.elapsed_s()
 
     def enter(self, batch: Batch, change: Change) -> None:
-        """Begins a round: frees the caches of sequences that left, and places new ones."""
+        """Begins a round: frees the caches of sequences that left, and lets new ones take over what
+        others have stored; change: of Batch.apply."""
         if self.adopted:
             self.adopted = {}
         for lane, gap in change.moves:
@@ -87,14 +88,14 @@ class Worker(Generic[AnyOracle]):
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
-        """Ends a pass: frees the cache of every sequence."""
+        """Frees the cache of every sequence, at the end of a run of the loop."""
         if self.placement is not None:
             left = [*batch.sequences, *batch.opened.values()]
             self._free([(sequence.slot, batch.stored_of(sequence)) for sequence in left])
 
     def _free(self, left: Sequence[tuple[int, list[int]]]) -> None:
-        """Frees the caches of these slots, after later sequences may reuse the pages that store
-        these tokens."""
+        """Frees the caches of slots, and keeps pages for later sequences that begin with the same
+        tokens; left: (slot, stored tokens)."""
         if not left:
             return
         if (pages := self._kept_pages) is not None:
@@ -108,16 +109,12 @@ class Worker(Generic[AnyOracle]):
         return getattr(self.stepper, "pages", None) if keeps else None
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
-        """Stores the committed tokens that the cache of batch rows `rows` lacks, prompts first;
-        returns how many.
-
-        Rows that lack at most `spare` tokens are left out. Collective over the target ranks, which
-        all see the same batch.
-        """
+        """Stores the committed tokens of batch rows `rows` that the cache lacks, except in rows
+        that lack at most `spare`; returns how many. Collective over the target ranks."""
         return self._store(batch, batch.gaps(rows, spare), waiter)
 
     def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> int:
-        """Stores up to `rows` tokens of opened prompts in a forward of their own; returns how
+        """Stores up to `rows` tokens of prompts in parts in a separate forward; returns how
         many."""
         gaps = batch.opened_gaps(min(rows, self.stepper.most_rows)) if rows else []
         return self._store(batch, gaps, waiter)
@@ -137,7 +134,8 @@ class Worker(Generic[AnyOracle]):
         return len(tokens)
 
     def is_short(self, batch: Batch, rows: int) -> bool:
-        """Whether the forced tokens that the cache lacks do not fit beside `rows` others."""
+        """Returns whether a forward of `rows` rows has no room for the tokens that grammars forced
+        and the cache lacks."""
         if not batch.forced:
             return False
         lacking = sum(gap.size for gap in batch.gaps(range(len(batch))))
@@ -155,9 +153,9 @@ class Worker(Generic[AnyOracle]):
         """Hands the last token of each sequence and its served tokens to the device; returns how
         many tokens these are.
 
-        rows: of the forward, padding included (None: no padding). After them come tokens to store:
-        the forced ones that the cache lacks, and up to `fill` tokens of opened prompts. lists:
-        whether each row's best candidates are read, or only the best one.
+        rows: of the forward, padding included (None: no padding). After them come tokens that are
+        only stored: those that grammars forced, and up to `fill` of prompts in parts. lists:
+        whether several likeliest tokens of each row are read, or only the first.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
         count = len(tokens)
@@ -190,8 +188,8 @@ class TargetWorker(Worker[TargetOracle]):
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         """Hands the tokens that the next launch verifies to the device.
 
-        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. After
-        them, up to `fill` tokens of opened prompts are stored.
+        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. Up to
+        `fill` tokens of prompts in parts are stored by the same forward.
         """
         batch.serve(speculation)
         self._verified = self._upload_trunk(batch, speculation, fill=fill)
@@ -209,7 +207,7 @@ class TargetWorker(Worker[TargetOracle]):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule (TargetOracle.judge)."""
+        """Applies the acceptance rule; returns (num_accepted, bonus), both int32 [b]."""
         return self.oracle.judge(batch, speculation, proposals)
 
 
@@ -221,24 +219,20 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
     ) -> None:
-        """Starts the forward that scores the served trunk, N+1 rows a sequence.
-
-        fan_outs, levels: of the branches that will grow, for workers that launch their steps behind
-        this forward (features.joined_growth).
-        """
+        """Starts the forward over the served tokens, N + 1 rows a sequence, which gives the bonus
+        candidates. fan_outs, levels: of the branches that will grow, for workers that launch their
+        steps together with this forward (features.joined_growth)."""
         rows = len(batch) * (self.oracle.tree.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns the branches to grow, once that forward is over (DraftOracle.branches)."""
+        """Returns a branch to grow for each bonus candidate, once that forward is over."""
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
-        """Starts one forward that grows all these branches by one level of their tree.
-
-        Committed tokens that the cache lacks come first in it.
-        """
+        """Starts one forward that grows branches by one level, and stores the committed tokens that
+        the cache lacks."""
         tokens = [branches.inputs for branches in growing]
         self._first_row = 0
         places = None
@@ -260,7 +254,7 @@ class DraftWorker(Worker[DraftOracle]):
         self.stepper.launch()
 
     def collect_step(self, growing: Sequence[Branches]) -> None:
-        """Stores the tokens of the finished step in the branches (DraftOracle.collect)."""
+        """Stores the tokens of the finished step in the branches."""
         self.oracle.collect(growing, self._first_row)
 
     def settle(self, waiter: Waiter) -> bool:
@@ -269,9 +263,7 @@ class DraftWorker(Worker[DraftOracle]):
         return False
 
     def forget(self, batch: Batch) -> None:
-        """Forgets the stored tokens of every sequence: the model's weights have changed.
-
-        Committed tokens are stored again before the next forward that reads them.
-        """
+        """Counts no token as stored, since the weights have changed. Committed tokens are stored
+        again before the next forward that reads them."""
         batch.forget()
         self.oracle.forget()

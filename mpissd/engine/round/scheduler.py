@@ -1,4 +1,4 @@
-"""Schedules requests: a queue, the pages of the KV cache, and who ends, waits or joins.
+"""Schedules requests: a queue, the pages of the KV cache, and which requests end, wait or join.
 
 The scheduler is a pure object: it reads no clock and knows no model. Its caller asks `turn` between
 two rounds which sequences leave and join, and passes it each round's result by `take`.
@@ -27,21 +27,17 @@ _ORDER = attrgetter("arrived_s", "request_id")
 
 
 class Endings:
-    """Ends sequences at a stop token, or when they have no room for more; base of further rules.
-
-    The lead holds one object a pass. A rule may remember each sequence's emitted tokens.
-    """
+    """Ends sequences at a stop token, or when they have no room for more tokens. A subclass may
+    remember each sequence's tokens, so each run of the decoding loops needs a new object."""
 
     def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
-        """room: returns the tokens that a request may emit (None: any number)."""
+        """room: returns the tokens that a request may emit, by its id (None: any number)."""
         self._stop = frozenset(stop_tokens)
         self._room = room
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of a round's tokens count if the sequence ends with them, or None.
-
-        before: the number of tokens that the sequence had emitted before this round.
-        """
+        """Returns how many of a round's `tokens` the sequence keeps if it ends with them, or None
+        if it goes on; before: the number of its earlier tokens."""
         kept = self._stopped(request_id, tokens)
         left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
         if left > len(tokens):
@@ -49,7 +45,7 @@ class Endings:
         return left if kept is None else min(kept, left)
 
     def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of these tokens there are up to a stop, or None."""
+        """Returns the number of tokens up to and including a stop token, or None without one."""
         for n, token in enumerate(tokens, 1):
             if token in self._stop:
                 return n
@@ -58,11 +54,11 @@ class Endings:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Capacity of the ranks.
+    """The capacity of the ranks, by default limited only in the number of sequences.
 
-    sequences: sequences that run at once. context: tokens of a sequence, its prompt included.
-    ahead: positions that a round may write after the last token. page: positions of a page. pages:
-    of the pool. By default nothing but the number of sequences is limited.
+    sequences: the most that run at once. context: the most tokens of a sequence, its prompt
+    included. ahead: positions that a round may write after the last token. page: positions of a
+    page of the KV cache. pages: of the cache.
     """
 
     sequences: int
@@ -72,17 +68,17 @@ class Capacity:
     pages: int = UNLIMITED
 
     def pages_of(self, tokens: int) -> int:
-        """Returns the pages that a sequence of so many tokens needs for its next round."""
+        """Returns the pages that a sequence of `tokens` tokens needs for its next round."""
         return -(-(tokens + self.ahead) // self.page)
 
 
 @dataclass
 class Task:
-    """One request and its progress. Times are seconds of the caller's clock.
+    """A request and its progress. Times are seconds of the caller's clock.
 
     request: as it arrived. max_tokens: tokens that it may emit. deadline_s: the time at which it
-    ends (None: never). cached: tokens of its prompt reused from the cache. forced: tokens by its
-    grammar.
+    ends (None: never). cached: tokens of its prompt that the cache had. forced: tokens that its
+    grammar forced.
     """
 
     request: Request

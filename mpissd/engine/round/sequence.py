@@ -1,15 +1,15 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
-Every rank keeps a Batch of its own, equal to the others' because all apply the same outcomes. All
-state of a sequence is here; an oracle, which decides its tokens, only reads it.
+Every rank keeps its own Batch, equal to the others' because all apply the same outcomes. All state
+of a sequence is here; an oracle, which decides its tokens, only reads it.
 
-Places. A sequence's committed tokens have positions 0, 1, …; of the last one only the token is
-known, and its K and V are stored by the forward that reads it. `filled` positions of a slot are
-stored and valid: a rollback is a smaller number. Rows of the trunk (the committed tokens and those
-that are served) write the cache; branches that a draft grows write scratch, so a hit copies
-nothing: the next scoring forward (the draft's forward over the trunk) writes it again, with equal
-bits. Of a tree only the principal path is in the trunk; another accepted path is copied from the
-scratch of its lane.
+Places. A sequence's committed tokens have positions 0, 1, …; K and V of the last one are stored by
+the forward that reads it. `filled` positions of a sequence's slot of the cache are stored and
+valid, so that a rollback is a smaller number. The *trunk* is the committed tokens and the served
+ones, those that the target verifies now; its rows write the slot. Branches, which a draft grows for
+possible outcomes, write scratch memory, in which a path has a *lane*. A hit copies nothing: the
+draft's next forward over the trunk writes the slot again, with equal bits. Of a tree only the
+principal path (first children) is in the trunk; another accepted path is copied from its lane.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Placement:
     the attention reads their bytes, and no token depends on their values. window: the committed
     tokens after which such a sequence's positions begin again, so that a run of any length stays
     within the cache (None: never). keeps: whether sequences reuse pages that store the same first
-    tokens. stateless: of a draft without keys and values, which never lacks a token. lag: of a
-    draft that reads the hidden states of the target's verification. Keys and values of its last
-    accepted tokens come from its own states: its first step computes them again, so it leaves as
-    many as a round accepts, and no part of a prompt is stored before the target's states of it are
-    known.
+    tokens. stateless: whether a draft has no keys and values, so that it never lacks a token. lag:
+    K of a draft that reads the target's hidden states, else 0. K and V of the last accepted tokens
+    come from the draft's own states, and its first step computes them again; so up to `lag` tokens
+    may be missing, and no part of a prompt is stored before the target has computed it.
     """
 
     context: int = 0
@@ -76,10 +75,11 @@ class Gap(NamedTuple):
 class LiveSequence:
     """One sequence on this rank.
 
-    slot: its place on this rank, which other ranks never see. tokens: its committed tokens, prompt
-    included; served: its tokens under verification; both are kept only if the oracle reads tokens.
-    rounds: its number of committed rounds, counted where tokens are kept. constraint: what
-    restricts its tokens (a grammar), as the oracle made it; None: nothing, or it is not made yet.
+    slot: its place in this rank's cache, which other ranks do not know. tokens: its committed
+    tokens, prompt included. served: the drafted tokens that the target verifies now. Both are kept
+    only if the oracle reads tokens. rounds: its number of committed rounds, counted where tokens
+    are kept. constraint: its grammar with its state, which the oracle makes (None: it has none, or
+    not yet).
     """
 
     request: Request
@@ -97,11 +97,11 @@ class LiveSequence:
 
     @property
     def answer(self) -> list[int]:
-        """The committed tokens after the prompt, those before a preemption included."""
+        """The committed tokens after the prompt, also those from before a preemption."""
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
     def path(self, columns: Sequence[int]) -> list[int]:
-        """Returns the served tokens of these columns, those of a path in the draft's tree."""
+        """Returns the served tokens of these columns, a path in the draft's tree."""
         return [self.served[column] for column in columns]
 
     def serve(self, tokens: list[int]) -> None:
@@ -109,28 +109,28 @@ class LiveSequence:
         self.served = tokens
 
     def commit(self, columns: Sequence[int], bonus: int) -> None:
-        """Appends the served tokens of these columns, which were accepted, and the bonus token."""
+        """Appends the accepted tokens (the columns of the served ones), and the bonus token."""
         self.tokens += self.path(columns)
         self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
 
     def first_draw(self, later: int = 0) -> int:
-        """Returns the index of the round's first draw in the sequence's random streams.
-
-        later: rounds from now. No two rounds of a sequence share a draw, in any of its epochs.
-        """
+        """Returns the index of the first draw, in the sequence's random streams, of the round that
+        comes `later` rounds from now. No two rounds of a sequence share a draw, in any epoch."""
         return (self.request.epoch * _EPOCH + self.rounds + later) * _ROUND
 
     def stream(self, seed: int) -> tuple[int, int]:
-        """Returns (seed, sequence), the key of its random draws; seed: the job's."""
+        """Returns (seed, sequence), which key its random draws: by default the job's seed and the
+        request's id."""
         given = self.request.sampling.seed
         return (seed, self.request.request_id) if given is None else (given, 0)
 
     def looked_up(
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
-        """Returns the `count` tokens that a fast backup drafts, by this kind of lookup."""
+        """Returns the `count` tokens that a lookup of this kind drafts from the last `longest`
+        tokens; filler: fills missing ones (None: the last token does)."""
         if kind not in self._lookups:
             self._lookups[kind] = make_lookup(kind, longest)
         lookup = self._lookups[kind]
@@ -139,11 +139,11 @@ class LiveSequence:
 
 
 class Change(NamedTuple):
-    """What an outcome changed.
+    """The changes that an outcome made to a batch.
 
-    left: of each sequence that left, its slot and the tokens that its cache stores. placed: the
-    sequences that have taken a slot. started: those whose first round comes next. moves: lanes that
-    begin with accepted tokens, and the gaps that these fill.
+    left: of each sequence that left, its slot and the tokens that the slot stores. placed: the
+    sequences that have taken a slot. started: those whose first round comes next. moves: of each
+    accepted path in scratch memory, its lane, and the gap in the slot that it is copied to.
     """
 
     left: Sequence[tuple[int, list[int]]] = ()
@@ -158,12 +158,12 @@ _UNCHANGED = Change()
 class Batch:
     """The live sequences, in the order of messages, with their lengths, last tokens and places.
 
-    By batch row: sequences, ids, slots, lengths (committed tokens, the prompt counted as
-    one), last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot:
-    filled, the positions that the cache holds. opened: by slot, the sequences whose prompts are
-    being stored, in the order in which they came. digest: CRC-32 of the applied outcomes, to
-    compare between ranks. forced: by batch row, the tokens that its grammar forced after the last
-    bonus token.
+    By batch row: sequences, ids, slots, lengths (committed tokens, the prompt counted as one),
+    last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot: filled,
+    the positions that the cache holds. opened: by slot, the sequences whose prompts are stored in
+    parts (chunked prefill) before they join, in their order. digest: CRC-32 of the applied
+    outcomes, to compare between ranks. forced: by batch row, the tokens after the last bonus token
+    that the grammar forced.
     """
 
     def __init__(
@@ -174,12 +174,10 @@ class Batch:
         tree: Tree = CHAIN,
         layout: BranchLayout | None = None,
     ) -> None:
-        """Starts empty.
-
-        placement: None without a KV cache. prompt: returns a request's tokens up to its first_token
-        (None: tokens are not kept). tree: the shape of a draft. layout: the places of the tree's
-        nodes and of branches after them, if a draft grows any (None: the tree's own).
-        """
+        """capacity: the most sequences. placement: None without a KV cache. prompt: returns a
+        request's tokens up to its first_token (None: tokens are not kept). tree: the shape of a
+        draft. layout: the places of a tree's nodes and of branches after them (None: it grows no
+        branches)."""
         self.capacity = capacity
         self.placement = placement
         self.tree = tree
@@ -205,17 +203,15 @@ class Batch:
         return len(self.ids)
 
     def after(self, accepted: Ints, bonus: Ints) -> Batch:
-        """Returns this batch as it will be after a round of this outcome, to look ahead."""
+        """Returns the batch as it will be after a round with this outcome, without changing it."""
         following = copy(self)
         following.lengths = self.lengths + self.tree.depths[accepted] + 1
         following.last_tokens = bonus
         return following
 
     def apply(self, outcome: Outcome) -> Change:
-        """Applies an outcome; returns the changes.
-
-        Raises ProtocolError if the outcome's sequences differ from the batch's.
-        """
+        """Applies an outcome; returns the changes. Raises ProtocolError if the outcome's sequences
+        differ from the batch's."""
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = self._moves(outcome) if self.tree.num_lanes and self.placement else ()
@@ -255,7 +251,8 @@ class Batch:
                 self.last_tokens[row] = token
 
     def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
-        """Returns the moves of an outcome, and notes what the cache holds after them."""
+        """Returns the accepted paths to copy from scratch memory (Change.moves), and counts their
+        tokens as stored."""
         tree = self.layout or self.tree
         moves = list[tuple[int, Gap]]()
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
@@ -269,7 +266,7 @@ class Batch:
         return moves
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome with which sequences join or leave."""
+        """Applies an outcome by which sequences join or leave, and returns the changes."""
         count = len(self.ids)
         rows = outcome.rows[:count]
         others = outcome.rows[count:].tolist()
@@ -356,8 +353,8 @@ class Batch:
             sequence.serve(tokens[:count])
 
     def committed(self, gap: Gap) -> Ints:
-        """Returns the tokens of a gap, int32; zeros if their values decide nothing: of a sequence
-        without a prompt, or if tokens are not kept."""
+        """Returns the tokens of a gap, int32; zeros if the sequence has no prompt or its tokens are
+        not kept, because then no token depends on their values."""
         sequence = self._by_slot[gap.slot]
         if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
@@ -373,10 +370,8 @@ class Batch:
         return position
 
     def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
-        """Returns the committed tokens that the cache lacks, without each row's last one.
-
-        Sequences that lack at most `spare` tokens are left out.
-        """
+        """Returns the committed tokens of batch rows `rows` that the cache lacks, without the last
+        one of each, and without rows that lack at most `spare` tokens."""
         if self.placement is None or self.placement.stateless or not len(rows):
             return []
         chosen = np.asarray(rows, np.int64)
@@ -387,8 +382,8 @@ class Batch:
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
-        """Returns the next `most` tokens of opened prompts that the cache lacks; the last token of
-        a prompt is never one of them, since its first round reads it."""
+        """Returns the next tokens of prompts in parts (opened) that the cache lacks, at most
+        `most`, without the last token of each prompt, which its first round stores."""
         gaps: list[Gap] = []
         if self.placement is None or self.placement.lag:
             return gaps
@@ -401,16 +396,16 @@ class Batch:
         return gaps
 
     def stored_of(self, sequence: LiveSequence) -> list[int]:
-        """Returns the tokens that a sequence's cache stores, if tokens are kept."""
+        """Returns the tokens of a sequence that the cache stores; none if tokens are not kept."""
         return sequence.tokens[: int(self.filled[sequence.slot])]
 
     def stored(self) -> list[Request]:
-        """Returns the opened sequences whose whole prompts are stored."""
+        """Returns the requests whose prompts, stored in parts (opened), are complete."""
         short = {gap.slot for gap in self.opened_gaps()}
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
     def fill(self, gaps: Sequence[Gap]) -> Places:
-        """Returns the places of all tokens of these gaps, which are filled from then on."""
+        """Returns the places of all tokens of these gaps, and counts them as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
@@ -420,11 +415,12 @@ class Batch:
         self.filled[sequence.slot] = count
 
     def forget(self) -> None:
-        """Notes that the cache holds nothing that is valid: the weights have changed."""
+        """Counts no token as stored, since the weights have changed."""
         self.filled[:] = 0
 
     def trunk(self, num_draft: Ints) -> Places:
-        """Returns the places of each sequence's last token and its num_draft served tokens."""
+        """Returns the places of each sequence's last token and its num_draft [b] served tokens, and
+        counts them as stored."""
         if len(num_draft) == 1 and not self.tree.num_lanes:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts = num_draft + 1
@@ -439,8 +435,8 @@ class Batch:
         return trunk_places(self.slots[rows], last[rows] + ahead)
 
     def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of nodes, or of branches' (BranchLayout), after the positions `last`;
-        all are [n]."""
+        """Returns the places of n rows: nodes of the tree, or of branches (numbered as in
+        BranchLayout), whose node 0 has position `last`; all are [n]."""
         self._moves_itself = False
         tree = self.layout or self.tree
         lanes = tree.lanes[nodes]
@@ -451,8 +447,8 @@ class Batch:
         return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
 
     def _trunk_of_one(self, count: int) -> Places:
-        """Returns `trunk` of a batch of one sequence in a third of its time, for which every round
-        waits: Python's integers instead of arrays of one."""
+        """Returns the places of `trunk`, for a batch of one sequence and count = num_draft + 1, in
+        a third of the time, for which every round waits."""
         assert self.placement is not None, "a trunk without a cache"
         slot = int(self.slots[0])
         later = int(self.lengths[0]) - 1
@@ -466,8 +462,9 @@ class Batch:
         return Places(slots, positions, np.full(count, TRUNK, np.int32), positions)
 
     def grow(self, count: int, *, has_leaves: bool) -> None:
-        """Notes that the tokens from each sequence's last one on are stored, `count` of them, and
-        lanes, with nodes without children or not, from which the device copies accepted paths."""
+        """Counts `count` tokens from each sequence's last one on as stored by the device, which
+        also copies accepted paths of a tree itself. has_leaves: whether it stores nodes without
+        children."""
         last = self.last()
         self._has_leaves = has_leaves
         self._moves_itself = True
@@ -475,12 +472,12 @@ class Batch:
         self.filled[self.slots] = last + count
 
     def hold_back(self, slots: Index, stored: Index) -> None:
-        """Notes that the device stored only so many positions of these slots."""
+        """Counts only the first `stored` positions of these slots as stored; both are [n]."""
         self.filled[slots] = stored
 
     def room(self, capacity: int) -> Index:
-        """Returns how many positions follow each sequence's last token, [b], before the cache
-        ends, or before its positions begin again."""
+        """Returns how many positions follow each sequence's last token, [b], before the `capacity`
+        of its slot ends, or its positions begin again."""
         assert self.placement is not None, "positions without a cache"
         last = self.last()
         if self.placement.window is None:
@@ -496,12 +493,12 @@ class Batch:
         tokens: Ints,
         states: list[Any] | None = None,
     ) -> Branches:
-        """Returns branches for outcomes of this round, with their places in the cache: after
-        `nodes` accepted tokens (in a tree: after that node) of these batch rows; the arguments are
-        like those of Branches.
+        """Returns branches for possible outcomes of this round, with their places in the cache: in
+        batch rows `rows` after `nodes` accepted tokens (in a tree: after that node). The arguments
+        are those of Branches.
 
-        Imposed tokens also make branches after tokens that a short trunk lacks. These never hit.
-        They are placed at its end, so that they read only stored positions.
+        A table of synthetic tokens also has branches after more tokens than are served. No outcome
+        equals theirs. They are placed after the served ones, so that they read stored positions.
         """
         places = None
         if self.placement is not None:
@@ -520,7 +517,8 @@ class Batch:
     def restarted(
         self, rows: Sequence[int] | Index, tokens: Ints, states: list[Any] | None = None
     ) -> Branches:
-        """Returns branches that continue the committed tokens of these batch rows in the cache."""
+        """Returns branches that continue the committed tokens of batch rows `rows`, and write the
+        slots themselves; tokens, states: as of Branches."""
         chosen = np.asarray(rows, np.int64)
         zeros = np.zeros(len(chosen), np.int32)
         places = None
@@ -533,8 +531,8 @@ class Batch:
         )
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
-        """Returns the places of the next step of branches at these places, which have grown `steps`
-        levels."""
+        """Returns the places of the rows of the next draft step, of branches that have `steps`
+        levels; places: of the branches."""
         if self.tree.num_lanes:
             nodes = self.tree.inner[steps]
             slots = np.repeat(places.slots, len(nodes))
@@ -551,7 +549,8 @@ class Batch:
         return _places(places.slots, positions, places.lanes, places.starts)
 
     def missing(self, places: BranchPlaces) -> list[Gap]:
-        """Returns the gaps that branches in the trunk have to fill before their first token."""
+        """Returns the gaps before branches that continue the committed tokens; their first step
+        has to fill them."""
         assert self.placement is not None, "places without a cache"
         is_trunk = len(places.lanes) and places.lanes[0] == TRUNK
         if not is_trunk or self.placement.stateless:

@@ -1,7 +1,7 @@
-"""Sources of a round's draft tokens: none (AR), this rank (inline SD), or a draft rank.
+"""The sources of a round's draft tokens: none (AR), this rank (inline SD), or a draft rank.
 
 SD and SSD on a draft rank use the same speculator; only the draft knows whether its answer was
-pre-speculated. A speculator is asked with the outcome of the last round, and then answers.
+drafted ahead. A speculator is asked with the outcome of the last round, and then answers.
 """
 
 from __future__ import annotations
@@ -15,55 +15,50 @@ from mpissd.engine.round.draft import Drafter
 
 
 class Speculator:
-    """The source of draft tokens: asked once a round, it answers once a round.
+    """The source of draft tokens, which is asked and answers once a round. This one is AR's, which
+    drafts nothing.
 
-    This one is AR's: every round has K = 0.
-
-    lost_round: the first round after the draft was lost, with K = 0 from there on; None while it is
-    present. stored_s: of the last answer, the seconds in which a draft on the lead's own device
-    stored the committed tokens that it lacked.
+    lost_round: the first round after the loss of the draft, from which on K = 0; None while it is
+    present. stored_s: the seconds of the last answer in which a draft on the lead's device stored
+    the committed tokens that it lacked.
     """
 
     lost_round: int | None = None
     stored_s = 0.0
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """Takes the shape of an empty speculation, as in jobs with drafts."""
+        """lookahead, sampled: of the empty speculations, which are shaped like a draft."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:
-        """Hands over outcome r-1 and asks for speculation r; does not wait."""
+        """Asks for the speculation of the round after `outcome`, without waiting for it."""
 
     def answer(self, round_: int, count: int) -> Speculation:
         """Returns the speculation of round `round_` for the `count` live sequences."""
         return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        """Returns the distribution [V] that a token of the last answer was drawn from.
-
-        The token is the `index`-th of batch row `row` that was not certain. May wait for its
-        arrival.
-        """
+        """Returns the distribution [V] that the `index`-th uncertain token of batch row `row`, in
+        the last answer, was drawn from; may wait for its arrival."""
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:
-        """Works while the target verifies the last answer."""
+        """Called while the target verifies the last answer. The default does nothing."""
 
     def confirm(self, speculation: Speculation) -> bool:
-        """Returns whether the last answer may be judged: not if the distributions that it needs are
-        lost. Called once it was verified, before it is judged; may wait."""
+        """Returns whether the target may judge the last answer: not if the distributions of its
+        tokens are lost. Called after the target's forward; may wait."""
         return True
 
     def stop(self, outcome: Outcome) -> None:
-        """Sends the draft the last outcome."""
+        """Ends the draft's loop; outcome: of the last round."""
 
 
 class InlineSpeculator(Speculator):
-    """The speculator of SD on the lead's own device: it drafts before the target verifies, in one
-    stream.
+    """The speculator of SD on the lead's own device, where it drafts before the target verifies.
 
-    It stores committed tokens only before it drafts, all that it lacks, so that rounds without
-    drafting cost nothing: the draft follows their outcomes while the target verifies.
+    In rounds without drafting it costs no time: it applies their outcomes while the target
+    verifies, and stores the tokens that its KV cache lacks only before it drafts again.
     """
 
     def __init__(self, drafter: Drafter) -> None:

@@ -19,7 +19,7 @@ from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import Speculator
 
-# (outcome r-1, speculation r, whether this is the last one): what the lead sends its followers.
+# Sends (outcome r-1, speculation r, whether to stop) from the lead to the other target ranks.
 Publish = Callable[[Outcome, Speculation, bool], None]
 
 
@@ -29,10 +29,10 @@ class RoundResult:
 
     logprobs: by batch row, the target's log-probability of each emitted token, if the sequence
     asked for it. num_rows: rows of the forward, prompts included. wait_s: wait for the draft after
-    the outcome was applied. stored_s: seconds in which a draft on the lead's own device stored the
-    tokens that it lacked, not counted in wait_s.
-    adopted: for each sequence id placed in this round, the tokens of its prompt that other
-    sequences had stored. forced: by batch row, the tokens that its grammar forces after the bonus.
+    the outcome was applied. stored_s: seconds in which a draft on the lead's device stored the
+    tokens that it lacked, not counted in wait_s. adopted: by id of the sequences placed in this
+    round, the tokens of the prompt that other sequences had stored. forced: by batch row, the
+    tokens after the bonus token that the grammar forces.
     """
 
     speculation: Speculation
@@ -53,21 +53,21 @@ class RoundResult:
 
 
 class RoundObserver:
-    """What is done beside a round, and may not lengthen it; the base class does nothing."""
+    """Work beside the rounds that may not lengthen them; the base class does nothing."""
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Takes a judged round, after its outcome was sent, so that the draft works meanwhile, and
-        before another forward overwrites the logits."""
+        """Called with a judged round, int32 [b], after its outcome was sent, so that the draft
+        works meanwhile, and before another forward overwrites the logits."""
 
     def verifying(self) -> None:
-        """Works while the target verifies."""
+        """Called while the target verifies."""
 
 
 class TargetLoop:
-    """The lead's round loop; its caller runs it by step() and makes sequences join or leave.
+    """The lead's rounds; the caller runs them by step(), and makes sequences join or leave.
 
-    round: the next one. control: of the next round. prefill_s: seconds spent on prompts so far.
-    observers: called in every round.
+    round: the number of the next round. control: of the next round. prefill_s: seconds spent on
+    prompts so far. observers: called in every round.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class TargetLoop:
         waiter: Waiter,
         ledger: Ledger | None = None,
     ) -> None:
-        """publish: sends a round's plan to every follower; None: there are no followers."""
+        """publish: sends rounds to the other target ranks (None: there are none). capacity: the
+        most sequences that are live at once."""
         self.batch = worker.open_batch(capacity)
         self.round = 0
         self.prefill_s = 0.0
@@ -98,8 +99,8 @@ class TargetLoop:
         self._leaving: set[int] = set()
 
     def step(self) -> RoundResult:
-        """Runs one round: asks for speculation r with outcome r-1, verifies it, and decides outcome
-        r."""
+        """Runs round r: sends outcome r-1, for which the draft returns speculation r, verifies
+        that, and decides outcome r."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator
@@ -122,7 +123,7 @@ class TargetLoop:
             self._publish(outcome, speculation, False)
         mark(LeadPhase.BROADCAST)
         is_short = worker.is_short(self.batch, speculation.num_rows)
-        if is_short or (change.started and not is_alone):  # the followers do so, too
+        if is_short or (change.started and not is_alone):  # the other target ranks do so, too
             self._prefill()
         speculation = self._verified(speculation, outcome.control.prefill_rows)
         accepted, bonus = worker.judge(self.batch, speculation, speculator.proposal)
@@ -167,8 +168,8 @@ class TargetLoop:
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
 
     def _outcome(self) -> Outcome:
-        """Returns outcome r-1 as it is sent: the decisions of the last round, and which sequences
-        join and leave."""
+        """Returns outcome r-1 as it is sent: the decisions of the last round, and the sequences
+        that join and leave."""
         joining = self._joining
         if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)
@@ -194,7 +195,7 @@ class TargetLoop:
 
     @property
     def _joining(self) -> list[Request]:
-        """The opened sequences whose prompts are stored, and which do not leave."""
+        """The requests whose prompts, stored in parts, are complete, and which do not leave."""
         if not self.batch.opened:
             return []
         stored = self.batch.stored()
@@ -207,7 +208,7 @@ class TargetLoop:
 
     @property
     def live_ids(self) -> list[int]:
-        """The sequences that the next round verifies."""
+        """The ids of the sequences that the next round verifies."""
         live = [
             request_id
             for request_id in self._decided[:, 0].tolist()
@@ -218,7 +219,7 @@ class TargetLoop:
 
     @property
     def unstored(self) -> int:
-        """The tokens of opened prompts that are still to be stored."""
+        """The number of tokens of prompts in parts that are still to be stored."""
         coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
         return coming + sum(gap.size for gap in self.batch.opened_gaps())
 
@@ -228,17 +229,15 @@ class TargetLoop:
         return self._worker.stepper.most_rows
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Lets these sequences join at the next round."""
+        """Lets sequences join at the next round."""
         self._new += [(Event.ADMIT, request) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Lets these sequences join once their prompts are stored, in parts of
-        `control.prefill_rows` rows."""
+        """Lets sequences join once their prompts are stored, control.prefill_rows rows a round."""
         self._new += [(Event.PREFILL, request) for request in requests]
 
     def finish(self, request_ids: Sequence[int]) -> None:
-        """Releases these sequences from the next round on; the tokens they emitted so far
-        remain."""
+        """Ends sequences before the next round."""
         # Other ranks do not know a sequence admitted since the last round, so it is just dropped.
         self._new = [
             (event, request)
@@ -248,11 +247,8 @@ class TargetLoop:
         self._leaving.update(request_ids)
 
     def tell(self) -> None:
-        """Shows the observers the round that was judged last, unless they have seen it.
-
-        Every step calls this before the next forward overwrites the logits. After the last step the
-        caller does.
-        """
+        """Calls the observers with the round that was judged last, unless they have seen it. A step
+        does so before its forward overwrites the logits; the caller does after the last step."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:
@@ -260,14 +256,15 @@ class TargetLoop:
                 observer.judged(self.batch, *judged)
 
     def _prefill(self) -> None:
-        """Stores the prompts of admitted sequences in the cache; collective over the ranks of T."""
+        """Stores the prompts of admitted sequences in the cache. Collective over the target
+        ranks."""
         start = perf_counter()
         if self._worker.catch_up(self.batch, range(len(self.batch)), self._waiter):
             self.prefill_s += perf_counter() - start
             self.ledger.mark(LeadPhase.PREFILL)
 
     def stop(self) -> None:
-        """Ends the loops of the followers and of the draft."""
+        """Ends the loops of the other target ranks and of the draft."""
         rows = self._decided.copy()
         rows[:, 2] = Event.RELEASE
         last = Outcome(self.round - 1, rows)
@@ -284,10 +281,10 @@ def follow(
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
-    """Runs a follower's loop: the same forwards in the same order, until a plan stops it.
+    """Runs the lead's rounds on another target rank, the same forwards in the same order, until the
+    lead stops it; returns a digest of their outcomes.
 
-    plan: waits for the plan of a round, as the lead published it. Returns the digest of the
-    outcomes that it received (Batch.digest).
+    plan: waits for (outcome r-1, speculation r, whether to stop) of round r.
     """
     batch = worker.open_batch(capacity)
     ledger = ledger or NullLedger(FollowPhase)
