@@ -19,7 +19,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.session.session import Models
 from mpissd.lab.sweep.commands import check_sweep, why_not
-from mpissd.lab.sweep.plan import Plan, SweepConfig, planned, read_grid
+from mpissd.lab.sweep.plan import SweepConfig, SweepPlan, planned, read_grid
 from tests.scripts import ROOT
 from tests.tiny_pair import tiny_pair
 
@@ -48,12 +48,12 @@ def axes(text: str) -> dict[str, tuple[str, ...]]:
     return block
 
 
-def plan(grid: str, shard: str = "1/1", repeats: int = 1, **flags: object) -> Plan:
+def plan(grid: str, shard: str = "1/1", repeats: int = 1, **flags: object) -> SweepPlan:
     run = RunConfig(**flags)  # type: ignore[arg-type]
     return planned(SweepConfig(run=run, grid=grid, shard=shard, repeats=repeats))
 
 
-def flags(found: Plan) -> list[dict[str, str]]:
+def flags(found: SweepPlan) -> list[dict[str, str]]:
     return [dict(point.flags) for point in found.points]
 
 

@@ -11,10 +11,12 @@ from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.comm.topology import check_world, launcher_rank, launcher_size
 from mpissd.engine.job import resolve_unopened
 from mpissd.engine.oracle.logits import check_prompts
-from mpissd.lab.sweep.plan import Plan, Point, SweepConfig, planned, read_grid
+from mpissd.lab.sweep.plan import Point, SweepConfig, SweepPlan, planned, read_grid
 
 
-def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None) -> Plan:
+def check_sweep(
+    config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None
+) -> SweepPlan:
     """Checks a whole sweep before MPI starts and a device is opened; returns its plan.
 
     given: the flags that the user gave. num_ranks: ranks of the job (None: from world_size or the
@@ -38,7 +40,7 @@ def check_sweep(config: SweepConfig, given: AbstractSet[str], num_ranks: int | N
     return plan
 
 
-def _tp(config: SweepConfig, plan: Plan, num_ranks: int | None = None) -> int:
+def _tp(config: SweepConfig, plan: SweepPlan, num_ranks: int | None = None) -> int:
     size = num_ranks or config.run.world_size or launcher_size()
     return 1 if size is None else check_world(size, plan.num_drafts, config.run.groups)
 

@@ -226,7 +226,7 @@ def _digest(named: Sequence[object]) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The configurations of a sweep, or of one shard of it, in the grid's order.
 
     A shard has every num_shards-th configuration.
@@ -251,7 +251,7 @@ class Plan:
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
-def planned(config: SweepConfig) -> Plan:
+def planned(config: SweepConfig) -> SweepPlan:
     """Makes the plan of a sweep, the same on every rank; its other flags hold if a block does not
     set them.
 
@@ -283,7 +283,7 @@ def planned(config: SweepConfig) -> Plan:
     points = tuple(by_digest.values())[first - 1 :: step]
     if not points:
         raise ConfigError(f"shard={config.shard}: {len(by_digest)} configurations leave it none")
-    return Plan(points, config.repeats, config.run.seed, used if most is None else int(most))
+    return SweepPlan(points, config.repeats, config.run.seed, used if most is None else int(most))
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:

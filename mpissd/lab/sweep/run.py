@@ -25,7 +25,7 @@ from mpissd.engine.session.session import Machine, opened_machine, rest
 from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
-from mpissd.lab.sweep.plan import Plan, SweepConfig, SweepTask, planned
+from mpissd.lab.sweep.plan import SweepConfig, SweepPlan, SweepTask, planned
 from mpissd.lab.tables.best import compare_methods, render, unit
 from mpissd.lab.tables.load import LeftOut, load_rows
 
@@ -44,7 +44,7 @@ def execute_sweep(config: SweepConfig) -> int:
 class Sweep:
     """One rank's part in running a sweep."""
 
-    def __init__(self, machine: Machine, plan: Plan, config: SweepConfig) -> None:
+    def __init__(self, machine: Machine, plan: SweepPlan, config: SweepConfig) -> None:
         """Divides the ranks and makes all configurations' models; collective over the world."""
         self._machine, self._plan, self._config = machine, plan, config
         self._is_lead = machine.topology.is_lead
