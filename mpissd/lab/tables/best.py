@@ -78,7 +78,7 @@ class Use:
         return cls(
             rows=tuple(rows),
             method=method_of(first),
-            family=Family(mode_of(first), int(first.tp), int(first.world_size - first.tp)),
+            family=family_of(first),
             lookahead=int(first.lookahead),
             tok_per_s=float(median(row.tok_per_s for row in rows)),
             predicted=fmean(known) if len(known) == len(means) else None,
@@ -116,6 +116,14 @@ class Use:
     def __str__(self) -> str:
         """Returns the use as text: its mode, T, D and K."""
         return f"{self.family} {_at(self)}".rstrip()
+
+
+def uses_of(rows: Iterable[Row]) -> list[Use]:
+    """Returns the uses of one setting's rows, in order of appearance."""
+    alike: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((method_of(row), int(row.lookahead)), []).append(row)
+    return [Use.of(repeats) for repeats in alike.values()]
 
 
 def best_use(uses: Sequence[Use]) -> Use:
@@ -176,16 +184,16 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
             settings.append(setting_of(row))
     comparisons = []
     for setting in settings:
-        cells: dict[tuple[int, str, int], list[Row]] = {}
-        for row in (row for row in kept if is_in(row, setting)):
-            name = method_of(row)
-            place = _MODES.index(name.split()[0].lower())
-            cells.setdefault((place, name, row.lookahead), []).append(row)
         methods: dict[str, list[Use]] = {}
-        for (_, name, _), of in sorted(cells.items(), key=lambda cell: cell[0]):
-            methods.setdefault(name, []).append(Use.of(of))
+        for use in sorted(uses_of(row for row in kept if is_in(row, setting)), key=_order):
+            methods.setdefault(use.method, []).append(use)
         comparisons.append(Comparisons(setting, methods))
     return comparisons
+
+
+def _order(use: Use) -> tuple[int, str, int]:
+    """Returns the place of a use in a table: AR first, then by method and K."""
+    return _MODES.index(use.method.split()[0].lower()), use.method, use.lookahead
 
 
 def setting_of(row: Row) -> dict[str, Any]:
@@ -224,6 +232,11 @@ def mode_of(row: Row) -> str:
         return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
     return LOOKUPS[0] if kind == "prompt" else kind
+
+
+def family_of(row: Row) -> Family:
+    """Returns the mode, T and D of a row."""
+    return Family(mode_of(row), int(row.tp), int(row.world_size - row.tp))
 
 
 def method_of(row: Row) -> str:
