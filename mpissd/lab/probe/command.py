@@ -2,14 +2,10 @@
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
-Everything goes through the application's own code: backend programs, steppers, groups. The
-result is a table on stdout and a device profile in OUT/profiles, which `plan` and
-`--backend=emulated --device=FILE` read (docs/profile.md). The last line is one JSON object.
-
-Ranks measure in turns, unless they have to act together, so that they do not disturb each other.
-For host work and link time, each configuration that the ranks allow decodes some rounds, as a run's
-warm-up does, and its costs are read off their ledgers (lab/measure/calibrate). A wrong sum ends the
-job with exit code 3, and nothing is saved.
+The result is a table on stdout, one JSON object, and a device profile in OUT/profiles, which `plan`
+and `--backend=emulated --device=FILE` read (docs/profile.md). Ranks measure in turns, unless they
+have to act together, so that they do not disturb each other. For host work and link time, each
+configuration that the ranks allow decodes some rounds, as a run's warm-up does.
 """
 
 from __future__ import annotations
@@ -49,9 +45,9 @@ _SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without a
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
     """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
 
-    mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). Raises
-    brief: measures a transformer for a plan of its T and batch size only. Raises Refused on every
-    rank for an impossible configuration or wrong sums (exit code 3).
+    mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). brief:
+    measures a transformer for a plan of its T and batch size only. Raises Refused on every rank for
+    an impossible configuration or wrong sums (exit code 3).
     """
     sharpen_sleep()
     with opened(config) as session:
@@ -78,8 +74,12 @@ class Prober:
         brief: bool,
     ) -> None:
         """show: of `progress_line`. brief: as `execute_probe` takes it."""
-        self._show_line, self._stage, self._brief = show, "", brief
-        self._session, self._topology, self._job = session, session.topology, session.job
+        self._show_line = show
+        self._stage = ""
+        self._brief = brief
+        self._session = session
+        self._topology = session.topology
+        self._job = session.job
         self._kind = session.backend.info.kind
         self._faults: list[str] = []  # in this rank's data
         self._tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
@@ -93,7 +93,8 @@ class Prober:
 
     def run(self, name: str | None) -> None:
         """Runs all stages, then writes the profile on the lead; collective over the world."""
-        begun, before = perf_counter(), counters()
+        begun = perf_counter()
+        before = counters()
         stages = (self.rates, self.forwards, self.all_reduces, self.hosts)
         for number, stage in enumerate(stages, 1):
             self._stage = f"{number} of {len(stages)} ({stage.__name__.replace('_', '-')})"
@@ -103,18 +104,23 @@ class Prober:
             wrong = GateError(f"probe: {self._faults[0]}") if self._faults else None
             agree(self._session.topology.world, wrong)
         place = self._topology.place(self._session.backend.info)
-        every = self._topology.world.gather((self._tables, self._notes, place))
+        gathered = self._topology.world.gather((self._tables, self._notes, place))
         self._busy = disturbances(before, self._session)
         with agreed(self._topology.world):
-            if every is not None:
-                self._conclude(every, name, perf_counter() - begun)
+            if gathered is not None:
+                self._conclude(gathered, name, perf_counter() - begun)
 
-    def _conclude(self, every: list[Any], name: str | None, seconds: float) -> None:
-        """Writes the table, the profile and the JSON line; on the lead."""
-        session, job, backend = self._session, self._job, self._session.backend
-        of_ranks, notes_of_ranks, places = zip(*every, strict=True)
-        tables = {table: [each for own in of_ranks for each in own[table]] for table in TABLES}
-        notes = [note for own in notes_of_ranks for note in own]
+    def _conclude(self, gathered: list[Any], name: str | None, seconds: float) -> None:
+        """Writes the table, the profile and the JSON line; on the lead.
+
+        gathered: tables, notes and place of each rank. seconds: that the probe took.
+        """
+        session = self._session
+        job = self._job
+        backend = session.backend
+        of_ranks, notes_of_ranks, places = zip(*gathered, strict=True)
+        tables = {name: [entry for rank in of_ranks for entry in rank[name]] for name in TABLES}
+        notes = [note for rank in notes_of_ranks for note in rank]
         memory = [info.memory_bytes for info in session.infos]
         fitted = fit(job, backend.itemsize, tables, self._peak, memory, self._source)
         notes += [f"the machine was busy: {text}" for text in self._busy]
@@ -134,7 +140,7 @@ class Prober:
             "provenance": provenance(session.infos, session.topology.hosts),
         }
         path = save_profile(job.config.out, name, data)
-        covers = list(dict.fromkeys(f"{e['model']} T={e['tp']}" for e in tables["forwards"]))
+        covers = list(dict.fromkeys(f"{of['model']} T={of['tp']}" for of in tables["forwards"]))
         values = {key: number["value"] for key, number in fitted["numbers"].items()}
         summary = {"profile": str(path), "name": name, "covers": covers, **values}
         print(json_line({**summary, "seconds": seconds}), flush=True)
@@ -142,7 +148,8 @@ class Prober:
     def rates(self) -> None:
         """Measures every rank's read bandwidth over as many bytes as its weights have, and on the
         lead the peak of a large product and an empty launch."""
-        backend, rank = self._session.backend, self._topology.world.rank
+        backend = self._session.backend
+        rank = self._topology.world.rank
         size = self._job.rank_bytes(backend.itemsize)[self._topology.is_draft]
 
         def read() -> None:
@@ -158,7 +165,8 @@ class Prober:
     def forwards(self) -> None:
         """Measures the target's forwards on all its ranks, then the draft's, with each possible
         kernel."""
-        topology, needs = self._topology, self._job.needs
+        topology = self._topology
+        needs = self._job.needs
         if not topology.is_draft:
             shard = replace(needs[TARGET].shard, rank=topology.world.rank)
             target = replace(needs[TARGET], shard=shard)
@@ -178,14 +186,17 @@ class Prober:
         target rank also measures the share of the target that rank 0 of T > 1 would hold, without
         all-reduces: derive.py adds them, so that `plan` knows these T.
         """
-        config, entries, shares = self._job.config, list[Entry](), list[Entry]()
-        shard, options = need.shard, need.options
+        config = self._job.config
+        shard = need.shard
+        options = need.options
+        entries: list[Entry] = []
+        shares: list[Entry] = []
         if not config.is_transformer:
-            every = sorted({*FORWARD_ROWS, *need.buckets})
-            for most in kinds(self._session.backend):
-                rows = [n for n in every if most is None or n <= most]
-                parts = shard, options, rows, config.batch_size, most
-                entries.append(probe.forwards(group, *parts))
+            counts = sorted({*FORWARD_ROWS, *need.buckets})
+            for limit in kinds(self._session.backend):
+                rows = [count for count in counts if limit is None or count <= limit]
+                entry = probe.forwards(group, shard, options, rows, config.batch_size, limit)
+                entries.append(entry)
         else:
             options = replace(options, context=config.context)
             on_gpu = self._kind == "gpu"
@@ -219,7 +230,8 @@ class Prober:
     def hosts(self) -> None:
         """Measures host work and link time for every configuration that these ranks allow, on all
         of them."""
-        session, probed = self._session, self._job
+        session = self._session
+        probed = self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
         for config in ways(probed.config, on_host=self._kind == "cpu", brief=self._brief):
             if self._topology.is_lead:
@@ -258,9 +270,9 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
     and SSD.
 
     Each is measured at the probe's batch size and at eight times that size; brief: only SSD, whose
-    host work grows with the lanes of all sequences. on_host: forwards run
-    on the host's cores; a transformer's then disturb the caches more the longer their contexts are,
-    so that two are measured.
+    host work grows with the branches of all sequences. on_host: forwards run on the host's cores; a
+    transformer's then disturb the caches more the longer their contexts are, so that two are
+    measured.
     """
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
@@ -279,7 +291,9 @@ def _measured(session: Session, source: str) -> Entry | None:
 
     Raises Refused on every rank if its models do not fit in memory.
     """
-    job, world, count = session.job, session.topology.world, 0
+    job = session.job
+    world = session.topology.world
+    count = 0
     try:
         rank = Rank(session)
         profile = calibrate(rank)
@@ -293,8 +307,8 @@ def _measured(session: Session, source: str) -> Entry | None:
         count = world.bcast(count)
         drafters = rank.make_drafters()
         lead = rank.run_pass(rank.target, drafters, partial(warm_up, rank=rank, count=count))
-        own = WarmUp.of_draft(drafters[0].log, count) if drafters else None
-        drafts = [draft for draft in world.gather(own) or () if draft is not None]
+        rounds = WarmUp.of_draft(drafters[0].log, count) if drafters else None
+        drafts = [draft for draft in world.gather(rounds) or () if draft is not None]
         if profile is not None and lead is not None and rank.device_rounds is None:
             costs = host_costs(job, profile.device, lead, drafts[0] if drafts else None)
             profile = replace(profile, host=costs)

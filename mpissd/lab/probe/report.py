@@ -54,9 +54,11 @@ def fit(
 ) -> dict[str, Any]:
     """Fits the "numbers" and the "all_reduce" of a profile to its tables.
 
-    peak: flop/s of a large product. memory: free bytes of each rank.
+    itemsize: bytes of a weight. peak: flop/s of a large product. memory: free bytes of each rank.
+    source: how the tables were measured.
     """
-    read, empty = tables["bandwidths"][0]["read_bytes_per_s"], tables["launches"][0]["device_s"]
+    read = tables["bandwidths"][0]["read_bytes_per_s"]
+    empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
 
     forward = tables["forwards"][0]
@@ -70,7 +72,7 @@ def fit(
         latency, rate = (float(reduce[n][str(job.tp)]) for n in ("latency_s", "bytes_per_s"))
         beyond_s -= cost.num_all_reduces * (latency + cost.all_reduce_bytes / rate)
 
-    known = [size for size in memory if size is not None]
+    sizes = [size for size in memory if size is not None]
     of_product = f"(forward of 1 row - floor - all-reduces - launch) / products, {job.target.name}"
     numbers = {
         "read_bytes_per_s": (read, "read-only stream"),
@@ -81,7 +83,7 @@ def fit(
         ),
         "launch_s": (empty, "device time of an empty program"),
         "memory_bytes": (
-            min(known) if len(known) == len(memory) else None,
+            min(sizes) if len(sizes) == len(memory) else None,
             "free at start-up, the smallest rank's",
         ),
     }
@@ -90,21 +92,22 @@ def fit(
 
 
 def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
-    """Fits latency and rate to the first entry."""
+    """Fits an all-reduce's latency and rate to the first entry of its table; ranks: T."""
     if not entries:
         unknown = f"{source}: not known, there was one target rank"
         return {"from": unknown, "latency_s": None, "bytes_per_s": None}
-    own = entries[0]
-    seconds_at = {int(size): seconds for size, seconds in own["seconds"].items()}
-    least, most = min(seconds_at), max(seconds_at)
-    how = "in a graph" if own["graph"] else "eagerly"
-    origin = f"{source}: {own['name']} {how}, {least} B and {most} B"
-    if not seconds_at[most]:
+    entry = entries[0]
+    seconds_at = {int(size): seconds for size, seconds in entry["seconds"].items()}
+    small = min(seconds_at)
+    large = max(seconds_at)
+    how = "in a graph" if entry["graph"] else "eagerly"
+    origin = f"{source}: {entry['name']} {how}, {small} B and {large} B"
+    if not seconds_at[large]:
         return {"from": origin, "latency_s": {}, "bytes_per_s": {}}
     # Noise may make a small all-reduce slower than a large one; then the large one sets the rate.
-    slope = (seconds_at[most] - seconds_at[least]) / (most - least)
-    rate = 1 / slope if slope > 0 else most / seconds_at[most]
-    latency = max(0.0, seconds_at[least] - least / rate)
+    slope = (seconds_at[large] - seconds_at[small]) / (large - small)
+    rate = 1 / slope if slope > 0 else large / seconds_at[large]
+    latency = max(0.0, seconds_at[small] - small / rate)
     return {"from": origin, "latency_s": {str(ranks): latency}, "bytes_per_s": {str(ranks): rate}}
 
 
@@ -135,9 +138,9 @@ def print_table(
     """Prints all measurements; `places`: of the ranks, from Topology.place."""
     lines = [*_lines(tables)]
     lines += [("not known", note) for note in notes]
-    for each in host:  # the lead's part of a round, the link one way
-        costs = HostCosts.from_dict(each["seconds"])
-        way = f"{each['mode']} T={each['tp']} D={each['num_drafts']} b={each['batch_size']}"
+    for entry in host:  # the lead's part of a round, the link one way
+        costs = HostCosts.from_dict(entry["seconds"])
+        way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
         lines.append(("host", f"{way}: {lead}"))
     for place in places:
@@ -148,30 +151,32 @@ def print_table(
 
 
 def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
-    for each in tables["bandwidths"]:
-        rate = each["read_bytes_per_s"]
+    """Yields the names and texts of the lines about rates, forwards, all-reduces and launches."""
+    for entry in tables["bandwidths"]:
+        rate = entry["read_bytes_per_s"]
         text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"
-        yield f"rank {each['rank']}", f"read {text}   over {each['bytes'] / 1e6:.1f} MB"
-    for each in tables["forwards"]:
-        shown = {str(n): s for n in _SHOWN_ROWS if (s := each["seconds"].get(str(n))) is not None}
-        limit = "" if each["most_rows"] is None else f", jobs of at most {each['most_rows']} rows"
-        if batch := each["sequences"]:
-            limit = f", context={each['kv_tokens'] // batch} b={batch}"
-        yield "forward", f"{each['model']} T={each['tp']} by {each['kernel']}{limit}"
-        yield from _times("M", each, shown)
-        if one := next(iter(shown.values())):
-            yield "r(M)", "".join(f"{seconds / one:>9.3f}" for seconds in shown.values())
-    for each in tables["all_reduces"]:
-        yield "all-reduce", f"{each['name']}, {each['ranks']} ranks, graph {each['graph']}"
-        yield from _times("bytes", each, each["seconds"])
-    for each in tables["launches"]:
-        yield "launch", f"{each['what']}: device {_us(each['device_s'])} µs"
+        yield f"rank {entry['rank']}", f"read {text}   over {entry['bytes'] / 1e6:.1f} MB"
+    for entry in tables["forwards"]:
+        seconds = entry["seconds"]
+        shown = {str(rows): seconds[str(rows)] for rows in _SHOWN_ROWS if str(rows) in seconds}
+        limit = "" if entry["most_rows"] is None else f", jobs of at most {entry['most_rows']} rows"
+        if batch := entry["sequences"]:
+            limit = f", context={entry['kv_tokens'] // batch} b={batch}"
+        yield "forward", f"{entry['model']} T={entry['tp']} by {entry['kernel']}{limit}"
+        yield from _times("M", entry, shown)
+        if first := next(iter(shown.values())):
+            yield "r(M)", "".join(f"{time / first:>9.3f}" for time in shown.values())
+    for entry in tables["all_reduces"]:
+        yield "all-reduce", f"{entry['name']}, {entry['ranks']} ranks, graph {entry['graph']}"
+        yield from _times("bytes", entry, entry["seconds"])
+    for entry in tables["launches"]:
+        yield "launch", f"{entry['what']}: device {_us(entry['device_s'])} µs"
 
 
-def _times(name: str, each: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _times(name: str, entry: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yields points and times; ~ marks an interquartile range above a tenth of the median."""
     yield name, "".join(f"{point:>9}" for point in shown)
-    marks = ["~" * ((each["spread"][point] or 0) > 0.1) for point in shown]
+    marks = ["~" * ((entry["spread"][point] or 0) > 0.1) for point in shown]
     times = zip(marks, shown.values(), strict=True)
     yield "µs", "".join(f"{mark + _us(seconds):>9}" for mark, seconds in times)
 
