@@ -35,8 +35,7 @@ from mpissd.lab.predict.derive import (
     shipped_profiles,
     with_derived,
 )
-from mpissd.lab.predict.row import is_predictable
-from mpissd.lab.predict.simulation import expected
+from mpissd.lab.predict.simulation import expected, is_predictable
 from mpissd.lab.tables.load import load_rows, row_files
 
 # Largest allowed median and p95 of the size of error (c).

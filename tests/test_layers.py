@@ -39,6 +39,7 @@ LAYERS = {
     "mpissd.lab.tables": 7,
     "mpissd.lab.pair": 7,
     "mpissd.lab.predict": 8,
+    "mpissd.lab.plan": 8,
     "mpissd.lab.show": 8,
     "mpissd.lab.measure": 9,
     "mpissd.lab.probe": 10,

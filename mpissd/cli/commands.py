@@ -18,25 +18,14 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.lab.predict.advice import (
-    ALPHAS,
-    CONTEXT,
-    Screen,
-    heading,
-    is_assumed,
-    measured_gains,
-    measured_uses,
-    with_best_tree,
-    with_laws,
-)
-from mpissd.lab.predict.advisor import plan as advice_of
+from mpissd.lab.plan.candidates import CONTEXT, with_laws
+from mpissd.lab.plan.plan import with_best_tree
+from mpissd.lab.plan.screen import Screen, heading
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
-from mpissd.lab.predict.row import predict_row
-from mpissd.lab.predict.search import survey
-from mpissd.lab.predict.verdict import Evidence, is_datasheet
+from mpissd.lab.predict.simulation import predict_row
 from mpissd.lab.tables import best, claims
-from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group, row_files
+from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group
 from mpissd.lab.tables.pair import Pair
 
 
@@ -98,20 +87,8 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     if sys.stderr.isatty():
         news.start()
     run = _planned(config, profile, given, is_advice=True)
-    placed = survey(run, profile, gpus)
-    advice = advice_of(run, placed.placements, gpus, placed.unjudged, trees=config.trees)
-    files = [path for folder in config.measured.split(",") for path in row_files(Path(folder))]
-    with LeftOut() as left_out:
-        rows = load_rows(files, left_out)
-    measured = measured_uses(run, profile, advice, rows)
-    evidence = Evidence.of(run, profile, placed, advice.judged, measured)
-    at = {}
-    if is_assumed(run) and not is_datasheet(profile):
-        for alpha in ALPHAS:
-            changed = dataclasses.replace(run, alpha=alpha)
-            at[alpha] = advice_of(changed, placed.placements, gpus, placed.unjudged, config.trees)
-    gains = measured_gains(run, profile, gpus, rows)
-    screen = Screen(placed, advice, evidence, gpus, config.device, at, gains)
+    folders = config.measured
+    screen = Screen.of(run, profile, gpus, config.device, folders, trees=config.trees)
     lines = screen.lines(details=config.details)
     news.cancel()
     print("\n".join(lines))

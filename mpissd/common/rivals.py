@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
@@ -39,11 +38,6 @@ class Family:
     mode: str
     tp: int
     num_drafts: int
-
-    @classmethod
-    def of(cls, use: Any) -> Family:
-        """Returns the family of a use: a choice of `plan`, a row, or a point of a figure."""
-        return cls(use.mode, use.tp, use.num_drafts)
 
     @property
     def gpus(self) -> int:

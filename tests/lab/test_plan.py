@@ -26,23 +26,29 @@ from mpissd.common.rivals import Family
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.pair.laws import Dataset, Outcomes, Ranks, measured
-from mpissd.lab.predict.advice import Screen, is_assumed, level_with, profile_of, with_best_tree
-from mpissd.lab.predict.advisor import Advice, by_speed, firsts, plan
-from mpissd.lab.predict.costs import DeviceCosts, HostCosts
-from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
-from mpissd.lab.predict.search import (
+from mpissd.lab.plan.candidates import (
     FULL,
     Choice,
     Space,
     Survey,
-    TargetRanks,
     candidates,
-    runnable,
+    runnable_at,
     survey,
     weigh,
 )
+from mpissd.lab.plan.plan import (
+    Plan,
+    by_speed,
+    firsts,
+    number,
+    plan,
+    profile_of,
+    with_best_tree,
+)
+from mpissd.lab.plan.screen import Screen, is_assumed
+from mpissd.lab.predict.costs import DeviceCosts, HostCosts
+from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
 from mpissd.lab.predict.simulation import expected
-from mpissd.lab.predict.verdict import Evidence, number
 from tests.needs import has_smollm2, needs
 from tests.scripts import printed_command
 
@@ -55,20 +61,25 @@ H200 = load_profile("h200")
 PROBED = str(Path(__file__).resolve().parents[2] / "results/h200-probe/profiles/8b-1b-T1D0.json")
 
 
-def placements(
-    config: RunConfig, profile: Profile, gpus: int, host: HostCosts = HOST
-) -> list[TargetRanks]:
-    """Placements whose hosts cost as much as `host` where the profile has none."""
+def surveyed(config: RunConfig, profile: Profile, gpus: int, host: HostCosts = HOST) -> Survey:
+    """A survey whose hosts cost as much as `host` where the profile has none."""
     hosts = dict.fromkeys(METHODS, host)
-    return [replace(p, hosts=p.hosts or hosts) for p in survey(config, profile, gpus).placements]
+    found = survey(config, profile, gpus)
+    return replace(
+        found, shardings=tuple(replace(of, hosts=of.hosts or hosts) for of in found.shardings)
+    )
 
 
-def advise(gpus: int, device: str = "h200", **flags: Any) -> Advice:
+def tps(config: RunConfig, profile: Profile, gpus: int) -> list[int]:
+    return [sharding.tp for sharding in survey(config, profile, gpus).shardings]
+
+
+def advise(gpus: int, device: str = "h200", **flags: Any) -> Plan:
     config = RunConfig(**{"pair": "70b/1b", **flags})
-    return plan(config, placements(config, load_profile(device), gpus), gpus)
+    return plan(surveyed(config, load_profile(device), gpus))
 
 
-def random_cell(rnd: random.Random) -> tuple[RunConfig, list[TargetRanks], int]:
+def random_cell(rnd: random.Random) -> Survey:
     """A machine, a pair, its models, a batch and a number of GPUs on which the pair fits."""
     flags: dict[str, Any] = {
         "pair": rnd.choice(["70b/1b", "70b/8b", "8b/1b", "8b/0.6b", "32b/0.6b", "65b/noft-1.3b"]),
@@ -87,18 +98,18 @@ def random_cell(rnd: random.Random) -> tuple[RunConfig, list[TargetRanks], int]:
     scale = rnd.uniform(0, 2)
     host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
     try:
-        return config, placements(config, profile, gpus, host), gpus
+        return surveyed(config, profile, gpus, host)
     except ConfigError:  # too little memory
         return random_cell(rnd)
 
 
 def shortfall(seed: int) -> float:
     """1 − advised / exhaustive in one random cell."""
-    config, places, gpus = random_cell(random.Random(seed))
-    advised = plan(config, places, gpus).best
-    every = (c for p in places for c in candidates(config, p, gpus, FULL))
-    best = by_speed(weigh(every, config, places, quick=True))[:20]
-    return 1 - advised.tok_per_s / by_speed(weigh(best, config, places))[0].tok_per_s
+    cell = random_cell(random.Random(seed))
+    advised = plan(cell).best
+    choices = (c for sharding in cell.shardings for c in candidates(cell.run, sharding, FULL))
+    best = by_speed(weigh(choices, cell, quick=True))[:20]
+    return 1 - advised.tok_per_s / by_speed(weigh(best, cell))[0].tok_per_s
 
 
 @pytest.mark.slow
@@ -112,16 +123,16 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
     """The flags of every choice, run through a job of its own, give the same rate."""
     config = RunConfig(pair="70b/1b", batch_size=2, alpha=0.85)
     profile = load_profile("h100")
-    places = placements(config, profile, 4)
-    advice = plan(config, places, 4, trees=True)
-    every = (c for of in places for c in candidates(config, of, 4, Space((), ()), trees=True))
-    branched = by_speed(weigh((c for c in every if c.mode == "ssd"), config, places, quick=True))[0]
+    cell = surveyed(config, profile, 4)
+    advice = plan(cell, trees=True)
+    every = (c for of in cell.shardings for c in candidates(config, of, Space(), trees=True))
+    branched = by_speed(weigh((c for c in every if c.mode == "ssd"), cell, quick=True))[0]
     assert branched.tree
-    assert {c.method for c in advice.judged} == {
+    assert {(c.mode, c.num_drafts) for c in advice.judged} == {
         *(("ar", 0), ("sd", 0), ("lookup", 0), ("sd", 1), ("ssd", 1), ("tree", 0), ("tree", 1))
     }
-    shown = firsts(advice.judged, lambda c: c.method)
-    for choice in (*shown, *weigh([branched], config, places)):
+    shown = firsts(advice.judged, lambda c: (c.mode, c.num_drafts))
+    for choice in (*shown, *weigh([branched], cell)):
         laws = {"pair": "70b/1b", "batch_size": "2", "alpha": "0.85"}
         job = resolve(
             parse_flags({**laws, **choice.flags()}), choice.tp, backend="emulated",
@@ -174,16 +185,16 @@ def test_auto_names_what_is_missing() -> None:
 def test_memory_and_heads_limit_t() -> None:
     """70B is 137 GB: on 80 GB devices T = 1 doesn't fit; T = 3 and 5 hold unequal shares."""
     config = RunConfig(pair="70b/1b")
-    assert [p.tp for p in placements(config, load_profile("h100"), 5)] == [2, 3, 4, 5]
-    assert [p.tp for p in placements(config, load_profile("h200"), 5)] == [1, 2, 3, 4, 5]
-    on_two = placements(config, load_profile("h100"), 2)
-    assert [(p.tp, p.num_drafts) for p in on_two] == [(2, (0,))]  # no third GPU for a draft
+    assert tps(config, load_profile("h100"), 5) == [2, 3, 4, 5]
+    assert tps(config, load_profile("h200"), 5) == [1, 2, 3, 4, 5]
+    (on_two,) = survey(config, load_profile("h100"), 2).shardings
+    assert (on_two.tp, on_two.num_drafts) == (2, (0,))  # no third GPU for a draft
     with pytest.raises(ConfigError, match="tp=1 needs"):
-        placements(config, load_profile("h100"), 1)
+        survey(config, load_profile("h100"), 1)
     with pytest.raises(ConfigError, match="gpus=0"):
-        placements(config, load_profile("h100"), 0)
+        survey(config, load_profile("h100"), 0)
     with pytest.raises(ConfigError, match="needs a pair"):
-        placements(RunConfig(), load_profile("h100"), 1)
+        survey(RunConfig(), load_profile("h100"), 1)
 
 
 def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
@@ -197,14 +208,14 @@ def test_a_slow_backup_for_one_a_fast_one_for_many() -> None:
 def test_needs_a_machine_whose_rounds_take_time() -> None:
     config, null = RunConfig(pair="8b/1b"), load_profile("null")
     with pytest.raises(ConfigError, match="rounds take no time"):
-        plan(config, survey(config, null, 2).placements, 2)
+        plan(survey(config, null, 2))
 
 
 @cache
-def advised(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
+def advised(gpus: int, **flags: Any) -> tuple[Survey, Plan]:
     config = RunConfig(**{"pair": "8b/1b", "alpha": 0.8, "fuse": True, **flags})
     found = survey(config, H200, gpus)
-    return config, plan(config, found.placements, gpus, found.unjudged)
+    return found, plan(found)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +232,9 @@ def advised(gpus: int, **flags: Any) -> tuple[RunConfig, Advice]:
 def test_a_choice_is_labelled_where_its_times_are_derived(
     gpus: int, flags: dict[str, Any], derived: set[str]
 ) -> None:
-    config, advice = advised(gpus, **flags)
-    choices = [choice for choice in advice.judged if runnable(config, choice.tp) == config]
+    found, advice = advised(gpus, **flags)
+    run = found.run
+    choices = [choice for choice in advice.judged if runnable_at(run, choice.tp) == run]
     assert {choice.mode for choice in choices if choice.derived} == derived
 
 
@@ -233,8 +245,8 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     other = replace(load_profile(PROBED), device_name="Another GPU")
     found = survey(config, other, 2)
     assert {Family("sd", 1, 1), Family("ssd", 1, 1)} <= set(found.unjudged)
-    advice = plan(config, found.placements, 2, found.unjudged)
-    assert {c.method for c in advice.judged} == {("ar", 0), ("sd", 0), ("lookup", 0)}
+    advice = plan(found)
+    assert {(c.mode, c.num_drafts) for c in advice.judged} == {("ar", 0), ("sd", 0), ("lookup", 0)}
     file = tmp_path / "other.json"
     file.write_text(Path(PROBED).read_text().replace("NVIDIA H200", "Another GPU"))
     assert main(["plan", f"--profile={file}", "--gpus=2"]) == 0
@@ -268,10 +280,10 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
 ) -> None:
     """Against the strongest use without a draft, a lookup over both GPUs."""
     laws = pair_of(tmp_path / "laws.json", alphas)
-    config, advice = advised(2, alpha=None, laws=laws, acceptance_fast="alpha:.31")
+    _, advice = advised(2, alpha=None, laws=laws, acceptance_fast="alpha:.31")
     use, other = advice.first("sd", "ssd"), advice.first("lookup")
     assert use is not None and other is not None
-    evidence = Evidence.of(config, H200, survey(config, H200, 2), advice.judged, {})
+    evidence = advice.with_evidence([])
     said = evidence.sentence("The draft", use, other)
     assert said.startswith(answer) and said.endswith(" times a lookup on 2.")
     sampled, gain = evidence.sampling(use, other), evidence.gain(use, other)
@@ -301,29 +313,31 @@ def test_confidence_follows_knowledge(
 ) -> None:
     use = Choice("ssd", 1, 1, 1, tok_per_s=gain, derived=derived)
     other = Choice("ar", 2, 0, 1, tok_per_s=1.0)
-    evidence = Evidence(RunConfig(pair="8b/1b"), load_profile(profile), {}, {})
+    found = Survey(RunConfig(pair="8b/1b"), load_profile(profile), 2, (), {})
+    evidence = Plan(found, (use, other))
     assert evidence.answer(use, other) == answer
     low, high = evidence.gain(use, other).ends
     assert low < gain < high and (low > 1 or answer != "yes")
-    unsampled = replace(evidence, run=replace(evidence.run, laws=pair_of(tmp_path / "l", [0.5])))
+    laws = replace(found.run, laws=pair_of(tmp_path / "l", [0.5]))
+    unsampled = replace(evidence, survey=replace(found, run=laws))
     assert str(unsampled.rate(use)) == f"{number(gain)} (no interval)"
     if profile == "h200":  # half of the machine was taken: a time may be twice as long
-        busy = replace(evidence.profile, busy={"others used 50% of its core": 0.5})
-        noisy = replace(evidence, profile=busy)
+        busy = replace(found.profile, busy={"others used 50% of its core": 0.5})
+        noisy = replace(evidence, survey=replace(found, profile=busy))
         assert noisy.error(use) == evidence.error(use) + 1.0
         assert noisy.answer(use, other) == "busy"
         assert noisy.sentence("It", use, other).startswith("The machine was too busy to tell")
 
 
 def test_what_measured_rows_contradict_is_no_arrow() -> None:
-    config, advice = advised(2, alpha=0.9)
+    _, advice = advised(2, alpha=0.9)
     ssd, sd = advice.first("ssd"), advice.first("sd")
     assert ssd is not None and sd is not None and ssd == advice.best
     for rate, level in ((900.0, []), (1000.0, [ssd, sd])):
-        rates = {Family.of(ssd): 950.0, Family.of(sd): rate}
+        rates = {ssd.family: 950.0, sd.family: rate}
         rows: Any = {family: SimpleNamespace(tok_per_s=r) for family, r in rates.items()}
-        evidence = Evidence(config, H200, rows, {})
-        assert level_with(ssd, advice, evidence) == level
+        evidence = replace(advice, measured=rows)
+        assert evidence.level(ssd) == level
         contradicts = evidence.sentence("SSD", ssd, sd).startswith("Measured rows contradict")
         assert contradicts == bool(level)
 
@@ -407,15 +421,15 @@ def random_screen(seed: int) -> Screen:
             served, source = k if tree else rnd.randint(1, k), rnd.choice((None, "derived: some"))
             yield replace(use, backup_lookahead=served, tok_per_s=rate, round_us=1, derived=source)
 
-    missing = tuple(use for use in uses if rnd.random() < rnd.choice((0, 0.2)))
-    advice, *others = (Advice(tuple(by_speed(choices())), missing) for _ in range(3))
-    rows: Any = {Family.of(c): SimpleNamespace(tok_per_s=1.2 * c.tok_per_s) for c in advice.judged}
-    placed = Survey((), dict.fromkeys(missing, "no host costs of SSD"), tuple(uses[::4]))
-    evidence = Evidence(run, load_profile(device), rows if rnd.random() < 0.5 else {}, {})
+    unjudged = {use: "no host costs of SSD" for use in uses if rnd.random() < rnd.choice((0, 0.2))}
+    found = Survey(run, load_profile(device), gpus, (), unjudged, tuple(uses[::4]))
+    advice, *others = (Plan(found, tuple(by_speed(choices()))) for _ in range(3))
+    rows: Any = {c.family: SimpleNamespace(tok_per_s=1.2 * c.tok_per_s) for c in advice.judged}
+    measured = rows if rnd.random() < 0.5 else {}
     names = rnd.sample(["smollm2-humaneval", "smollm2-chat", "law", "another"], rnd.randint(0, 4))
     gains = {name: (rnd.uniform(0.8, 1.2), rnd.choice(("AR", "suffix"))) for name in names}
     at = dict(zip((0.6, 0.9), others, strict=True)) if is_assumed(run) else {}
-    return Screen(placed, advice, evidence, gpus, device, at, gains)
+    return Screen(replace(advice, measured=measured, ssd_gains=gains), device, at)
 
 
 @given(st.integers(0, 10**6))

@@ -26,8 +26,8 @@ from mpissd.engine.backend.profile import (
 )
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
-from mpissd.lab.predict.advice import with_best_tree
-from mpissd.lab.predict.advisor import plan
+from mpissd.lab.plan.candidates import Choice, sharded, survey
+from mpissd.lab.plan.plan import plan, with_best_tree
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.derive import (
     BY_LAYERS,
@@ -38,9 +38,7 @@ from mpissd.lab.predict.derive import (
     host_of,
     with_derived,
 )
-from mpissd.lab.predict.row import predict_row
-from mpissd.lab.predict.search import Choice, placed, survey
-from mpissd.lab.predict.simulation import expected
+from mpissd.lab.predict.simulation import expected, predict_row
 from mpissd.lab.tables.load import load_rows, row_files
 from results.predictions import (
     ALL,
@@ -228,7 +226,7 @@ def seconds(profile: Profile, of: Shard, rows: int) -> float:
 def test_a_survey_drops_no_t_silently() -> None:
     alone = probed("h200-8b-1b-T1D1")
     here = survey(EIGHT, alone, 4)
-    judged = plan(EIGHT, here.placements, 4).judged
+    judged = plan(here).judged
     assert {(c.tp, c.derived is None) for c in judged if c.mode != "ssd"} == {
         (1, True),
         (2, False),
@@ -237,7 +235,7 @@ def test_a_survey_drops_no_t_silently() -> None:
     }
     assert not here.unjudged
     there = survey(EIGHT, replace(alone, device_name="Another device"), 4)
-    assert [p.tp for p in there.placements] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
+    assert [of.tp for of in there.shardings] == [1] and {f.tp for f in there.unjudged} == {2, 3, 4}
     assert "all-reduce over 4 ranks" in there.unjudged[Family("ar", 4, 0)]
 
 
@@ -280,8 +278,8 @@ def test_a_model_that_was_not_measured_takes_what_another_one_does(pair: str, tp
         derived, measured = without.measured(cost), known.measured(cost)
         assert derived is not None and measured is not None and BY_LAYERS in derived.source
         assert derived(rows) == pytest.approx(measured(rows), rel=0.19)
-    place = placed(replace(config, mode="sd"), bare, tp, tp)
-    assert BY_LAYERS in (place.label(Choice("sd", tp, 0, 1, 4, backup_lookahead=4)) or "")
+    sharding = sharded(replace(config, mode="sd"), bare, tp, tp)
+    assert BY_LAYERS in (sharding.label(Choice("sd", tp, 0, 1, 4, backup_lookahead=4)) or "")
     with pytest.raises(ConfigError, match="no whole forward of the pair: probe first"):
         with_best_tree(replace(config, mode="sd", num_drafts=0, tree=AUTO_TREE), bare, tp)
 

@@ -30,8 +30,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.round.target import TargetLoop
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
-from mpissd.lab.predict.grid import Grid
-from mpissd.lab.predict.simulation import expect, expected, follow
+from mpissd.lab.predict.simulation import Grid, expect, expected, follow
 from tests.loop.harness import Guarded
 
 HOST = HostCosts(

@@ -24,7 +24,7 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, covered, derived_from
-from mpissd.lab.predict.row import predict_row
+from mpissd.lab.predict.simulation import predict_row
 from mpissd.lab.probe.measure import FORWARD_ROWS, TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.report import TABLES, fit, profile_name, save_profile
 from tests.scripts import DATASHEET

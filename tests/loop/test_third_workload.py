@@ -23,7 +23,7 @@ from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch
-from mpissd.lab.predict.row import is_predictable
+from mpissd.lab.predict.simulation import is_predictable
 
 V = 101
 

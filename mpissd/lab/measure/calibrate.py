@@ -42,10 +42,9 @@ from mpissd.engine.round.sequence import trunk_places
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session
-from mpissd.lab.predict.advice import profile_of, with_best_tree
+from mpissd.lab.plan.plan import profile_of, with_best_tree
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
-from mpissd.lab.predict.grid import Grid
-from mpissd.lab.predict.simulation import expect
+from mpissd.lab.predict.simulation import Grid, expect
 
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count

@@ -41,8 +41,7 @@ from mpissd.engine.text.answer import SOURCES, AnswerText
 from mpissd.engine.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
-from mpissd.lab.predict.row import is_followable, is_predictable
-from mpissd.lab.predict.simulation import expected, follow
+from mpissd.lab.predict.simulation import expected, follow, is_followable, is_predictable
 
 _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
 

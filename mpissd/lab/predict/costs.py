@@ -1,18 +1,13 @@
 """The parts of a round in seconds: host work by phase, and forwards by row count.
 
-HostCosts has one field for each host phase of the ledger (trace.LeadPhase, trace.DraftPhase):
+HostCosts has a field for each host phase of the ledger, such as lead_send for LeadPhase.SEND. The
+phases that wait for something else, or launch forwards, are sums:
 
-    LeadPhase     SEND lead_send · COMMIT lead_commit · BROADCAST lead_broadcast
-                  UPLOAD lead_upload · LAUNCH lead_launch · SAMPLE lead_sample
-                  RECORD lead_record
-                  DRAFT_WAIT  2·link + the draft's work from `draft_read` to `draft_send`
-                              − lead_commit (+ delays by growth, which the recurrence computes)
-                  DEVICE_WAIT verify_s + wake (and `follower` beyond upload and launch)
-    DraftPhase    COMMIT draft_commit · LOOKUP draft_lookup · SEND draft_send · RECORD draft_record
-                  SPECULATE   draft_assemble + Σ over the steps of (draft_s + step)
-                  GLUE        glue_s + glue                  KEYS   keys + keys_lane · b·ΣF
-                  GROW        Σ over the steps of (draft_s + step − joined)
-                  WAIT        draft_read, beyond idle time
+    DRAFT_WAIT   2·link + the draft's work from `draft_read` to `draft_send` − lead_commit
+                 (+ delays by growth, which the simulation computes)
+    DEVICE_WAIT  verify_s + wake (and `follower` beyond upload and launch)
+    SPECULATE    draft_assemble + Σ over the steps of (draft_s + step)
+    GROW         Σ over the steps of (draft_s + step − joined)
 """
 
 from __future__ import annotations
@@ -196,10 +191,10 @@ class DeviceCosts:
         """
         if not self.lists:
             return self.draft_s(rows, most_rows)
-        known = [k for k, _ in self.lists]
+        counts = [count for count, _ in self.lists]
         times = np.array([table(rows, most_rows) for _, table in self.lists])
-        place = np.interp(np.asarray(candidates, np.float64), known, np.arange(len(known)))
-        weights = np.maximum(0.0, 1.0 - np.abs(np.arange(len(known)) - place[..., None]))
+        place = np.interp(np.asarray(candidates, np.float64), counts, np.arange(len(counts)))
+        weights = np.maximum(0.0, 1.0 - np.abs(np.arange(len(counts)) - place[..., None]))
         return np.asarray((np.moveaxis(times, 0, -1) * weights).sum(axis=-1), np.float64)
 
     @classmethod
@@ -225,15 +220,16 @@ class DeviceCosts:
 
         draft_profile: the profile of the draft ranks' devices, if they differ.
         """
-        batch, drafts = job.config.batch_size, draft_profile or profile
+        batch = job.config.batch_size
+        drafts = draft_profile or profile
         verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
-        draft, options = job.draft_shard, job.draft_options
+        draft = job.draft_shard
         if draft is None:
             return cls(verify)
         rows = job.draft_buckets()
         tables = {
-            k: forwards(drafts, draft, rows, batch, replace(options, top_k=k))
-            for k in {1, options.top_k}
+            k: forwards(drafts, draft, rows, batch, replace(job.draft_options, top_k=k))
+            for k in {1, job.draft_options.top_k}
         }
         return cls(verify, tables.pop(1), tuple(sorted(tables.items())))
 
@@ -252,10 +248,11 @@ def forwards(
     The job's largest forward has the most of these rows, which selects the kernel. any_job: that
     row count is not chosen yet, so that the table holds both kernels.
     """
-    rows, limit = sorted(rows), profile.few_rows
+    rows = sorted(rows)
+    limit = profile.few_rows
 
-    def table(counts: Sequence[int], most: int) -> RowTable:
-        costs = (shard.cost(n, sequences, EMULATED_ITEMSIZE, options, most) for n in counts)
+    def table(counts: Sequence[int], largest: int) -> RowTable:
+        costs = (shard.cost(n, sequences, EMULATED_ITEMSIZE, options, largest) for n in counts)
         return RowTable(tuple(counts), tuple(float(profile.forward_s(cost)) for cost in costs))
 
     within = [n for n in rows if n <= limit] if any_job else []

@@ -1,0 +1,532 @@
+"""The configurations that `plan` weighs: where they fit, their jobs, and their simulated rates.
+
+`survey` finds every T over which a pair fits on a machine: the Shardings, with the durations of
+forwards and of the host's work. `candidates` yields the Choices of every mode on a sharding; a
+Space lists the K, fan-outs and K_b of SSD to try. `weigh` simulates choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.rivals import TREE, Family, between, tps_of
+from mpissd.common.rounds import Source
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.job import Job, resolve
+from mpissd.engine.law.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
+from mpissd.engine.law.fanout import resolve_fan_out
+from mpissd.engine.model.shard import ForwardOptions
+from mpissd.engine.model.stacks import AnyShard
+from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, DeviceCosts, HostCosts, RowTable, forwards
+from mpissd.lab.predict.derive import (
+    DERIVED,
+    METHODS,
+    check_device,
+    derived_from,
+    entry_of,
+    host_of,
+    with_hosts,
+    with_models,
+)
+from mpissd.lab.predict.simulation import Grid, expect
+
+MOST_LOOKAHEAD = 16
+LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
+CONTEXT = 512  # tokens of context, if neither a flag nor a file of laws gives them
+FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
+_MOST_READ = 63  # candidates of a row that an LM head returns besides the token itself
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
+_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K and F of SSD's trees
+Hosts = Mapping[tuple[str, int], HostCosts | None]
+
+
+def longest_lookahead(config: RunConfig) -> int:
+    """Returns the largest K to try; a list of rates, or a --laws file, limits it to its length."""
+    longest = MOST_LOOKAHEAD
+    for text in (config.acceptance_text, config.acceptance_fast_text):
+        kind, _, values = text.strip().partition(":")
+        if kind in LAW_FILES:
+            longest = min(longest, load_laws(values).longest_fitted)
+        elif kind in ("rates", "marginal"):
+            longest = min(longest, values.count(",") + 1)
+    return longest
+
+
+def cut_law(text: str, length: int) -> str:
+    """Shortens a list of rates to `length` values; returns any other text unchanged."""
+    kind, _, values = text.strip().partition(":")
+    if kind not in ("rates", "marginal"):
+        return text
+    return f"{kind}:{','.join(values.split(',')[:length])}"
+
+
+def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
+    """Returns a configuration with --laws at the context of its prompts, if it gives none, and with
+    the default hit model if the prompts do not determine theirs."""
+    laws = load_laws(str(run.laws))
+    if run.is_transformer and not has_context:
+        contexts = (int(source.get("context") or 0) for source in laws.about["sources"])
+        run = replace(run, context=max(contexts) or CONTEXT)
+    if run.p_hit is None is run.hit_law:
+        fitted = [part for part in laws.at if part.lookahead <= laws.longest_fitted]
+        if not all(part.rejected and part.complete for part in fitted):
+            run = replace(run, hit_law=FEW_HITS)
+    return run
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration and its simulated rates.
+
+    backup: what drafts after a cache miss. derived: where its times come from if some of them were
+    derived from others, else None.
+    """
+
+    mode: str
+    tp: int
+    num_drafts: int
+    batch_size: int
+    lookahead: int = 0
+    fan_out: str | None = None
+    backup: str = "jit"
+    backup_lookahead: int = 0
+    tok_per_s: float = 0.0
+    round_us: float = 0.0
+    hit_rate: float | None = None
+    derived: str | None = None
+    tree: int | None = None
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs, T + D."""
+        return self.tp + self.num_drafts
+
+    @property
+    def family(self) -> Family:
+        """Its mode, T and D."""
+        return Family(self.mode, self.tp, self.num_drafts)
+
+    @property
+    def run_mode(self) -> str:
+        """The value of --mode: lookups and trees are kinds of SD."""
+        return "sd" if self.mode in (LOOKUP, TREE) else self.mode
+
+    def flags(self) -> dict[str, str]:
+        """Returns the flags of `mpissd run` for this choice, except pair and token models."""
+        flags = {"mode": self.run_mode, "num_drafts": str(self.num_drafts)}
+        if self.mode == LOOKUP:
+            flags["backup"] = "fast"
+        if self.tree is not None:
+            flags["tree"] = str(self.tree)
+        if self.mode != "ar":
+            flags["lookahead"] = str(self.lookahead)
+        if self.fan_out is not None:
+            flags |= {"fan_out": self.fan_out, "backup": self.backup}
+            flags["backup_lookahead"] = str(self.backup_lookahead)
+        return flags
+
+    def __str__(self) -> str:
+        """Returns K, and SSD's fan-out and backup: K=4 uniform:3; on a miss jit K=2."""
+        text = f"K={self.lookahead}" if self.mode != "ar" else ""
+        if self.tree is not None:
+            text += f" tree={self.tree}"
+        if self.fan_out is not None:
+            text += f" {self.fan_out}; on a miss {self.backup}"
+            if self.backup_lookahead != self.lookahead:
+                text += f" K={self.backup_lookahead}"
+        return text
+
+
+def job_of(config: RunConfig, choice: Choice) -> Job:
+    """Returns the job of a choice under the models and options of `config`.
+
+    Raises ConfigError if its fan-out is impossible.
+    """
+    if choice.mode == "ar":
+        return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
+    fans = None if choice.tree is None else choice.fan_out
+    shared = Choice(choice.mode, 1, choice.num_drafts, 1, choice.lookahead, fans, choice.backup)
+    job = replace(_job_of(config, replace(shared, tree=choice.tree)), tp=choice.tp)
+    if choice.tree is not None:
+        return job
+    served = choice.backup_lookahead
+    job = replace(job, backup_lookahead=served)
+    if choice.fan_out is None:
+        return job
+    hazards = tuple(job.acceptance[Source.CACHE].hazards)
+    backup = tuple(job.acceptance[Source[choice.backup.upper()]].hazards)[:served]
+    backup += (0.0,) * (choice.lookahead - served)
+    after_hit = _fan_out(choice.fan_out, hazards, choice.lookahead, job.hit_law)
+    after_miss = _fan_out(choice.fan_out, backup, served, job.hit_law)
+    has_head = config.lm_head or config.is_transformer
+    if has_head and max(*after_hit, *after_miss) > _MOST_READ:
+        raise ConfigError(f"fan_out={choice.fan_out}: allowed: at most {_MOST_READ} a row")
+    return replace(job, fan_out=after_hit, fan_out_miss=after_miss)
+
+
+@lru_cache(maxsize=512)
+def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) -> Job:
+    """Returns the job of a choice with a uniform fan-out, or its own if that is given.
+
+    memory_bytes: of each rank, which must hold the job (None: no limit).
+    """
+    if config.pair is None and (config.target is None or config.draft is None):
+        raise ConfigError("plan: needs a pair, or a target and a draft")
+    config = replace(
+        config,
+        mode=choice.run_mode,
+        tree=choice.tree,
+        backup=choice.backup,
+        backup_lookahead=None,
+        num_drafts=choice.num_drafts,
+        lookahead=choice.lookahead,
+        fan_out=choice.fan_out or "uniform:1",
+        alpha=None,
+        acceptance=cut_law(config.acceptance_text, choice.lookahead),
+        acceptance_fast=cut_law(config.acceptance_fast_text, choice.lookahead),
+    )
+    return resolve(config, choice.tp, backend="emulated", memory_bytes=memory_bytes)
+
+
+def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
+    """Returns a job of `config`'s pair with this mode, T and D, at K = 1 and some acceptance.
+
+    memory_bytes: of each rank, which must hold the job (None: no limit). Raises ConfigError if it
+    does not, or if the ranks cannot share the pair.
+    """
+    config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
+    choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
+    return _job_of(config, choice, memory_bytes)
+
+
+def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> bool:
+    """Returns whether `pair_job` has this job."""
+    try:
+        pair_job(config, family, memory_bytes)
+    except ConfigError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) -> tuple[int, ...]:
+    """Returns F_0..F_K as `run` resolves them after `served` tokens."""
+    reached = len(hazards)
+    if text.startswith("geometric") and not hit.p_hit:
+        # Positions after a rate of 0 keep nothing, so they are cut off.
+        while reached and not hazards[reached - 1]:
+            reached -= 1
+    powers = hit.powers(reached, min(served, reached + 1))
+    minimum = 1 if hit.p_hit else 0
+    fans = resolve_fan_out(text, reached, hazards[:reached], *powers, minimum=minimum)
+    return (*fans, *(0,) * (len(hazards) - reached))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The target on T ranks, with the durations of its forwards, the draft's and the host's.
+
+    num_drafts: the numbers of draft ranks D for which the machine has memory. hosts: the host's
+    costs by (mode, D); None: not known; a missing key: none. label: returns where a choice's times
+    were derived from, None if they were measured. most_rows: of the largest forward whose time is
+    known well enough to advise it (None: any).
+    """
+
+    tp: int
+    device: DeviceCosts
+    num_drafts: tuple[int, ...]
+    hosts: Hosts
+    label: Callable[[Choice], str | None]
+    most_rows: int | None = None
+
+    def host(self, mode: str, num_drafts: int) -> HostCosts | None:
+        """Returns the host's costs of a method (of SD for a lookup or a tree); None if unknown."""
+        key = (mode if mode in ("ar", "ssd") else "sd"), num_drafts
+        return self.hosts.get(key, HostCosts())
+
+    @property
+    def has_ssd(self) -> bool:
+        """Whether SSD fits and its host costs are known."""
+        return 1 in self.num_drafts and self.host("ssd", 1) is not None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A pair on a machine of so many GPUs: its shardings, and the uses that have none.
+
+    unjudged: uses that would fit, with the reason why no forwards or host costs are known.
+    too_large: uses (with D of 0 and 1) that do not fit in memory.
+    """
+
+    run: RunConfig
+    profile: Profile
+    gpus: int
+    shardings: tuple[Sharding, ...]
+    unjudged: Mapping[Family, str]
+    too_large: tuple[Family, ...] = ()
+
+
+def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
+    """Finds every T of at most `gpus` that the model can be divided into and that fits in memory.
+
+    Raises ConfigError if nothing can be judged: it names the profile's models, or the fault of the
+    last T.
+    """
+    shardings: list[Sharding] = []
+    unjudged: dict[Family, str] = {}
+    too_large: list[Family] = []
+    reason = ConfigError(f"plan: gpus={gpus}: allowed: 1 or more")
+    hosted = with_hosts(profile)
+    for tp in range(1, gpus + 1):
+        runnable = runnable_at(run, tp)
+        families = [Family("ar", tp, 0), Family("sd", tp, 0)]
+        if tp < gpus and runnable == run:
+            families += [Family("sd", tp, 1), Family("ssd", tp, 1)]
+        possible = [family for family in families if fits(runnable, family)]
+        too_large += [use for use in possible if not fits(runnable, use, hosted.memory_bytes)]
+        try:
+            pair_job(runnable, families[0], hosted.memory_bytes)
+        except ConfigError as error:
+            reason = error
+            continue
+        try:
+            sharding = (sharded if runnable == run else _uneven)(run, hosted, tp, gpus)
+        except ConfigError as error:
+            unjudged |= dict.fromkeys((*families, Family(LOOKUP, tp, 0)), str(error))
+            continue
+        shardings.append(sharding)
+        for family in families:
+            has_room = not family.num_drafts or 1 in sharding.num_drafts
+            if has_room and sharding.host(family.mode, family.num_drafts) is None:
+                mode = family.mode.upper()
+                unjudged[family] = f"profile {profile.name} has no host costs of {mode}"
+    if all(sharding.host(*method) is None for sharding in shardings for method in METHODS):
+        raise ConfigError(next(iter(unjudged.values()), str(reason)))
+    return Survey(run, profile, gpus, tuple(shardings), unjudged, tuple(too_large))
+
+
+def runnable_at(run: RunConfig, tp: int) -> RunConfig:
+    """Returns the configuration under which T ranks can hold the pair.
+
+    Products need shares of equal size; at another T only a whole transformer runs, if it can.
+    """
+    use = Family("ar", tp, 0)
+    transformer = replace(run, forward="transformer", fuse=False)
+    return transformer if not fits(run, use) and fits(transformer, use) else run
+
+
+def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
+    """Returns the target on T = tp of so many GPUs. Raises ConfigError for unknown forwards."""
+    device = _device_costs(run, profile, tp)
+    drafts = tuple(
+        count
+        for count in range(1 + min(1, gpus - tp))
+        if fits(run, Family("sd", tp, count), profile.memory_bytes)
+    )
+
+    def label(choice: Choice) -> str | None:
+        job = job_of(run, choice)
+        modelled = with_models(profile, job)
+        return derived_from(modelled, modelled, job)
+
+    most_rows = None
+    if run.is_transformer:
+        # No more rows than both whole models were measured at: a whole forward modelled by the
+        # profile's numbers was 20 to 42% too fast. A datasheet has no such limit.
+        job = pair_job(run, Family("sd", tp, 1))
+        modelled = with_models(profile, job)
+        costs = [
+            need.shard.cost(1, run.batch_size, EMULATED_ITEMSIZE, need.options)
+            for need in job.needs
+        ]
+        curves = filter(None, map(modelled.measured, costs))
+        most_rows = min((curve.points[-1] for curve in curves), default=None)
+    return Sharding(tp, device, drafts, _hosts(run, profile, tp), label, most_rows)
+
+
+def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
+    """Returns products on T of so many GPUs, which hold shares of unequal size and no draft rank.
+
+    Raises ConfigError if the forwards of no T below and above are known.
+    """
+    target = pair_job(run, Family("ar", 1, 0)).target.name
+    evens = [even for even in tps_of(target, 8 * tp) if fits(run, Family("ar", even, 0))]
+    low = max(even for even in evens if even < tp)
+    high = min((even for even in evens if even > tp), default=0)
+    if not high:
+        raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
+
+    def verify(slow: RowTable, fast: RowTable) -> RowTable:
+        pairs = zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
+        seconds = tuple(between(tp, (low, longer), (high, shorter)) for longer, shorter in pairs)
+        few = verify(slow.few, fast.few) if slow.few is not None and fast.few is not None else None
+        return replace(slow, seconds=seconds, few=few)
+
+    below = _device_costs(run, profile, low)
+    above = _device_costs(run, profile, high)
+    device = replace(below, verify=verify(below.verify, above.verify))
+    source = (
+        f"{DERIVED}: a forward of T={tp} takes a + c/T, by those of T={low} and T={high}; "
+        "its shares are of unequal size, which only --forward=transformer runs"
+    )
+    return Sharding(tp, device, (0,), _hosts(run, profile, tp), lambda _: source)
+
+
+def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
+    """Returns the profile's forwards on T = tp ranks at every row count that a search may ask for.
+
+    A branch reads its own KV, whose length depends on K. The KV of the middle K is used for all
+    (wrong by less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a
+    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown.
+    """
+    job = replace(pair_job(run, Family("sd", tp, 1)), lookahead=MOST_LOOKAHEAD // 2)
+    draft = job.draft_shard
+    assert draft is not None, "a pair without a draft"
+    profile = with_models(profile, job)
+    check_device(profile, job)
+
+    def table(shard: AnyShard, per_sequence: int, options: ForwardOptions) -> RowTable:
+        # Every multiple of b, and the smaller powers of two.
+        batch = run.batch_size
+        rows = {batch * n for n in range(1, per_sequence + 1)}
+        rows |= {1 << n for n in range((batch * per_sequence).bit_length())}
+        return forwards(profile, shard, rows, batch, options, any_job=True)
+
+    verify = table(job.target_shard, MOST_LOOKAHEAD + 1, job.options)
+    has_head = job.config.lm_head or job.drafts_by_transformer
+    lists = {
+        count: table(draft, _MOST_BRANCHES, replace(job.draft_options, top_k=count))
+        for count in (_CANDIDATES if has_head else (1,))
+    }
+    return DeviceCosts(verify, lists[1], tuple(lists.items()) if has_head else ())
+
+
+def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
+    """Returns {(mode, D): host costs} of every method at T = tp, None for those that are unknown.
+
+    The result is empty if the profile has no host costs at all.
+    """
+    costs: dict[tuple[str, int], HostCosts | None] = {}
+    for mode, drafts in METHODS if profile.hosts else ():
+        job = replace(pair_job(run, Family(mode, 1, drafts)), tp=tp, lookahead=run.lookahead)
+        is_known = entry_of(profile, job) is not None
+        costs[mode, drafts] = host_of(profile, job) if is_known else None
+    return costs
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that are tried of each parameter of SSD.
+
+    backup_shares: of K, rounded up, the K_b (None: every value in 1..K). fast: whether backup=fast.
+    """
+
+    lookaheads: tuple[int, ...] = ()
+    fan_outs: tuple[str, ...] = ()
+    backup_shares: tuple[float, ...] | None = None
+    fast: tuple[bool, ...] = (False, True)
+
+    def backups(self, lookahead: int) -> Sequence[int]:
+        """Returns the K_b to try at a K."""
+        if self.backup_shares is None:
+            return range(1, lookahead + 1)
+        shares = (math.ceil(share * lookahead - 1e-9) for share in self.backup_shares)
+        return sorted({max(1, tokens) for tokens in shares})
+
+
+def _fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
+    """Returns uniform:F and geometric:B as --fan_out takes them."""
+    return (*(f"uniform:{count}" for count in uniform), *(f"geometric:{b}" for b in budgets))
+
+
+_BUDGETS = (4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+FULL = Space(tuple(range(1, 1 + MOST_LOOKAHEAD)), _fan_outs(range(1, 11), _BUDGETS))
+COARSE = Space(
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
+    _fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
+    (0.0, 0.25, 0.5, 1.0),
+)
+ROUGH = Space(  # For large batches, because a configuration's time grows with its sequences.
+    (1, 2, 3, 4, 6, 8, 12, 16), _fan_outs((1, 3, 9), (8, 24, 64)), (0.25, 1.0)
+)
+
+
+def candidates(
+    run: RunConfig, sharding: Sharding, space: Space, *, trees: bool = False
+) -> Iterator[Choice]:
+    """Yields the choices of every mode on a sharding: AR, SD and lookups at every K, and SSD.
+
+    There are no lookups if their acceptance is 0: each round would be one of AR with more rows.
+    trees: whether trees are choices as well, SD's of up to MOST_LOOKAHEAD tokens, SSD's of _TREES.
+    """
+    tp = sharding.tp
+    batch = run.batch_size
+    longest = longest_lookahead(run)
+    if sharding.host("ar", 0) is not None:
+        yield Choice("ar", tp, 0, batch)
+    for k in range(1, longest + 1):
+        for drafts in sharding.num_drafts:
+            if sharding.host("sd", drafts) is not None:
+                chain = Choice("sd", tp, drafts, batch, k, backup_lookahead=k)
+                yield chain
+                for nodes in range(k + 1, MOST_LOOKAHEAD + 1) if trees else ():
+                    yield replace(chain, mode=TREE, tree=nodes)
+        lookup = Choice(LOOKUP, tp, 0, batch, k, backup="fast", backup_lookahead=k)
+        has_costs = sharding.host(LOOKUP, 0) is not None
+        if has_costs and job_of(run, lookup).acceptance[Source.FAST].hazards[0]:
+            yield lookup
+    yield from ssd_choices(run, sharding, space)
+    for nodes, k, fans in product(*_TREES) if trees and sharding.has_ssd else ():
+        if k < nodes and k <= longest:
+            yield Choice("ssd", tp, 1, batch, k, f"uniform:{fans}", "jit", k, tree=nodes)
+
+
+def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Choice]:
+    """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
+    if not sharding.has_ssd:
+        return
+    fan_outs = space.fan_outs if hit_law_of(run, 1).p_hit is None else ("uniform:1",)
+    longest = longest_lookahead(run)
+    for k in (k for k in space.lookaheads if k <= longest):
+        for fan_out, served, is_fast in product(fan_outs, space.backups(k), space.fast):
+            backup = "fast" if is_fast else "jit"
+            yield Choice("ssd", sharding.tp, 1, run.batch_size, k, fan_out, backup, served)
+
+
+def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> list[Choice]:
+    """Returns the choices that are possible, with their simulated rates.
+
+    quick: of fewer rounds, to rank many. Without it the rates equal `expected` of the choice's job.
+    """
+    by_tp = {sharding.tp: sharding for sharding in survey.shardings}
+    alike: dict[Family, list[tuple[Choice, Job]]] = {}
+    for choice in choices:
+        try:
+            job = job_of(survey.run, choice)
+        except ConfigError:
+            if choice.fan_out is None:
+                raise
+            continue  # its budget is too small, or no candidate hits
+        most_rows = by_tp[choice.tp].most_rows
+        if most_rows is None or job.draft_buckets()[-1] <= most_rows:
+            alike.setdefault(choice.family, []).append((choice, job))
+    weighed = []
+    for use, members in alike.items():
+        sharding = by_tp[use.tp]
+        host = sharding.host(use.mode, use.num_drafts)
+        assert host is not None, use
+        means = expect(Grid.of([job for _, job in members], sharding.device, host), quick=quick)
+        columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
+        for (choice, _), rate, round_s, hits in zip(members, *columns, strict=True):
+            hit_rate = hits if choice.fan_out is not None else None
+            weighed.append(
+                replace(choice, tok_per_s=rate, round_us=round_s * 1e6, hit_rate=hit_rate)
+            )
+    return weighed

@@ -1,0 +1,493 @@
+"""The Plan: which configuration to run on given GPUs, and the evidence for it.
+
+A prediction errs by ERROR if all its times were measured, by DERIVED_ERROR if some were derived, by
+MODEL_ERROR if a whole transformer was derived from another model's, and by DATASHEET_ERROR if the
+profile is a datasheet. With --laws the sampling error of the prompts is added, by a jackknife over
+groups of them; the two are independent, so their squares add. An interval of a gain on one side of
+1 is a verdict, unless it rests on a datasheet, on few prompts, or against measured rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpissd.common.compare import jackknife
+from mpissd.common.config import RunConfig
+from mpissd.common.errors import ConfigError
+from mpissd.common.exclusions import BEST_TREES, refuse
+from mpissd.common.rivals import LOOKUPS, TREE, WORTH, Family
+from mpissd.common.rounds import Source
+from mpissd.common.row import Row
+from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
+from mpissd.engine.law.acceptance import load_laws
+from mpissd.lab.plan.candidates import (
+    COARSE,
+    FULL,
+    LOOKUP,
+    ROUGH,
+    Choice,
+    Space,
+    Survey,
+    candidates,
+    job_of,
+    sharded,
+    ssd_choices,
+    weigh,
+    with_laws,
+)
+from mpissd.lab.predict.costs import Floats
+from mpissd.lab.predict.derive import BY_LAYERS, is_datasheet, shipped_profiles, with_hosts
+from mpissd.lab.tables.best import Use, family_of, fastest, mode_of, uses_of
+from mpissd.lab.tables.load import of_one_group
+
+_FEW = 8  # largest batch for which a configuration is cheap to evaluate
+_REFINED = 3  # number of coarse SSD choices that the fine search starts from
+_FINALISTS = 4  # choices of each use that are simulated for more rounds
+_GAIN = 1.03  # --tree=auto: a tree must promise so many times the best chain's rate
+# The p95 of measured and derived predictions for an H200 are 8.4% and 19.9%, with the luck of each
+# row's draws (docs/predictions.md); forwards of another model and of a datasheet: docs/profile.md.
+ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
+FEWEST_PROMPTS = 8  # for a verdict on a pair
+_BUSIEST = 0.9  # a share of a machine's time that more noise does not exceed
+_LARGEST = math.log(10)  # half-width of an interval that is shown
+_MEASURED_TO = r"measured up to context=(\d+)"
+_FARTHEST = 4  # times the longest measured context, beyond which nothing is known
+_SMALL = 0.05  # a sampling error that is small enough
+_NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
+_ANSWERS = {
+    "yes": "{what} pays",
+    "no": "{what} does not pay",
+    "no difference": "{what} may or may not pay",
+    "datasheet": "A datasheet cannot tell whether {lower} pays",
+    "too few": "{prompts} prompts cannot tell whether {lower} pays",
+    "busy": "The machine was too busy to tell whether {lower} pays",
+    "contradicted": "Measured rows contradict what is predicted of {lower}",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A rate or a gain, and the half-width of its interval in logarithms."""
+
+    value: float
+    half: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval."""
+        factor = math.exp(min(self.half, 700.0))
+        return self.value / factor, self.value * factor
+
+    def __str__(self) -> str:
+        """Returns a gain as "1.06 (.88–1.27)", a rate of 100 and more as "548 (501–600)"."""
+        return f"{number(self.value)} ({self.interval})"
+
+    @property
+    def interval(self) -> str:
+        """The ends as text."""
+        return "–".join(map(number, self.ends)) if self.half < _LARGEST else "no interval"
+
+
+def number(value: float) -> str:
+    """Returns a positive number with three digits, or all of its whole ones to a million."""
+    if value >= 999_999.5:
+        return f"{value / 1e6:.2f}M"
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}".removeprefix("0")
+
+
+def name_of(choice: Choice) -> str:
+    """Returns the use as it stands in a sentence: a lookup on 2, SSD on 1 + 1."""
+    name = _NAMES.get(choice.mode, "SSD" + " with trees" * (choice.tree is not None))
+    return f"{name} on {choice.tp}" + f" + {choice.num_drafts}" * bool(choice.num_drafts)
+
+
+class Question(NamedTuple):
+    """Whether something pays: the fastest use with it, and the fastest one without."""
+
+    what: str
+    use: Choice
+    other: Choice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest choice of each mode, T and D, fastest first, and what a verdict on them rests on.
+
+    measured: the fastest measured rows of each use in the planned case. samples: logarithms of each
+    use's rate without each group of prompts, [G]; empty without --laws, or if a group is all that
+    determines the hits. ssd_gains: {prompts: (SSD's tok/s over the strongest other use's, that
+    use)} by rows of the same pair whose acceptance was measured.
+    """
+
+    survey: Survey
+    judged: tuple[Choice, ...]
+    measured: Mapping[Family, Use] = field(default_factory=dict)
+    samples: Mapping[Family, Floats] = field(default_factory=dict)
+    ssd_gains: Mapping[str, tuple[float, str]] = field(default_factory=dict)
+
+    def with_evidence(self, rows: Iterable[Row]) -> Plan:
+        """Returns the plan with measured rows; with laws, weighs each use again without each group
+        of the prompts."""
+        run = self.survey.run
+        logs: dict[Family, list[float]] = {}
+        parts = () if run.laws is None else load_laws(run.laws).without_each
+        with suppress(ConfigError):
+            for part in parts:
+                survey = replace(self.survey, run=replace(run, laws=part))
+                for choice in weigh(self.judged, survey):
+                    logs.setdefault(choice.family, []).append(math.log(choice.tok_per_s))
+        samples = {
+            use: np.array(rates) for use, rates in logs.items() if len(rates) == len(parts) > 1
+        }
+        here = [
+            row
+            for row in of_one_group(rows)
+            if row.backend != "emulated" and row.other_draft_device is None
+            if (row.forward == "transformer") == run.is_transformer
+            if device_kind(row.device_name) == self.survey.profile.kind
+        ]
+        measured = _measured(run, self.judged, here)
+        gains = _ssd_gains(run, self.survey.gpus, here)
+        return replace(self, measured=measured, samples=samples, ssd_gains=gains)
+
+    @property
+    def missing(self) -> list[Family]:
+        """The uses that would fit but could not be judged."""
+        return sorted(self.survey.unjudged)
+
+    @property
+    def best(self) -> Choice:
+        """The choice with the most tok/s among those that could be judged."""
+        return self.judged[0]
+
+    def first(self, *modes: str) -> Choice | None:
+        """Returns the fastest choice in one of these modes; None if there is none."""
+        return next((choice for choice in self.judged if choice.mode in modes), None)
+
+    def other(self, mode: str, gpus: int) -> Choice | None:
+        """Returns the fastest use of at most so many GPUs in another mode.
+
+        None if there is none, or if one that would fit was not judged: it may be the fastest.
+        """
+        if any(use.mode != mode and use.gpus <= gpus for use in self.missing):
+            return None
+        uses = (use for use in self.judged if use.mode != mode and use.gpus <= gpus)
+        return next(uses, None)
+
+    @property
+    def to_probe(self) -> tuple[Choice, ...]:
+        """The uses with derived times among those that decide: the two fastest ones, and the best
+        other use of the fastest one's GPUs."""
+        rival = None if self.missing else self.other(self.best.mode, self.best.gpus)
+        deciding = (*self.judged[:2], rival)
+        return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
+
+    @property
+    def prompts(self) -> int | None:
+        """The number of prompts that the laws rest on; None without laws, 0 if it is unknown."""
+        return (
+            None
+            if self.survey.run.laws is None
+            else load_laws(self.survey.run.laws).about.get("prompts", 0)
+        )
+
+    def error(self, *choices: Choice) -> float:
+        """Returns the error of predictions, as a share."""
+        if is_datasheet(self.survey.profile):
+            return DATASHEET_ERROR
+        sources = [choice.derived for choice in choices if choice.derived]
+        busy = min(max(self.survey.profile.busy.values(), default=0.0), _BUSIEST)
+        slower = busy / (1 - busy)  # what others took may have hit some of the times
+        measured = [int(at) for source in sources for at in re.findall(_MEASURED_TO, source)]
+        if measured and self.survey.run.context > _FARTHEST * min(measured):
+            return DATASHEET_ERROR + slower
+        if any(BY_LAYERS in source for source in sources):
+            return MODEL_ERROR + slower
+        return (DERIVED_ERROR if sources else ERROR) + slower
+
+    def sampling(self, *pair: Choice) -> float:
+        """Returns the half-width that the choice of prompts gives a use's rate, or its gain over
+        another one, in logarithms; infinite if it is not known."""
+        if self.survey.run.laws is None:
+            return 0.0
+        logs = [self.samples[use.family] for use in pair if use.family in self.samples]
+        if len(logs) < len(pair):
+            return math.inf
+        return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
+
+    def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
+        """Returns the error that the choice of prompts leaves in these gains, and how many prompts
+        would leave 5%, as text in parentheses."""
+        half = max((self.sampling(*uses) for uses in questions), default=math.inf)
+        if not self.prompts or half > _LARGEST:
+            return " (±: unknown)"
+        text = f"±{math.expm1(half):.0%}"
+        small = math.log1p(_SMALL)
+        if half > small:
+            needed = int(self.prompts * (half / small) ** 2)
+            about = round(needed, 1 - len(str(needed)))
+            text += f"; about {about:,} would give ±{_SMALL:.0%}"
+        return f" ({text})"
+
+    def rate(self, use: Choice) -> Estimate:
+        """Returns a use's tokens a second."""
+        half = math.hypot(math.log1p(self.error(use)), self.sampling(use))
+        return Estimate(use.tok_per_s, half)
+
+    def gain(self, *pair: Choice) -> Estimate:
+        """Returns how many times the rate of the second use the first one makes."""
+        half = math.hypot(math.log1p(self.error(*pair)), self.sampling(*pair))
+        return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
+
+    def measured_gain(self, *pair: Choice) -> float | None:
+        """Returns the gain by measured rows; None if one of the uses has none."""
+        uses = [self.measured.get(choice.family) for choice in pair]
+        rates = [use.tok_per_s for use in uses if use is not None]
+        return rates[0] / rates[1] if len(rates) == 2 else None
+
+    def answer(self, use: Choice, other: Choice) -> str:
+        """Returns whether a use is faster than another one: yes, no, no difference, or why no
+        verdict is possible: datasheet, busy, contradicted, too few (prompts)."""
+        low, high = self.gain(use, other).ends
+        seen = self.measured_gain(use, other)
+        answer = "yes" if low > 1 else "no" if high < 1 else "no difference"
+        if is_datasheet(self.survey.profile):
+            return "datasheet"
+        is_wide = self.sampling(use, other) > math.log1p(self.error(use, other))
+        has_few = self.prompts is not None and self.prompts < FEWEST_PROMPTS
+        if has_few or (is_wide and answer == "no difference"):
+            return "too few"
+        if answer == "no difference" and self.survey.profile.busy:
+            return "busy"
+        if seen is not None and answer == ("no" if seen > 1 else "yes"):
+            return "contradicted"
+        return answer
+
+    def level(self, best: Choice) -> list[Choice]:
+        """Returns the uses that are no slower than the best one for sure, with it; none if it wins.
+
+        The interval of its gain over them reaches 1, or they were measured no slower.
+        """
+        level = [
+            choice
+            for choice in self.judged
+            if choice != best
+            if (self.measured_gain(best, choice) or 1) < 1 or self.gain(best, choice).ends[0] <= 1
+        ]
+        return [best, *level] if level else []
+
+    def sentence(self, what: str, use: Choice, other: Choice) -> str:
+        """Returns whether `what` pays, the gain with its interval, and the uses compared."""
+        lower = what[0].lower() + what[1:]
+        text = _ANSWERS[self.answer(use, other)]
+        answer = text.format(what=what, lower=lower, prompts=self.prompts or "These")
+        seen = self.measured_gain(use, other)
+        by_rows = "" if seen is None else f", by measured rows {number(seen)}"
+        return f"{answer}: {self.comparison(use, other)}{by_rows}."
+
+    def comparison(self, use: Choice, other: Choice) -> str:
+        """Returns how many times the rate of another use this one makes, in words."""
+        return f"{name_of(use)} makes {self.gain(use, other)} times {name_of(other)}"
+
+
+def plan(survey: Survey, *, trees: bool = False) -> Plan:
+    """Returns the fastest mode, K, fan-out and backup at each T and D of a survey.
+
+    It simulates a coarse grid of choices, then a fine one around the best few; a test compares it
+    with the exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError
+    where rounds take no time.
+    """
+    run = survey.run
+    by_tp = {sharding.tp: sharding for sharding in survey.shardings}
+    space = COARSE if run.batch_size <= _FEW else ROUGH
+    choices: list[Choice] = []
+    for sharding in survey.shardings:
+        choices += weigh(candidates(run, sharding, space, trees=trees), survey, quick=True)
+    for spaces_around in (_fan_outs_around, _policies_around):
+        leaders = [choice for choice in by_speed(choices) if choice.mode == "ssd"][:_REFINED]
+        around = dict.fromkeys(
+            (leader.tp, space) for leader in leaders for space in spaces_around(leader)
+        )
+        finer = (choice for tp, space in around for choice in ssd_choices(run, by_tp[tp], space))
+        choices += weigh(finer, survey, quick=True)
+    # The fastest choices of each use, one a K.
+    counts = Counter[Family]()
+    finalists: list[Choice] = []
+    for choice in firsts(by_speed(choices), lambda c: (c.family, c.lookahead)):
+        counts[choice.family] += 1
+        if counts[choice.family] <= _FINALISTS:
+            finalists.append(choice)
+    ranked = firsts(by_speed(weigh(finalists, survey)), lambda c: c.family)
+    if any(not choice.round_us for choice in ranked):
+        raise ConfigError("plan: this profile's rounds take no time: allowed: one with durations")
+    judged = (replace(choice, derived=by_tp[choice.tp].label(choice)) for choice in ranked)
+    return Plan(survey, tuple(judged))
+
+
+def _fan_outs_around(leader: Choice) -> list[Space]:
+    """Returns spaces with every fan-out at a leader's K and K ± 1, and its backup."""
+    k = leader.lookahead
+    share = leader.backup_lookahead / k
+    like = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
+    return [replace(like, lookaheads=(n,)) for n in (k - 1, k, k + 1) if n in FULL.lookaheads]
+
+
+def _policies_around(leader: Choice) -> list[Space]:
+    """Returns the space of every backup and K_b at a leader's K and fan-out."""
+    return [Space((leader.lookahead,), (str(leader.fan_out),))]
+
+
+def by_speed(choices: Iterable[Choice]) -> list[Choice]:
+    """Sorts choices, fastest first; ties (to five digits) by fewer GPUs, then by smaller K."""
+    return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
+
+
+def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
+    """Returns the first choice of each kind, in order; kind maps a choice to its kind."""
+    first: dict[Hashable, Choice] = {}
+    for choice in choices:
+        first.setdefault(kind(choice), choice)
+    return list(first.values())
+
+
+def profile_of(device_name: str) -> Profile:
+    """Returns the built-in profile of a device; raises ConfigError if there is none."""
+    profile = shipped_profiles().get(device_kind(device_name))
+    if profile is None:
+        allowed = f"tree=1..256, or on {', '.join(known_profiles())}"
+        kind = device_kind(device_name)
+        raise ConfigError(f"tree=auto on {kind}: no profile of it: allowed: {allowed}")
+    return profile
+
+
+def with_best_tree(
+    config: RunConfig, profile: Profile, tp: int, levels: int | None = None
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Returns a configuration of --tree=auto with the fastest tree, or chain, and their rates.
+
+    levels: K, if it is given (None: any). A chain stays unless the best tree is _GAIN as fast.
+    Raises ConfigError if laws, forwards or host costs are not known, or for SSD.
+    """
+    if config.mode == "ar":
+        return replace(config, tree=None), {}
+    refuse(BEST_TREES, config=config)
+    if config.workload != "gemm" and config.laws is None:
+        raise ConfigError(
+            f"tree=auto with workload={config.workload}: needs laws: a file of `mpissd pair`"
+        )
+    forward = "transformer" if config.is_transformer else config.forward
+    run = replace(config, tree=None, workload="gemm", recording=None, forward=forward)
+    if config.laws is not None:
+        run = with_laws(run, config.context > 0)
+    gpus = tp + config.drafts
+    sharding = sharded(run, with_hosts(profile), tp, gpus)
+    choices = [
+        choice
+        for choice in candidates(run, sharding, Space(), trees=True)
+        if choice.mode in ("sd", TREE) and choice.num_drafts == config.drafts
+        if levels in (None, choice.lookahead)
+    ]
+    weighed = weigh(choices, Survey(run, profile, gpus, (sharding,), {}))
+    chains = [choice for choice in weighed if choice.tree is None]
+    if not chains:
+        raise ConfigError(
+            f"tree=auto: profile {profile.name!r} has no host costs of SD, D={config.drafts}, or "
+            "no forwards of so many rows: allowed: tree=1..256"
+        )
+    derived = sharding.label(chains[0]) or ""
+    if run.is_transformer and (is_datasheet(profile) or BY_LAYERS in derived):
+        raise ConfigError(
+            f"tree=auto: profile {profile.name!r} has no whole forward of the pair: probe first: "
+            "mpissd probe --forward=transformer"
+        )
+    chain, best = (max(uses, key=lambda use: use.tok_per_s) for uses in (chains, weighed))
+    if best.tok_per_s < _GAIN * chain.tok_per_s:
+        best = chain
+    chosen = {
+        "tree": best.tree,
+        "lookahead": best.lookahead,
+        "tok_per_s": best.tok_per_s,
+        "chain": {"lookahead": chain.lookahead, "tok_per_s": chain.tok_per_s},
+        "profile": profile.name,
+        "acceptance": run.acceptance_text,
+    }
+    return replace(config, tree=best.tree, lookahead=best.lookahead), chosen
+
+
+def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:
+    """Returns the fastest measured configuration of each use that was judged, with the planned
+    models, acceptance and hits."""
+    names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
+    shared = {"workload": "gemm", "schedule": None} | {name: getattr(run, name) for name in names}
+    measured = {}
+    for choice in judged:
+        job = job_of(run, choice)
+        case = {**shared, "target": job.target.name}
+        if choice.mode == LOOKUP:
+            case["acceptance_fast"] = job.acceptance[Source.FAST].label
+        elif job.draft is not None:
+            case["draft"] = job.draft.name
+            case["acceptance"] = job.acceptance[Source.CACHE].label
+        if choice.mode == "ssd":
+            case["hit_law"] = job.hit_law.label
+        alike = [
+            row
+            for row in rows
+            if family_of(row) == choice.family
+            if bool(row.tree_nodes) == (choice.tree is not None)
+            if all(row.get(name) == value for name, value in case.items())
+        ]
+        if alike:
+            measured[choice.family] = fastest(uses_of(alike))
+    return measured
+
+
+def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
+    """Returns `Plan.ssd_gains`, by rows of whole transformers on so many GPUs.
+
+    Acceptance was measured in a recording, or by laws. Of each prompts the newest visit counts.
+    Where no tree ran beside SSD, only a gain that does not pay counts: more uses could but lower
+    it.
+    """
+    job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
+    case = job.target.name, gpus, run.batch_size, run.context
+    drafts = (None, job.draft and job.draft.name)
+    visits: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=_visit):
+        source = row.recording or row.laws
+        is_alike = (row.target, row.world_size, row.batch_size, row.context) == case
+        is_pair = row.draft in drafts or mode_of(row) in LOOKUPS
+        if source and is_alike and is_pair and run.is_transformer and row.schedule is None:
+            visits.setdefault((str(source), _visit(row)[1]), []).append(row)
+    gains = {}
+    for (source, _), visit in visits.items():
+        uses = sorted(uses_of(visit), key=lambda use: -use.tok_per_s)
+        ssd = next((use for use in uses if use.family.mode == "ssd"), None)
+        others = [use for use in uses if use.family.mode != "ssd"]
+        if ssd is None or not others:
+            continue
+        gain = ssd.tok_per_s / others[0].tok_per_s
+        paired = ssd.over(others[0])
+        if paired is not None and paired.is_headline:
+            gain = paired.speedup
+        if gain < WORTH or TREE in (other.family.mode for other in others):
+            gains[Path(source.split()[0]).stem] = gain, others[0].family.name
+    return dict(sorted(gains.items()))
+
+
+def _visit(row: Row) -> tuple[str, str]:
+    """Returns when a row was measured, and on which devices."""
+    origin = row.provenance or {}
+    devices = sorted(str(rank.get("uuid")) for rank in origin.get("ranks") or ())
+    return str(origin.get("started_at")), " ".join(devices)

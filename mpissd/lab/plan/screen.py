@@ -1,0 +1,503 @@
+"""The text of a plan, and its JSON.
+
+The screen has 23 lines of 100 columns: sentences with their intervals, the fastest uses, the
+command that runs the best one, and the command that measures what is unknown. `details` has every
+use, the assumptions, and the source of each derived time. If a use could not be judged, the first
+sentence names it, and nothing is called best. Where acceptance is assumed, rows of the same pair
+and machine decide about SSD, and the sentences say how the gains depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpissd.common.config import RunConfig
+from mpissd.common.flags import DRAFTING, said
+from mpissd.common.presets import has_weights, resolve_model, split_pair
+from mpissd.common.real_pairs import DEFAULT_SOURCE
+from mpissd.common.rivals import TREE, WORTH
+from mpissd.engine.backend.profile import Profile
+from mpissd.engine.law.acceptance import hit_law_of, load_laws
+from mpissd.lab.plan.candidates import (
+    FEW_HITS,
+    LOOKUP,
+    Choice,
+    Survey,
+    cut_law,
+    runnable_at,
+    survey,
+)
+from mpissd.lab.plan.plan import Plan, Question, firsts, name_of, number, plan
+from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
+from mpissd.lab.tables.load import LeftOut, load_rows, row_files
+
+COLUMNS, LINES = 100, 23  # a terminal of 24 lines shows the prompt as well
+ALPHAS = 0.6, 0.9  # at which gains are shown beside those at an assumed one
+_ENGINES = (1, 2, 4, 8)  # T that common engines offer
+_ROWS = 10
+_LEGEND = """\
+T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
+K: tokens drafted a round, or levels of a tree. Of SSD: --fan_out, the outcomes drafted for \
+(uniform: so many a position; geometric: so many in all); on a miss: --backup, what drafts then \
+(jit: the draft model; fast: a lookup), and its K if it differs.
+times: measured on this device; derived, computed from measured ones; or of a datasheet. by rows: \
+tok/s of measured rows of the same case. ≈: no slower than the best for sure."""
+
+
+@dataclass(frozen=True)
+class Screen:
+    """A plan as text and as JSON.
+
+    device: the value of --profile. at: the plans at other alphas than the assumed one.
+    """
+
+    plan: Plan
+    device: str = ""
+    at: Mapping[float, Plan] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, run: RunConfig, profile: Profile, gpus: int, device: str, folders: str, *, trees: bool
+    ) -> Screen:
+        """Answers which configuration to run: the one place where all parts of `plan` meet.
+
+        folders: of measured rows, separated by commas. device, trees: see Screen, and `plan`.
+        """
+        surveyed = survey(run, profile, gpus)
+        best = plan(surveyed, trees=trees)
+        files = [path for folder in folders.split(",") for path in row_files(Path(folder))]
+        with LeftOut() as left_out:
+            rows = load_rows(files, left_out)
+        best = best.with_evidence(rows)
+        at = {}
+        for alpha in ALPHAS if is_assumed(run) and not is_datasheet(profile) else ():
+            at[alpha] = plan(replace(surveyed, run=replace(run, alpha=alpha)), trees=trees)
+        return cls(best, device, at)
+
+    @property
+    def survey(self) -> Survey:
+        """Where the pair fits on the machine."""
+        return self.plan.survey
+
+    @property
+    def gpus(self) -> int:
+        """The most GPUs to use."""
+        return self.survey.gpus
+
+    @property
+    def best(self) -> Choice | None:
+        """The use that is advised; None if one that would fit could not be judged."""
+        return None if self.plan.missing else self.chosen
+
+    @property
+    def chosen(self) -> Choice:
+        """The fastest use; without SSD, if by rows it does not pay and acceptance is assumed."""
+        if is_assumed(self.survey.run) and self._measured_verdict == "does not pay":
+            return self.plan.other("ssd", self.gpus) or self.plan.best
+        return self.plan.best
+
+    @property
+    def _measured_verdict(self) -> str | None:
+        """What measured gains say of SSD; None without any."""
+        pays = [gain >= WORTH for gain, _ in self.plan.ssd_gains.values()]
+        if not any(pays):
+            return "does not pay" if pays else None
+        return "pays" if all(pays) else "pays on some prompts"
+
+    @property
+    def level(self) -> list[Choice]:
+        """The uses that are no slower than the best one for sure."""
+        return [] if self.best is None else self.plan.level(self.best)
+
+    @property
+    def unit(self) -> str:
+        """What a rank is called."""
+        is_gpu = re.search("NVIDIA|Tesla|Instinct|Radeon", self.survey.profile.device_name)
+        return "GPU" if is_gpu else "rank"
+
+    def lines(self, *, details: bool = False) -> list[str]:
+        """Returns the text. details: every use, the assumptions, the sources of derived times."""
+        run = self.survey.run
+        judged = self.plan.judged
+        above = [heading(run, self.survey.profile, self.gpus), *self._sentences()]
+        device = f" (on another machine append --backend=emulated --device={self.device})"
+        device *= "/" not in self.device
+        below = [
+            f"Run {name_of(self.chosen)}{device}:",
+            f"    {_command('run', run, self.chosen, _run_flags(run, self.chosen))}",
+            *self._surer(details),
+        ]
+        under = _lines(below)
+        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # make pair prints two more
+        while not details and len(_lines(above)) > room - 2:
+            above.pop()
+        screen = _lines(above)
+        num_rows = min(_ROWS, room - len(screen))
+        if details:
+            return [*screen, "", *self._table(judged), "", *_lines(self._notes()), "", *under]
+        # The fastest use of each kind and place of the draft, then the fastest others.
+        kinds = firsts(judged, lambda choice: choice.family.name)
+        shown = [*kinds, *(choice for choice in judged if choice not in kinds)][:num_rows]
+        count = len(judged) - len(shown)
+        hidden = f"{count} more uses, " if count else ""
+        rest = f"   --details: {hidden}what the settings mean, where each time comes from"
+        return [*screen, "", *self._table([c for c in judged if c in shown]), rest, *under]
+
+    def numbers(self) -> dict[str, Any]:
+        """Returns the JSON. `judged` is sorted, fastest first."""
+        measured = self.plan.measured
+        reasons = self.survey.unjudged
+        return {
+            "best": None if self.best is None else asdict(self.best),
+            "judged": [asdict(choice) for choice in self.plan.judged],
+            "unjudged": [{**asdict(use), "why": reasons[use]} for use in self.plan.missing],
+            "level": [asdict(choice.family) for choice in self.level],
+            "measured": {str(family): use.tok_per_s for family, use in measured.items()},
+            "too_large": [asdict(family) for family in self.survey.too_large],
+            "probe_first": [asdict(choice.family) for choice in self.plan.to_probe],
+            "verdicts": {q.what: self.plan.answer(q.use, q.other) for q in self._questions},
+            "measured_gains": {name: gain for name, (gain, _) in self.plan.ssd_gains.items()},
+            "gains_at": {alpha: self._gains(plan) for alpha, plan in self.at.items()},
+        }
+
+    def _pairs(self, plan: Plan) -> list[tuple[Choice, Choice]]:
+        """Returns (the fastest use with a draft, without one), and (SSD, the fastest other use), up
+        to the first of which one is not known."""
+        pairs = []
+        for use, other in (
+            (plan.first(*DRAFTING, TREE), plan.first("ar", LOOKUP)),
+            (plan.first("ssd"), plan.other("ssd", self.gpus)),
+        ):
+            if use is None or other is None:
+                break
+            pairs.append((use, other))
+        return pairs
+
+    @property
+    def _questions(self) -> list[Question]:
+        """What may pay: the draft, and a GPU of its own for it, where all uses could be judged."""
+        if self.plan.missing:
+            return []
+        pairs = self._pairs(self.plan)
+        if len(pairs) == 2 and pairs[0] == pairs[1]:
+            return [Question(f"The draft, on a {self.unit} of its own,", *pairs[0])]
+        names = ("The draft", f"A {self.unit} of its own for the draft")
+        return [Question(what, *pair) for what, pair in zip(names, pairs, strict=False)]
+
+    def _gains(self, plan: Plan) -> list[float]:
+        """Returns how many times as fast the uses with what each question asks about are."""
+        pairs = self._pairs(plan)[: len(self._questions)]
+        return [use.tok_per_s / other.tok_per_s for use, other in pairs]
+
+    def _sentences(self) -> Iterator[str]:
+        """Yields the answers: the fastest use, its lead, what pays, and what all this rests on."""
+        best = self.chosen
+        questions = self._questions
+        by_rows = self._by_rows()
+        is_led = is_assumed(self.survey.run)
+        if by_rows and is_led:
+            yield by_rows
+        rate = f"{name_of(best)} {self.unit}{'s' * (best.gpus > 1)}: {self.plan.rate(best)} tok/s"
+        if self.plan.missing:
+            names = _some(map(str, self.plan.missing))
+            reasons = _some(dict.fromkeys(self.survey.unjudged.values()), 1)
+            yield f"Not judged: {names}, so nothing here is called best: {reasons}."
+            yield f"The fastest of the others is {rate}."
+        elif is_datasheet(self.survey.profile):
+            yield f"A datasheet cannot tell: probe first. The fastest by it is {rate}."
+        elif best != self.plan.best:
+            yield f"The fastest predicted use without it is {rate}."
+        elif self.level:
+            yield f"The uses marked ≈ cannot be told apart; the first is {rate}."
+        else:
+            yield f"The fastest use is {rate}."
+        kinds = {"sd", TREE} if best.mode in ("sd", TREE) else {best.mode}
+        second = next((choice for choice in self.plan.judged if choice.mode not in kinds), None)
+        is_asked = any({best, second} == {question.use, question.other} for question in questions)
+        if second is not None and not is_asked:
+            gain = self.plan.gain(best, second)
+            yield f"That is {gain} times the fastest use of another kind, {name_of(second)}."
+        for what, use, other in questions:
+            if by_rows and is_led and "own" in what:
+                yield f"Predicted at an assumed alpha: {self.plan.comparison(use, other)}."
+            else:
+                yield self.plan.sentence(what, use, other)
+        if self.at and questions:
+            texts = (
+                f"at {number(alpha)} {' and '.join(map(number, self._gains(plan)))}"
+                for alpha, plan in self.at.items()
+            )
+            gains = "these gains are" if len(questions) > 1 else "this gain is"
+            yield f"Alpha is assumed: {gains} {', '.join(texts)}."
+        if by_rows and not is_led:
+            yield f"With other acceptance, {by_rows[0].lower()}{by_rows[1:]}"
+        yield self._basis()
+        outside = []
+        for choice in self.plan.judged:
+            measured = self.plan.measured.get(choice.family)
+            low, high = self.plan.rate(choice).ends
+            if measured is not None and not low <= measured.tok_per_s <= high:
+                outside.append(f"{choice.family} {number(measured.tok_per_s)}")
+        if outside:
+            yield f"Measured rows are outside the predicted interval: {_some(outside)}."
+        yield self._limits()
+
+    def _by_rows(self) -> str:
+        """Returns what measured rows of other acceptance say of SSD; nothing without any."""
+        gains = self.plan.ssd_gains
+        if not gains:
+            return ""
+        low, high = (number(end(gain for gain, _ in gains.values())) for end in (min, max))
+        ends = low if low == high else f"{low} to {high}"
+        others = ", ".join(dict.fromkeys(name for _, name in gains.values()))
+        return (
+            f"A {self.unit} of its own for the draft {self._measured_verdict}, as measured with "
+            f"this pair on {self.gpus} {self.unit}s: SSD makes {ends} times the strongest other "
+            f"use ({others}), by rows of {_some(gains)}."
+        )
+
+    def _limits(self) -> str:
+        """Returns which T the machine cannot use (memory, heads), and which T most engines lack,
+        with what SSD gains among the others."""
+        run = self.survey.run
+        memory = self.survey.profile.memory_bytes
+        texts = []
+        large = [str(family.tp) for family in self.survey.too_large if family.mode == "ar"]
+        if large and memory is not None:
+            texts.append(f"T={_some(large)} does not fit in {memory / 1e9:.0f} GB.")
+        heads = resolve_model(run.target or split_pair(str(run.pair))[0]).num_kv_heads
+        if self.gpus > heads:
+            texts.append(f"No T above {heads}, the number of key-value heads.")
+        deciding = [self.plan.best]
+        for question in self._questions:
+            deciding += [question.use, question.other]
+        if odd := sorted({use.tp for use in deciding if use.tp not in _ENGINES}):
+            text = f"mpissd runs T={_some(map(str, odd))}; most engines only 1, 2, 4, 8"
+            offered = [choice for choice in self.plan.judged if choice.tp in _ENGINES]
+            ssd = [choice for choice in offered if choice.mode == "ssd"]
+            others = [choice for choice in offered if choice.mode != "ssd"]
+            if ssd and others:
+                text += f": there {self.plan.comparison(ssd[0], others[0])}"
+            texts.append(f"{text}.")
+        return " ".join(texts)
+
+    def _basis(self) -> str:
+        """Returns what the answers rest on: the origin of times, acceptance and hits."""
+        run = self.survey.run
+        deciding = [*self.plan.judged[:2], *filter(None, [self.plan.first("ssd")])]
+        error = f"(±{max(self.plan.error(choice) for choice in deciding):.0%})"
+        sources = " ".join(choice.derived or "" for choice in deciding)
+        names = dict.fromkeys(re.findall(rf"(\S+) was not measured; it takes {BY_LAYERS}", sources))
+        times = "measured times" + " of products alone, below a model's" * (not run.is_transformer)
+        times += ", some derived from others" * bool(sources.strip())
+        if busy := self.survey.profile.busy:
+            times += f" on a busy machine, where {max(busy, key=lambda text: busy[text])}"
+        times += f" {error}"
+        if is_datasheet(self.survey.profile):
+            times = f"a datasheet without host and link costs {error}"
+        elif names:
+            times = f"times of other models than {', '.join(names)} {error}"
+        models = "assumed acceptance and hits"
+        if run.laws is not None:
+            files = ", ".join(
+                str(source["file"]) for source in load_laws(run.laws).about["sources"]
+            )
+            models = f"{self.plan.prompts or 'unknown'} prompts of {files}"
+            models += self.plan.sampling_text((q.use, q.other) for q in self._questions)
+        return f"It rests on {times}, and {models}."
+
+    def _surer(self, details: bool) -> Iterator[str]:
+        """Yields what is unknown, each with the command that measures it.
+
+        `make pair` also probes, so a probe of its own is for details, datasheets and --laws.
+        """
+        run = self.survey.run
+        use = next(iter(self.plan.to_probe), self.plan.best)
+        is_sheet = is_datasheet(self.survey.profile)
+        is_derived = bool(use.derived) or is_sheet
+        if self.survey.profile.busy:
+            yield "Make it surer: probe again on a quieter machine; the profile names disturbances."
+        unknown = ["acceptance", "hits"] * (run.laws is None) + ["times"] * is_derived
+        name = f"T{use.tp}D{use.num_drafts}"
+        probes = is_derived and (details or is_sheet or run.laws is not None)
+        if unknown:
+            device = "…" if "/" in self.device else self.device
+            then = f" (then plan --profile=out/profiles/{name}.json,{device})" * probes
+            yield f"Make it surer: measure {', '.join(unknown)}{then}:"
+        if run.laws is None and (details or not is_sheet):
+            target, draft = (
+                "FOLDER" if model is None or model.startswith("gen:") else model
+                for model in (run.target, run.draft)
+            )
+            names = f"TARGET={shlex.quote(target)} DRAFT={shlex.quote(draft)}"
+            if run.pair is not None and has_weights(split_pair(run.pair)[0]):
+                names = f"PAIR={shlex.quote(run.pair)}"
+            yield f"    make pair {names} PROMPTS=FILE.jsonl GPUS={self.gpus}"
+        if probes:
+            yield f"    {_command('probe', run, use, _probe_flags(use))} --name={name}"
+
+    def _table(self, choices: Iterable[Choice]) -> Iterator[str]:
+        """Yields the rows of a table of uses, after its header."""
+        level = self.level
+        yield f"   {'use':14}{'tok/s':>7} {'interval':19}{'settings':39}{'times':10}by rows"
+        for choice in choices:
+            interval = f"({self.plan.rate(choice).interval})"
+            mark = "≈" if choice in level else "→" if choice == self.best else " "
+            times = DERIVED if choice.derived else "measured"
+            times = "datasheet" if is_datasheet(self.survey.profile) else times
+            use = self.plan.measured.get(choice.family)
+            line = f" {mark} {choice.family!s:14}{number(choice.tok_per_s):>7} "
+            line += f"{interval:18} {choice!s:38} "
+            yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
+
+    def _notes(self) -> list[str]:
+        """Returns the legend, the assumptions, and the source of each derived time."""
+        notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
+        # N GPUs hold as many copies of a use as fit, each with a batch of its own; the rest idles.
+        copied = max(
+            self.plan.judged,
+            key=lambda choice: (
+                self.gpus // choice.gpus * choice.tok_per_s,
+                choice.tok_per_s / choice.batch_size,
+                -(self.gpus // choice.gpus) * choice.gpus,
+            ),
+        )
+        copies = self.gpus // copied.gpus
+        if copies > 1:
+            total = number(copies * copied.tok_per_s)
+            notes.append(
+                f"Most tok/s of all {self.gpus} {self.unit}s: {copies} × {copied.family}, "
+                f"{total} tok/s in all, {number(copied.tok_per_s)} each."
+            )
+        sources: dict[str, list[str]] = {}
+        for choice in self.plan.judged:
+            for source in filter(None, re.split(rf"; (?={DERIVED})", choice.derived or "")):
+                sources.setdefault(source, []).append(str(choice.family))
+        return notes + [f"{source}. In: {', '.join(uses)}." for source, uses in sources.items()]
+
+
+def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
+    """Returns the first line: the pair, the devices, the work, and the assumed acceptance."""
+    pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
+    accepted = run.acceptance_text
+    if accepted.startswith("laws:"):
+        counts = np.array(load_laws(str(run.laws)).at[-1].accepted)
+        right = counts @ np.arange(len(counts))
+        alpha = right / (right + counts[:-1].sum())
+        accepted = f"alpha {number(alpha)} of {Path(str(run.laws)).name}"
+    elif accepted.startswith("alpha:"):
+        assumed = " assumed" * is_assumed(run)
+        accepted = f"alpha {number(float(accepted[6:]))}{assumed}"
+    else:
+        accepted = f"acceptance {accepted.partition(':')[0]} as given"
+    work = "whole transformers" if run.is_transformer else "matrix products only"
+    sequences = f"{run.batch_size:,} sequence{'s' * (run.batch_size > 1)}"
+    terms = [sequences, work, f"context {run.context}", accepted]
+    return f"{pair} on {gpus} × {profile.device_name}: {', '.join(terms)}"
+
+
+def is_assumed(run: RunConfig) -> bool:
+    """Returns whether no flag gives the acceptance."""
+    return run.alpha is None is run.acceptance and run.laws is None
+
+
+def _assumptions(run: RunConfig) -> str:
+    """Returns the models of acceptance, hits and lookups, and the parts of a forward."""
+    law = hit_law_of(run, 1).label
+    if run.laws is not None and run.hit_law == FEW_HITS:
+        hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
+    elif any(v is not None for v in (run.p_hit, run.hit_law)):
+        hits = f"given {law}"
+    else:
+        hits = "of the same file" if run.laws else f"as {DEFAULT_SOURCE} ({law})"
+    terms = [run.acceptance_text, f"hits {hits}", f"lookups {run.acceptance_fast_text}"]
+    if not run.is_transformer:
+        terms += [*(["fused"] if run.fuse else []), "LM head" if run.lm_head else "no LM head"]
+    return ", ".join(terms)
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    """Returns the first names, and how many are left out: --json has all."""
+    texts = [*names]
+    rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + rest
+
+
+def _lines(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in _wrapped(text)]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Breaks a text into lines of at most COLUMNS; a command's lines end with a backslash."""
+    if not text.startswith("    "):
+        return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+    lines = [""]
+    indent = " " * (len(text) - len(text.lstrip()) + 4)
+    for word in re.findall(r"\s*\S+", text):
+        if len(lines[-1] + word) > COLUMNS - 2 and lines[-1].strip():
+            lines[-1] += " \\"
+            word = indent + word.lstrip()
+            lines.append("")
+        while len(word) > COLUMNS - 2 and "'" not in word:  # the shell joins them again
+            lines[-1:] = f"{word[: COLUMNS - 1]}\\", ""
+            word = word[COLUMNS - 1 :]
+        lines[-1] += word
+    return lines
+
+
+def _run_flags(run: RunConfig, choice: Choice) -> dict[str, str]:
+    """Returns the flags of `run` for a choice under the planned token models."""
+    flags = choice.flags()
+    if choice.num_drafts == RunConfig(mode=flags["mode"]).drafts:
+        del flags["num_drafts"]
+    if choice.fan_out is not None and choice.backup_lookahead == choice.lookahead:
+        del flags["backup_lookahead"]
+    given = said(run)
+    if choice.mode != "ar":
+        if run.acceptance is not None or run.alpha is not None:
+            flags["acceptance"] = cut_law(run.acceptance_text, choice.lookahead)
+        if "acceptance_fast" in given:
+            flags["acceptance_fast"] = cut_law(run.acceptance_fast, choice.lookahead)
+        flags |= {name: given[name] for name in ("p_hit", "hit_law", "laws") if name in given}
+    return flags
+
+
+def _probe_flags(choice: Choice) -> dict[str, str]:
+    """Returns the flags of the probe that measures a choice's forwards and host costs."""
+    flags = {} if choice.num_drafts else {"num_drafts": "0"}
+    if choice.tree is not None:  # then the probe measures lists of candidates as well
+        settings = choice.flags()
+        flags |= {name: settings[name] for name in ("mode", "tree", "lookahead")}
+    return flags
+
+
+def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]) -> str:
+    """Returns a command line with the planned models and forwards, as T ranks can hold them.
+
+    It calls the launch script if that is here, which also starts as root.
+    """
+    models = {name: getattr(run, name) for name in ("pair", "target", "draft")}
+    flags = {name: value for name, value in models.items() if value is not None} | flags
+    runnable = runnable_at(run, choice.tp)
+    given = said(runnable)
+    products = () if runnable.is_transformer else ("fuse", "lm_head")
+    for name in ("batch_size", "forward", *products, "context"):
+        if name in given:
+            flags[name] = given[name]
+    target = run.target or split_pair(str(run.pair))[0]
+    if command == "run" and "forward" not in given and has_weights(target):
+        flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
+    text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
+    if Path("launch/local.sh").is_file():
+        return f"{'COMMAND=probe ' * (command == 'probe')}launch/local.sh {choice.gpus} {text}"
+    root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 " * (os.geteuid() == 0)
+    return f"{root}mpirun -np {choice.gpus} python -m mpi4py -m mpissd {command} {text}"
