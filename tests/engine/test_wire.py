@@ -378,7 +378,7 @@ def test_branches_after_a_short_trunk_stay_within_its_pages() -> None:
     sizes = CacheSizes(1, 1, 16, slots=1, capacity=64, page=16, lanes=3, steps=2)
     pages = PageTable(RowPlaces(np.zeros(RowPlaces.size(16, sizes), np.int32), 16, sizes), sizes)
     batch = placed(Request(0, 7, 0, tuple(range(15))))
-    pages.place(batch.fill(batch.gaps(range(1))))
+    pages.place(batch.store(batch.gaps(range(1))))
     pages.place(batch.trunk(np.array([1], np.int32)))
     assert pages.held == [1] and batch.filled[0] == 16
     nodes = np.arange(3, dtype=np.int32)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from mpissd.common.exclusions import DEVICE_GROWTH, refusal
-from mpissd.common.rounds import Speculation
+from mpissd.common.rounds import Ints, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.features.device_rounds import device_decides
 from mpissd.engine.job import Job
-from mpissd.engine.law.fanout import FanOuts
+from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.growing import DeviceGrowth
 from mpissd.engine.round.branches import Branches
@@ -44,7 +46,11 @@ class JoiningWorker(DraftWorker):
         self._begun = None
         if batch.forced:
             return
-        branches, picks = self.oracle.ahead(batch, speculation, fan_outs)
+        picks: Ints | int = 0
+        if self.oracle.reads_forwards:
+            branches, picks = _unknown(batch, speculation, fan_outs, self.oracle.lookahead)
+        else:  # tokens are imposed
+            branches = self.oracle.branches(batch, speculation, fan_outs)
         assert branches.places is not None, "a branch without a place"
         places = batch.step(branches.places, 0)
         if self._growth.begin(branches, places, picks, levels):
@@ -74,3 +80,21 @@ class JoiningWorker(DraftWorker):
             self.wait(waiter)
             self._growth.collect()
         return is_growing
+
+
+def _unknown(
+    batch: Batch, speculation: Speculation, fan_outs: FanOuts, lookahead: int
+) -> tuple[Branches, Ints]:
+    """Returns a branch for each bonus candidate before the scoring forward has decided their first
+    tokens, which are −1, and where the device finds these (GrowthSheet.picks). Only for chains."""
+    fans = list[int]()
+    trunk = list[tuple[int, int, int]]()
+    for row, source in enumerate(speculation.source.tolist()):
+        served = [*batch.sequences[row].served, -1]
+        fans += fan_outs.behind(source)[: len(served)]
+        trunk += [(row, k, token) for k, token in enumerate(served)]
+    lines, ranks = lanes_of(fans)
+    rows, nodes, after = np.array(trunk, np.int32)[lines].T
+    tokens = np.full((len(lines), 1 + lookahead), -1, np.int32)
+    branches = batch.grown_ahead(rows.astype(np.int64), nodes, ranks, tokens[:, 0], tokens[:, 1:])
+    return branches, np.array([lines, ranks, after])

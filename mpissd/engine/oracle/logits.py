@@ -16,7 +16,7 @@ from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.law import sampling
-from mpissd.engine.law.fanout import FanOuts, lanes_of
+from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.law.tree import CHAIN, Tree
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
@@ -271,23 +271,6 @@ class LogitsDraft(SampledDraft):
         if grammar is not None:
             grammar.branch(sequence.answer)
         return grammar
-
-    def ahead(
-        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
-    ) -> tuple[Branches, Ints | int]:
-        fans = list[int]()
-        trunk = list[tuple[int, int, int]]()
-        for row, source in enumerate(speculation.source.tolist()):
-            served = [*batch.sequences[row].served, -1]
-            fans += fan_outs.behind(source)[: len(served)]
-            trunk += [(row, k, token) for k, token in enumerate(served)]
-        lines, ranks = lanes_of(fans)
-        rows, nodes, after = np.array(trunk, np.int32)[lines].T
-        tokens = np.full((len(lines), 1 + self.lookahead), -1, np.int32)
-        branches = batch.grown_ahead(
-            rows.astype(np.int64), nodes, ranks, tokens[:, 0], tokens[:, 1:]
-        )
-        return branches, np.array([lines, ranks, after])
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         best = self._stepper.results().ids[0].tolist()

@@ -3,9 +3,9 @@
 Read it in this order: common/rounds.py (what the messages carry), oracle (who decides tokens),
 speculator and target (the target's round), draft (the draft's round), branches (drafts and the
 cache), rows and sequence (what a forward computes, and where it is stored), scheduler (who joins
-and leaves). A round r of the target asks for speculation r with outcome r - 1, verifies it and
-decides outcome r, which the next round sends. The draft answers, then grows branches for the
-likely outcomes until the next one arrives.
+and leaves); before branches law/tree.py and law/fanout.py. A round r of the target asks for
+speculation r with outcome r - 1, verifies it and decides outcome r, which the next round sends. The
+draft answers, then grows branches for the likely outcomes until the next one arrives.
 
 The core imports no workload, job or feature (tests/test_layers.py). What attaches to it:
 

@@ -155,7 +155,7 @@ class Branches:
             self.states = [state for n in branches for state in states[n * width : (n + 1) * width]]
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
-    def fill(self, levels: int) -> None:
+    def pad(self, levels: int) -> None:
         """Gives every branch this many levels without a forward: the missing tokens repeat `first`,
         and are certain."""
         if self.steps < levels:

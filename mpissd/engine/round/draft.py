@@ -26,9 +26,9 @@ from mpissd.engine.round.branches import Branches, Distribution, SpeculationCach
 from mpissd.engine.round.rows import DraftWorker
 
 # While rounds draft nothing, tokens are stored only once there are enough for a forward: more than
-# LAG of a sequence, or PART rows of prompts that are stored in parts.
-LAG = 7
-PART = 24
+# STORE_AFTER of a sequence, or STORE_ROWS of prompts that are stored in parts.
+STORE_AFTER = 7
+STORE_ROWS = 24
 
 
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
@@ -185,7 +185,7 @@ class Drafter:
             self._step(short)
             if self.divergence is not None:
                 for part in parts:
-                    part.branches.fill(part.levels)
+                    part.branches.pad(part.levels)
         seconds = perf_counter() - start
         self.log.drafted(seconds if self._is_whole_draft(parts) else None)
         return parts
@@ -287,11 +287,10 @@ class Drafter:
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
         if not (grows and self.levels and rows):
             if not self.levels:  # so that drafting can begin again
-                self._catch_up(rows, LAG)
+                self._catch_up(rows, STORE_AFTER)
             return False
         ends = self.batch.tree.ends
-        limit = self._control.lookahead
-        served = None if limit is None else ends[limit]
+        served = None if self._control.lookahead is None else ends[self.levels]
         fan_outs = policy.fan_outs.within(self._control.width, served)
         trunk_rows = len(rows) * (ends[policy.lookahead] + 1)
         if not self.batch.forced or self.worker.is_short(self.batch, trunk_rows):
@@ -325,7 +324,7 @@ class Drafter:
         """Stores as many rows of prompts in parts as the target does, so that sequences can join as
         soon as the target has stored their prompts."""
         self._due += self._control.prefill_rows
-        if self.levels or self._due >= PART:
+        if self.levels or self._due >= STORE_ROWS:
             rows = self._due
             self._due = 0
             if self.worker.store_opened(self.batch, rows, self.waiter):

@@ -118,15 +118,6 @@ class DraftOracle(Oracle, ABC):
         child of node k) is never a candidate.
         """
 
-    def ahead(
-        self, batch: Batch, speculation: Speculation, fan_outs: FanOuts
-    ) -> tuple[Branches, Ints | int]:
-        """Returns, before the draft's forward over the served tokens is over, (a branch for each
-        bonus candidate, with tokens −1 if that forward decides them, where the device finds their
-        first tokens: GrowthSheet.picks of model.transformer.growing). Only for drafts that are
-        chains."""
-        return self.branches(batch, speculation, fan_outs), 0
-
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         """Returns new branches that continue batch rows `rows` from their last committed token;

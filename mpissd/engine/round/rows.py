@@ -124,7 +124,7 @@ class Worker(Generic[AnyOracle]):
         if not gaps:
             return 0
         tokens = np.concatenate([batch.committed(gap) for gap in gaps])
-        places = batch.fill(gaps)
+        places = batch.store(gaps)
         most = self.stepper.most_rows
         for start in range(0, len(tokens), most):
             part = slice(start, start + most)
@@ -165,11 +165,11 @@ class Worker(Generic[AnyOracle]):
             self.stepper.upload(rows, tokens, lists=lists)
             return count
         gaps = batch.gaps(range(len(batch))) if batch.forced else []
-        stored = [batch.fill(gaps)] if gaps else []
+        stored = [batch.store(gaps)] if gaps else []
         places = batch.trunk(speculation.num_draft)
         fill = min(fill, self.stepper.most_rows - rows - sum(gap.size for gap in gaps))
         if opened := batch.opened_gaps(fill) if fill > 0 else []:
-            stored.append(batch.fill(opened))
+            stored.append(batch.store(opened))
         if stored:
             others = [batch.committed(gap) for gap in (*gaps, *opened)]
             tokens = np.concatenate([tokens, *others])

@@ -1,7 +1,7 @@
 """Schedules requests: a queue, the pages of the KV cache, and which requests end, wait or join.
 
-The scheduler is a pure object: it reads no clock and knows no model. Its caller asks `turn` between
-two rounds which sequences leave and join, and passes it each round's result by `take`.
+The scheduler reads no clock and knows no model. Its caller asks `turn` between two rounds which
+sequences leave and join, and passes it each round's result by `take`; `step` does both for a run.
 
 Order. Requests are admitted in the order in which they arrived: the queue waits for the first one,
 so that no request waits for ever. If pages run out, the sequence that arrived last is preempted:

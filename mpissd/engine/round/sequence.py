@@ -1,7 +1,8 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
 Every rank keeps its own Batch, equal to the others' because all apply the same outcomes. All state
-of a sequence is here; an oracle, which decides its tokens, only reads it.
+of a sequence is here; an oracle, which decides its tokens, only reads it (and keeps its grammar in
+`constraint`).
 
 Places. A sequence's committed tokens have positions 0, 1, …; K and V of the last one are stored by
 the forward that reads it. `filled` positions of a sequence's slot of the cache are stored and
@@ -32,8 +33,8 @@ from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
 Prompt = Callable[[Request], Sequence[int]]
-_ROUND = 512  # draws of a stream reserved for a round; a lookahead is at most 256
-_EPOCH = 1 << 32  # limit of rounds in an epoch
+_DRAWS = 512  # draws of a stream reserved for a round; a lookahead is at most 256
+_ROUNDS = 1 << 32  # limit of rounds in an epoch
 _ALL = 1 << 30
 
 
@@ -118,7 +119,7 @@ class LiveSequence:
     def first_draw(self, later: int = 0) -> int:
         """Returns the index of the first draw, in the sequence's random streams, of the round that
         comes `later` rounds from now. No two rounds of a sequence share a draw, in any epoch."""
-        return (self.request.epoch * _EPOCH + self.rounds + later) * _ROUND
+        return (self.request.epoch * _ROUNDS + self.rounds + later) * _DRAWS
 
     def stream(self, seed: int) -> tuple[int, int]:
         """Returns (seed, sequence), which key its random draws: by default the job's seed and the
@@ -404,7 +405,7 @@ class Batch:
         short = {gap.slot for gap in self.opened_gaps()}
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
-    def fill(self, gaps: Sequence[Gap]) -> Places:
+    def store(self, gaps: Sequence[Gap]) -> Places:
         """Returns the places of all tokens of these gaps, and counts them as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop

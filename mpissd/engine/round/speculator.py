@@ -67,18 +67,18 @@ class InlineSpeculator(Speculator):
         self._drafter = drafter
         self._outcome: Outcome
         self._answer: Speculation
-        self._follows = False  # whether the draft has not taken the outcome yet
+        self._applies_later = False  # whether the draft has not taken the outcome yet
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
 
     def answer(self, round_: int, count: int) -> Speculation:
         self.stored_s = 0.0
-        self._follows = self._outcome.control.lookahead == 0
-        return super().answer(round_, count) if self._follows else self._drafted()
+        self._applies_later = self._outcome.control.lookahead == 0
+        return super().answer(round_, count) if self._applies_later else self._drafted()
 
     def meanwhile(self) -> None:
-        if self._follows:
+        if self._applies_later:
             self._drafted()
 
     def _drafted(self) -> Speculation:
