@@ -17,7 +17,7 @@ _TICK_S = 2.0
 
 
 def distill(config: DistillConfig) -> int:
-    """Makes the draft and prints its figures, in one process a GPU; returns the exit code."""
+    """Makes a draft and prints its figures, with a process for each GPU; returns the exit code."""
     try:
         import torch
         import torch.multiprocessing as mp
@@ -47,7 +47,7 @@ def distill(config: DistillConfig) -> int:
 
 
 def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
-    """Is one process of several; ends with exit code 1 in one line for an error of ours."""
+    """Runs one of several processes; an MpissdError is one line and the exit code."""
     try:
         code = _work(rank, config, place, begun)
     except MpissdError as error:
@@ -76,7 +76,7 @@ def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
 
 
 def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
-    """Runs one process's part; returns 1 if the disk or the device fails."""
+    """Runs one process's part of the distillation; returns 1 if the disk or the device fails."""
     import torch
 
     from mpissd.learn.draft import architectures
@@ -88,7 +88,7 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
     architectures(config, source.checkpoint.config, 0)  # refuses before time goes into samples
 
     def log(text: str) -> None:
-        """Prints a line with the seconds so far; of several processes the others only samples."""
+        """Prints a line with the seconds so far; later processes print only lines about samples."""
         if not rank or "batch" in text:
             print(f"{time.monotonic() - begun:7.1f} s  {text}", flush=True)
 

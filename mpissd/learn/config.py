@@ -12,7 +12,7 @@ Form = tuple[int, int, int, int]  # fresh layers' count, heads, KV heads, FFN
 
 
 def form_of(text: str) -> Form:
-    """Parses "4x9x3x1536"; raises ConfigError for another text."""
+    """Parses LAYERSxHEADSxKV_HEADSxFFN, as in "4x9x3x1536"; raises ConfigError for another text."""
     parts = text.split("x")
     numbers = [int(part) for part in parts if part.isdecimal()]
     is_shape = len(parts) == len(numbers) == 4 and min(numbers) > 0
@@ -102,21 +102,19 @@ class DistillConfig(Checked):
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """The target's layers that the draft starts from."""
         return tuple(int(part) for part in self.layers.split(","))
 
     @property
     def forms(self) -> dict[str, Form]:
-        """The fresh drafts by their names in `shapes`; none if the draft starts from layers."""
+        """Forms of randomly initialized drafts, by name; empty if layers are copied."""
         return {part: form_of(part) for part in self.shapes.split(",") if part}
 
     @property
     def kind_names(self) -> list[str]:
-        """The kinds of drafts that read hidden states; none if it is a model by itself."""
+        """Kinds of drafts that read the target's hidden states; empty for independent models."""
         return [part for part in self.kinds.split(",") if part]
 
     def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
         super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")

@@ -1,8 +1,7 @@
 """Drafts in training: a small model, or one that reads its target's last hidden state.
 
-Both are judged by the target's distributions over its own answers: by divergence first, then mostly
-by total variation (train.py). The target's probability of tokens that the draft cannot name counts
-as lost.
+Both are judged by the target's distributions over its own answers (train.py). The target's
+probability of tokens that the draft cannot name counts as lost.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ DECAY = 0.01  # weight decay of both optimisers
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """Parts of both kinds of drafts: their own weights, and the target's weights that they read.
-
-    head_ids: the tokens of the rows of the LM head, rising. blocks: the target's arithmetic. table:
-    cosines and sines by position. compiled: whether the losses are compiled.
-    """
+    """What both kinds of drafts have: their own weights, and the target's weights that they read.
+    head_ids: token ids of the LM head's rows, rising. blocks: computes the target's layers. table:
+    cosines and sines of RoPE by position. compiled: whether torch.compile compiles the losses."""
 
     config: TransformerConfig
     weights: Any
@@ -68,8 +65,8 @@ class _Draft:
     compiled: bool = False
 
     @cached_property
-    def known(self) -> Tensor:
-        """The target's rows of `head_ids` in its LM head."""
+    def head_rows(self) -> Tensor:
+        """Rows of the target's LM head for the tokens `head_ids`."""
         return self.target.head[self.head_ids]
 
     @cached_property
@@ -77,19 +74,19 @@ class _Draft:
         return torch.compile(distance, dynamic=False) if self.compiled else distance
 
     def angles(self, length: int) -> list[Tensor]:
-        """Returns cos and sin of the first positions."""
+        """Returns cosines and sines of the first `length` positions."""
         return [part[:length] for part in self.table]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft(_Draft):
-    """A model by itself; weights: Llama, with the target's embedding."""
+    """A draft that is a model by itself; weights: a Llama with the target's embedding."""
 
     weights: Llama
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """The draft's arithmetic."""
+        """Computes the draft's layers."""
         return blocks_of(self.config, self.blocks.dtype)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
@@ -97,12 +94,11 @@ class ModelDraft(_Draft):
         return replace(self, weights=mapped(self.weights, change))
 
     def named(self) -> dict[str, Tensor]:
-        """Returns the draft's own weights by their names in files."""
+        """Returns the draft's own weights by their names in Hugging Face files."""
         return named(self.weights, self.config)
 
     @property
     def trained(self) -> list[Tensor]:
-        """The tensors that are trained."""
         return parameters(self.weights)
 
     def optimizer(self, name: str) -> Optimizer:
@@ -111,41 +107,43 @@ class ModelDraft(_Draft):
 
     @cached_property
     def _loss_blocks(self) -> tuple[Blocks, Blocks]:
-        """The target's and the draft's arithmetic for whole sequences."""
-        both = self.blocks, self.own_blocks
-        return (compiled(both[0]), compiled(both[1])) if self.compiled else both
+        """Compute the target's and the draft's layers in the loss."""
+        if not self.compiled:
+            return self.blocks, self.own_blocks
+        return compiled(self.blocks), compiled(self.own_blocks)
 
     def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
-        """Returns mean divergence, total variation and greedy agreement over about `num_rows`
-        answered positions."""
+        """Returns mean cross-entropy, total variation and greedy agreement over a sample of about
+        `num_rows` positions, those of answers first."""
         counts = samples.answered[:, 1:].flatten().float()
         rows = (counts + 0.5 * torch.rand_like(counts)).topk(min(num_rows, len(counts))).indices
         tokens = samples.tokens[:, :-1].long()
-        angles, (target_blocks, own_blocks) = self.angles(tokens.shape[1]), self._loss_blocks
+        angles = self.angles(tokens.shape[1])
+        target_blocks, own_blocks = self._loss_blocks
         if samples.hidden is None:
             with torch.no_grad():
                 states = target_blocks.hidden(self.target, tokens, *angles).flatten(0, 1)[rows]
                 logits = self.blocks.product(states, self.target.head)
-                total, best = logits.float().logsumexp(-1), logits.argmax(-1)
+                total = logits.float().logsumexp(-1)
+                best = logits.argmax(-1)
         else:
             states = samples.hidden[:, :-1].flatten(0, 1)[rows]
             total = samples.total[:, :-1].flatten()[rows]
             best = samples.best[:, :-1].flatten()[rows].long()
         hidden = own_blocks.hidden(self.weights, tokens, *angles).flatten(0, 1)[rows]
-        p_logits = self.blocks.product(states, self.known)
+        p_logits = self.blocks.product(states, self.head_rows)
         q_logits = self.own_blocks.product(hidden, self.weights.head)
-        means = self._distance(p_logits, total, best, q_logits, self.head_ids, counts[rows])
-        return tuple(means)
+        return tuple(self._distance(p_logits, total, best, q_logits, self.head_ids, counts[rows]))
 
 
 @dataclass(frozen=True, eq=False)
 class StateDraft(_Draft):
-    """A draft on the target's last hidden state (model/transformer/stack.py); weights: by name.
+    """A draft that reads the target's last hidden state; weights: by their names in files.
 
-    Row p of a sequence holds its token at position p and the state before it (zeros before the
-    first). A step t = 1, 2, … drafts the token at p + t; the tokens between are the text's own, as
-    after accepted tokens they are. The relative error of the states is trained, too (2401.15077,
-    section 4.2), which costs no LM head, so that only some rows need one.
+    Row p of a sequence holds its token at position p and the hidden state before it (zeros before
+    the first). Step t = 1, 2, … drafts the token at p + t, as if the tokens in between were
+    accepted. The states' relative error is trained, too (2401.15077, section 4.2), without the LM
+    head.
     """
 
     weights: Mapping[str, Tensor]
@@ -165,11 +163,11 @@ class StateDraft(_Draft):
         return Optimizer(name, self.trained)
 
     def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
-        """Yields, for t = 1 … count, the states s_t [b, n − count, hidden] that the head reads.
-
-        tokens: int64 [b, n]. hidden: the target's states after them, [b, n, hidden].
+        """Yields, for t = 1 … count, the states [b, n − count, hidden] from which the LM head
+        drafts. tokens: int64 [b, n]. hidden: the target's states at these tokens, [b, n, hidden].
         """
-        norm, weights = self.blocks.norm, self.weights
+        norm = self.blocks.norm
+        weights = self.weights
         before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()
         past: list[tuple[Tensor, Tensor]] = []
         for step in range(count):
@@ -187,8 +185,7 @@ class StateDraft(_Draft):
             yield before
 
     def logits(self, states: Tensor) -> Tensor:
-        """Returns the LM head's logits of rows of states."""
-        return self.blocks.product(states, self.known)
+        return self.blocks.product(states, self.head_rows)
 
     def _product(self, x: Tensor, name: str) -> Tensor:
         return self.blocks.product(x, self.weights[name]).float()
@@ -199,26 +196,27 @@ class StateDraft(_Draft):
         return x + self._product(F.silu(gate) * up, f"{prefix}mlp.down_proj.weight")
 
     def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns the residual stream after the attention of one step; adds its keys to `past`.
-
-        A row attends the first step's rows up to its own, whose states are the target's, and its
-        own rows of the steps since then.
-        """
-        blocks, prefix = self.blocks, "model.layers.0."
+        """Returns `x` with one step's attention added; appends the step's keys and values to
+        `past`. A row attends to the first step's rows up to its own position, where the states are
+        the target's, and to the same row in later steps."""
+        blocks = self.blocks
+        prefix = "model.layers.0."
         qkv = torch.cat([self.weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
         norm = self.weights[f"{prefix}input_layernorm.weight"]
         layer = LlamaLayer(qkv, None, None, None, norm, None)
-        cos, sin = (each[part] for each in self.table)
-        q, k, v = (each.transpose(1, 2) for each in blocks.front(x, layer, cos, sin))
+        cos, sin = (table[part] for table in self.table)
+        q, k, v = (heads.transpose(1, 2) for heads in blocks.front(x, layer, cos, sin))
         groups = blocks.heads // blocks.kv_heads
         past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-        (keys, values), later = past[0], past[1:]
+        keys, values = past[0]
+        later = past[1:]
         scores = q @ keys.mT
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         scores = scores.masked_fill(ahead, float("-inf"))
-        own = [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in later]
-        shares = (torch.cat([scores, *own], -1) * blocks.head_dim**-0.5).float().softmax(-1)
-        shares, width = shares.to(values.dtype), scores.shape[-1]
+        same_row = [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in later]
+        shares = (torch.cat([scores, *same_row], -1) * blocks.head_dim**-0.5).float().softmax(-1)
+        shares = shares.to(values.dtype)
+        width = scores.shape[-1]
         attended = shares[..., :width] @ values
         for number, (_, own_values) in enumerate(later):
             attended = attended + shares[..., width + number, None] * own_values
@@ -226,12 +224,12 @@ class StateDraft(_Draft):
         return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
 
     def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
-        """Returns means over the steps, earlier ones weighing more, and the states' relative error.
-
-        Row p of a step is judged by the target at p + step, and ROWS of the rows, not num_rows.
+        """Returns means over the steps, in which earlier steps weigh more: those of ModelDraft, and
+        the states' relative error. `num_rows` is ignored: ROWS gives the number of a step's rows.
         """
         assert samples.hidden is not None, "samples without states"
-        tokens, parts = samples.tokens.long(), []
+        tokens = samples.tokens.long()
+        parts = []
         for step, states in enumerate(self.steps(tokens, samples.hidden, self.ahead)):
             part = slice(step, step + states.shape[1])
             answered = samples.answered[:, step + 1 : part.stop + 1].flatten().float()
@@ -239,12 +237,18 @@ class StateDraft(_Draft):
             mine = states.flatten(0, 1)
             error = ((mine - wanted) ** 2).sum(-1) / (wanted**2).sum(-1).clamp(min=1e-6)
             error = (error * answered).sum() / answered.sum().clamp(min=1)
-            most = min(ROWS[answered.device.type], len(answered))
-            rows = (answered + 0.5 * torch.rand_like(answered)).topk(most).indices
+            count = min(ROWS[answered.device.type], len(answered))
+            rows = (answered + 0.5 * torch.rand_like(answered)).topk(count).indices
             total, best = (t[:, part].flatten()[rows] for t in (samples.total, samples.best))
-            p_logits, q_logits = self.logits(wanted[rows]), self.logits(mine[rows])
-            judged = p_logits, total, best.long(), q_logits, self.head_ids, answered[rows]
-            parts.append(torch.stack([*self._distance(*judged), error]))
+            means = self._distance(
+                self.logits(wanted[rows]),
+                total,
+                best.long(),
+                self.logits(mine[rows]),
+                self.head_ids,
+                answered[rows],
+            )
+            parts.append(torch.stack([*means, error]))
         fading = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
         return tuple(((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
 
@@ -256,10 +260,8 @@ def distance(
     p_logits: Tensor, total: Tensor, best: Tensor, q_logits: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weighted means of cross-entropy, total variation and greedy agreement over rows.
-
-    p_logits, q_logits: the target's and the draft's logits of the tokens `ids`. total: logsumexp of
-    all logits of the target; best: its likeliest token of all.
-    """
+    p_logits, q_logits: of target and draft for the tokens `ids`. total, best: logsumexp and argmax
+    of the target's logits for all tokens."""
     p = (p_logits.float() - total[:, None]).exp()
     log_q = q_logits.float().log_softmax(-1)
     cross_entropy = -(p * log_q).sum(-1)
@@ -271,13 +273,11 @@ def distance(
 
 
 class Optimizer:
-    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, at one learning rate.
-
-    Muon's updates are scaled so that the rate serves both (2502.16982).
-    """
+    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, at one learning rate:
+    Muon's updates are scaled so that the rate suits both (2502.16982)."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> None:
-        """name: "adamw" or "muon", which leaves vectors and `heads` to AdamW."""
+        """name: "adamw" or "muon". Muon leaves vectors and `heads` to AdamW."""
         left = {id(tensor) for tensor in tensors if name == "adamw" or tensor.ndim == 1}
         left |= set(map(id, heads))
         rest = [tensor for tensor in tensors if id(tensor) in left]
@@ -289,7 +289,7 @@ class Optimizer:
             self._parts.append(torch.optim.Muon(matrices, **settings))
 
     def step(self, rate: float) -> None:
-        """Changes the tensors by their gradients."""
+        """Updates the tensors from their gradients."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
@@ -297,11 +297,9 @@ class Optimizer:
 
 
 def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
-    """Returns the architecture of a draft with a reduced head; form: or a number of layers.
-
-    Fresh layers are Llama's, whatever the target's are: no bias, no norm of q and k. Raises
-    ConfigError for heads whose outputs cannot be quantised in blocks.
-    """
+    """Returns a draft's architecture with `head_vocab` rows in its LM head; raises ConfigError for
+    heads whose outputs cannot be quantised in blocks. form: a number of the target's layers, or the
+    form of randomly initialized layers, which are Llama's (no bias, no norms of q and k)."""
     shape = replace(target.shape, name=f"{target.shape.name}-draft")
     if isinstance(form, int):
         shape = replace(shape, num_layers=form)
@@ -320,11 +318,9 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
 def state_config(
     target: TransformerConfig, kind: str, heads: int, head_vocab: int
 ) -> TransformerConfig:
-    """Returns the architecture of a draft of one of shapes.STATE_KINDS, with the target's widths.
-
-    Medusa's heads have the FFN of one layer together, in whole groups of BLOCK columns; eagle's
-    attention is Llama's. Raises ConfigError for widths that cannot be quantised.
-    """
+    """Returns the architecture of a draft on hidden states, with the target's widths; kind: one of
+    shapes.STATE_KINDS. Raises ConfigError for widths that cannot be quantised. Medusa's `heads`
+    share the FFN width of one target layer, in multiples of BLOCK. Eagle's attention is Llama's."""
     shape = replace(target.shape, name=f"{target.shape.name}-{kind}", num_layers=1)
     if shape.hidden % BLOCK or shape.ffn % BLOCK:
         widths = f"a hidden state of {shape.hidden} and an FFN of {shape.ffn}"
@@ -332,31 +328,28 @@ def state_config(
     if kind == "medusa":
         ffn = max(BLOCK, shape.ffn // heads // BLOCK * BLOCK)
         shape = replace(shape, num_layers=heads, ffn=ffn)
-    own = {**PLAIN, "tied": False, "head_vocab": head_vocab, "kind": kind}
-    return replace(target, shape=shape, **own)
+    fields = {**PLAIN, "tied": False, "head_vocab": head_vocab, "kind": kind}
+    return replace(target, shape=shape, **fields)
 
 
 def architectures(
     config: DistillConfig, target: TransformerConfig, head_vocab: int
 ) -> dict[str, TransformerConfig]:
-    """Returns the architectures of the wanted drafts by kind or form; "": of the target's layers.
-
-    Raises ConfigError for one of which no draft can be made.
-    """
+    """Returns the architectures of the wanted drafts by kind or form ("" for the target's layers);
+    raises ConfigError if no draft can have one of them."""
     if config.kind_names:
-        heads = config.heads
-        return {kind: state_config(target, kind, heads, head_vocab) for kind in config.kind_names}
+        return {
+            kind: state_config(target, kind, config.heads, head_vocab) for kind in config.kind_names
+        }
     if config.forms:
         return {name: draft_config(target, f, head_vocab) for name, f in config.forms.items()}
     return {"": draft_config(target, len(config.layer_numbers), head_vocab)}
 
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
-    """Returns the most frequent token ids, rising: int32 [num_tokens].
-
-    counts: [vocab]. always: ids that are kept whatever their count (stop tokens). Equal counts are
-    decided for the lower id: byte-pair merges are numbered from the most frequent on.
-    """
+    """Returns the ids of the most frequent tokens, rising, int32 [num_tokens]. counts: [vocab].
+    always: ids that are kept whatever their count (stop tokens). Of equal counts the lower id is
+    kept: byte-pair merges are numbered from the most frequent on."""
     weights = np.asarray(counts, np.int64).copy()
     weights[list(always)] = np.iinfo(np.int64).max
     order = np.argsort(-weights, kind="stable")
@@ -364,17 +357,16 @@ def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Int
 
 
 def started(target: Llama, layers: Sequence[LlamaLayer], head_ids: Tensor) -> Llama:
-    """Returns a draft of these layers that can be trained, in float32.
-
-    Its norm and its head's rows start as the target's; the embedding is the target's, and frozen.
-    """
+    """Returns a trainable float32 draft of these layers. Its norm and LM head start as the
+    target's; the embedding is the target's own and is not trained."""
     return mapped(target._replace(layers=tuple(layers), head=target.head[head_ids]), trained)
 
 
 def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[LlamaLayer]:
-    """Returns random layers of an architecture."""
+    """Returns randomly initialized layers."""
     generator = torch.Generator().manual_seed(seed)
-    shape, hidden = config.shape, config.shape.hidden
+    shape = config.shape
+    hidden = shape.hidden
     residual = INITIAL / (2 * shape.num_layers) ** 0.5  # scale of additions to the residual
     sizes = [
         (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
@@ -391,11 +383,9 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Llam
 
 
 def fresh_states(config: TransformerConfig, seed: int, scale: float) -> dict[str, Tensor]:
-    """Returns the weights that a draft on hidden states starts from, in float32.
-
-    scale: root mean square of the target's states. Products that are added to the state start near
-    0, so that the first states are those in front.
-    """
+    """Returns the float32 weights that a draft on hidden states starts from. scale: root mean
+    square of the target's states. Products that are added to the state start near 0, so that the
+    first step returns nearly the state that it read."""
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, size in tensors(config):

@@ -22,8 +22,7 @@ AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
 def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
-    """Returns a draft's figures on answers: of those judged before `deadline`, in seconds of
-    time.monotonic()."""
+    """Returns a draft's figures on the answers judged before `deadline` (monotonic seconds)."""
     if isinstance(draft, ModelDraft):
         return summary(*judge(draft, samples, deadline))
     medusa = draft.config.kind == "medusa"
@@ -48,55 +47,56 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
 def summary(
     answers: Sequence[Sequence[bool]], overlaps: Sequence[float], surprises: Sequence[float]
 ) -> dict[str, Any]:
-    """Returns a model's figures: agreement, alpha and tokens a round; as `judge`."""
-    most, flat = max(LOOKAHEADS), [agrees for answer in answers for agrees in answer]
-    steps = [[answer[n : n + most] for n in range(len(answer))] for answer in answers]
+    """Returns a model's agreement, alpha and tokens a round, from what `judge` returns."""
+    longest = max(LOOKAHEADS)
+    flat = [agrees for answer in answers for agrees in answer]
+    steps = [[answer[n : n + longest] for n in range(len(answer))] for answer in answers]
     return {
         "answers": len(answers),
         "tokens": len(flat),
         "greedy_agreement": _mean(flat),
         "alpha": _mean(overlaps),
         "cross_entropy": _mean(surprises),
-        "by_lookahead": _by_lookahead(steps, most),
+        "by_lookahead": _by_lookahead(steps, longest),
     }
 
 
-def _by_lookahead(answers: Sequence[Sequence[Sequence[bool]]], most: int) -> dict[str, Any]:
+def _by_lookahead(answers: Sequence[Sequence[Sequence[bool]]], steps: int) -> dict[str, Any]:
     return {
-        str(k): {"tokens_per_round": _mean([n for one in answers for n in chain_rounds(one, k)])}
+        str(k): {"tokens_per_round": _mean(n for of in answers for n in chain_rounds(of, k))}
         for k in LOOKAHEADS
-        if k <= most
+        if k <= steps
     }
 
 
 def judge(
     draft: ModelDraft, samples: Samples, deadline: float
 ) -> tuple[list[list[bool]], list[float], list[float]]:
-    """Returns (agreements, overlaps, surprises) on the answers judged before the deadline.
-
-    agreements: by answer, whether the draft finds no token likelier than each true one. overlaps:
-    sum of min(p, q) at temperature 1, by token. surprises: −log q of each true token that the draft
-    can name, in nats. deadline: of time.monotonic().
+    """Returns (agreements, overlaps, surprises) on the answers judged before the deadline, in
+    seconds of time.monotonic(): whether the true token is the draft's likeliest, by answer; Σ
+    min(p, q) at temperature 1, by token; and −log q of each true token in the draft's vocabulary.
     """
-    answers, overlaps, surprises = list[list[bool]](), list[float](), list[float]()
+    answers = list[list[bool]]()
+    overlaps = list[float]()
+    surprises = list[float]()
     models = (draft.target, draft.blocks), (draft.weights, draft.own_blocks)
     with torch.no_grad():
         for part in _parts(samples, deadline):
-            tokens, angles = part.tokens.long(), draft.angles(part.tokens.shape[1])
+            tokens = part.tokens.long()
+            angles = draft.angles(part.tokens.shape[1])
             before = part.answered[:, 1:]  # the rows whose next token is an answer's
             p, q = (
                 blocks.product(blocks.hidden(m, tokens, *angles)[:, :-1][before], m.head).float()
                 for m, blocks in models
             )
-            true = tokens[:, 1:][before]
             places = torch.full((p.shape[1],), -1, device=tokens.device)
             places[draft.head_ids] = torch.arange(len(draft.head_ids), device=tokens.device)
-            place = places[true]
+            place = places[tokens[:, 1:][before]]
             mine = q.gather(1, place.clamp(min=0)[:, None])
             agrees = (place >= 0) & ~(q > mine).any(-1)
             overlap = torch.minimum(p.softmax(-1)[:, draft.head_ids], q.softmax(-1)).sum(-1)
             surprise = q.logsumexp(-1) - mine[:, 0]
-            answers += [each.tolist() for each in agrees.split(before.sum(-1).tolist())]
+            answers += [row.tolist() for row in agrees.split(before.sum(-1).tolist())]
             overlaps += overlap.tolist()
             surprises += surprise[place >= 0].tolist()
     return answers, overlaps, surprises
@@ -113,16 +113,17 @@ def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
 def _judge_chains(
     draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
 ) -> None:
-    """Appends, by answer and position, whether each step agrees; appends overlaps by step.
-
-    A row stops with the answer: the last positions have fewer steps.
-    """
-    tokens, steps = samples.tokens.long(), len(overlaps)
+    """Appends to `agrees`, by answer and position, whether each drafted step is the true token, and
+    to `overlaps`, by step, Σ min(p, q). Steps beyond an answer's end are left out."""
+    tokens = samples.tokens.long()
+    steps = len(overlaps)
     with torch.no_grad():
         hidden = draft.blocks.hidden(draft.target, tokens, *draft.angles(tokens.shape[1]))
-        padded, states = F.pad(tokens, (0, steps)), F.pad(hidden, (0, 0, 0, steps))
+        padded = F.pad(tokens, (0, steps))
+        states = F.pad(hidden, (0, 0, 0, steps))
         answered = F.pad(samples.answered, (0, steps + 1))
-        agreed, shared = [], list[Any]()
+        agreed = []
+        shared = list[Any]()
         for step, mine in enumerate(draft.steps(padded, states, steps)):
             after = slice(step + 1, step + 1 + mine.shape[1])
             is_asked = answered[:, after]
@@ -134,8 +135,8 @@ def _judge_chains(
             shared.append(torch.minimum(p[:, draft.head_ids], logits.softmax(-1)).sum(-1))
             agreed.append(agree)
         table = torch.stack(agreed, -1)
-    for overlap, each in zip(overlaps, shared, strict=True):
-        overlap += each.tolist()
+    for overlap, values in zip(overlaps, shared, strict=True):
+        overlap += values.tolist()
     for row, mask in zip(table.tolist(), samples.answered.tolist(), strict=True):
         if places := [n for n, is_answered in enumerate(mask) if is_answered]:
             last = places[-1]
@@ -143,11 +144,10 @@ def _judge_chains(
 
 
 def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
-    """Returns the tokens of each round of an answer, from the agreement of each position's steps.
-
-    The answer's last token ends it, accepted or the target's own.
-    """
-    rounds, at = [], 0
+    """Returns the tokens of each round of an answer. answer: by position, whether each drafted step
+    agrees. The last round ends with the answer."""
+    rounds = []
+    at = 0
     while at < len(answer):
         steps = answer[at][:lookahead]
         k = next((n for n, agrees in enumerate(steps) if not agrees), len(steps))

@@ -44,7 +44,7 @@ texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 
 
 def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
-    """Returns the tensors that are stored: int8 matrices, their scales, float32 vectors."""
+    """Returns the stored tensors: int8 matrices and their scales, float32 vectors, head_ids."""
     stored: dict[str, Array] = {"head_ids": np.asarray(head_ids, np.int32)}
     for name, values in weights.items():
         if values.ndim == 1:
@@ -56,19 +56,18 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 
 
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
-    """Writes model.safetensors and config.json; returns the bytes of the weights' file.
-
-    about: the draft's origin, written to config.json under "mpissd", next to Hugging Face's keys.
-    """
+    """Writes model.safetensors and config.json; returns the bytes of the weights. about: the
+    draft's origin, which config.json has under "mpissd"."""
     from safetensors.numpy import save as packed
 
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.ascontiguousarray(values) for name, values in stored.items()}
     size = (folder / WEIGHTS).write_bytes(packed(arrays))
-    shape, scaling = config.shape, config.rope_scaling
+    shape = config.shape
+    scaling = config.rope_scaling
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-    own = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
-    own |= {"kind": config.kind} if config.kind else {}
+    ours = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
+    ours |= {"kind": config.kind} if config.kind else {}
     rope_scaling = scaling and {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -96,7 +95,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
         "tie_word_embeddings": False,
         "attention_bias": config.qkv_bias,
         "mlp_bias": False,
-        "mpissd": {**own, **about},
+        "mpissd": {**ours, **about},
     }
     write_json(folder / "config.json", document)
     return size
@@ -104,10 +103,8 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder whose files replace those in `folder` once the block ends without an error.
-
-    With an error, such as a full disk, the files that `folder` had stay as they were.
-    """
+    """Yields a new folder, whose files replace those in `folder` when the block ends. After an
+    error, such as a full disk, `folder` keeps its files."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / ".new"
     shutil.rmtree(new, ignore_errors=True)
@@ -124,12 +121,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Writes report.json, README.md and NOTICE into the draft's folder."""
     write_json(folder / "report.json", report)
     (folder / "README.md").write_text(_CARD.format(**report))
     (folder / "NOTICE").write_text(_NOTICE.format(**report))

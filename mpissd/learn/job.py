@@ -37,20 +37,25 @@ from mpissd.learn.train import ProcessGroup, learn
 
 # Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
-SAMPLING, EVALUATING, SAVING = 0.4, 0.2, 0.05  # largest shares of the whole command's time
+SAMPLING = 0.4  # largest share of the command's time for samples
+EVALUATING = 0.2  # for each draft's evaluation
+SAVING = 0.05
 LOGITS = 1 << 21  # most logits of a sampling step on a CPU: more would outlast the time in one call
 FEWEST = 1 / 64  # answered tokens of the sampled ones, below which a target does not end its turns
 Log = Callable[[str], None]
 
 
 class Distillation:
-    """Drafts in the making, in one of the processes that make them."""
+    """The making of one draft or several, in one of the processes that share the work."""
 
     def __init__(
         self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float
     ) -> None:
         """Loads the target. begun: when the command began, in seconds of time.monotonic()."""
-        self.config, self.source, self.log, self.group = config, source, log, group
+        self.config = config
+        self.source = source
+        self.log = log
+        self.group = group
         self.deadline = begun + config.seconds
         self.sampled_by = begun + SAMPLING * config.seconds
         self.rate: int | None = None  # tokens a second that all processes sampled
@@ -61,7 +66,8 @@ class Distillation:
         torch.manual_seed(config.seed + group.rank)
         torch.set_float32_matmul_precision("high")
         torch._dynamo.config.cache_size_limit = 64
-        checkpoint, dtype = source.checkpoint, torch.bfloat16 if self.on_gpu else torch.float32
+        checkpoint = source.checkpoint
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.target = load(checkpoint, self.device, dtype)
         self.blocks = blocks_of(checkpoint.config, dtype)
         exams = (*source.exams.values(), *source.training.values())
@@ -72,10 +78,8 @@ class Distillation:
         log(f"{checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
 
     def run(self) -> int:
-        """Samples, trains, saves and evaluates; all processes but the first one only help.
-
-        Returns 1 if the disk or the device fails.
-        """
+        """Samples, trains, saves and evaluates; only the first process saves and evaluates. Returns
+        1 if the disk or the device fails."""
         self._sample()
         code = 0
         for result in self._drafts():
@@ -84,8 +88,7 @@ class Distillation:
             if not result.try_save(result.draft):
                 code = 1
                 continue
-            seconds = self.config.seconds_evaluating
-            deadline = min(self.deadline, time.monotonic() + seconds)
+            deadline = min(self.deadline, time.monotonic() + self.config.seconds_evaluating)
             try:
                 result.evaluate(self._answers(deadline), deadline)
             except (RuntimeError, OSError) as error:
@@ -94,29 +97,33 @@ class Distillation:
         return code
 
     def _sample(self) -> None:
-        """Has the target write conversations until the time for it is over, or answer prompts."""
+        """Lets the target write conversations until their time is over, or answer prompts."""
         if self.source.training:
             for prompts in self.source.training.values():
                 # A process has its share of the prompts, or all of them if there are too few.
-                mine = prompts[self.group.rank :: self.group.size]
-                few = len(prompts) < self.group.size
-                self.parts.append(self._answered(prompts if few else mine, self.sampled_by))
+                if len(prompts) >= self.group.size:
+                    prompts = prompts[self.group.rank :: self.group.size]
+                self.parts.append(self._answered(prompts, self.sampled_by))
             self._count()
             return
-        config, template, begun = self.config, self.source.template, time.monotonic()
+        config = self.config
+        template = self.source.template
+        begun = time.monotonic()
         openings = Openings(self.source.tokenizer)
         blocks = compiled(self.blocks) if self.on_gpu else self.blocks
         sampler = Sampler(self.target, blocks, self.table, self.on_gpu)
-        shape, size = self.source.checkpoint.config.shape, self.blocks.dtype.itemsize
+        shape = self.source.checkpoint.config.shape
+        size = self.blocks.dtype.itemsize
         # Device memory of a conversation while it is sampled: its cache, kept results, logits.
         cache = 2 * shape.num_layers * shape.kv_width * config.length * size
-        each = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
-        room = 0.7 * self._free() / each if self.on_gpu else LOGITS // shape.vocab_size
+        item = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
+        room = 0.7 * self._free() / item if self.on_gpu else LOGITS // shape.vocab_size
         num = max(1, int(min(config.sequences, room)))
-        last, written = 0.0, 0
+        last = 0.0
+        written = 0
         for number in range(config.batches):
             elapsed = time.monotonic() - begun
-            is_full = self._free() < 1.25 * num * each
+            is_full = self._free() < 1.25 * num * item
             is_late = elapsed + last > config.seconds_sampling
             is_late |= time.monotonic() + last > self.sampled_by
             if self.parts and (is_late or is_full):
@@ -138,8 +145,7 @@ class Distillation:
             last = time.monotonic() - begun - elapsed
             new = num * max(0, part.tokens.shape[1] - len(template.before))
             written += new
-            rate = f"{new / last:.0f} tokens/s"
-            self.log(f"batch {number + 1}: {tokens:,} answered, {rate}")
+            self.log(f"batch {number + 1}: {tokens:,} answered, {new / last:.0f} tokens/s")
         seconds = self.group.largest(time.monotonic() - begun, self.device)
         self._count()
         total = self.group.add(torch.tensor(float(written), device=self.device))
@@ -150,17 +156,15 @@ class Distillation:
             torch.cuda.empty_cache()
 
     def _free(self) -> float:
-        """Returns the device memory that a batch may take, in bytes."""
+        """Returns the bytes of device memory that a batch may use."""
         if not self.on_gpu:
             return float("inf")
         torch.cuda.empty_cache()
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _count(self) -> None:
-        """Adds up the samples of all processes: conversations, answered tokens, their counts.
-
-        Raises ConfigError if fewer tokens were answered than one conversation has, or FEWEST.
-        """
+        """Counts the conversations and answered tokens of all processes. Raises ConfigError if
+        fewer tokens than one conversation has were answered, or a smaller share than FEWEST."""
         config = self.config
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
@@ -184,29 +188,32 @@ class Distillation:
         self.log(f"{self.num_answered:,} answered tokens")
 
     def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
-        """Returns the target's answers at temperature 0; they are cut at the deadline.
-
-        None: to prompts that it writes.
-        """
-        config, template = self.config, self.source.template
-        first, length = USER, config.length
-        if prompts is not None:
-            first, length = ANSWER, max(map(len, prompts)) + config.answer
-        starts: Any = [template.before] * config.held_out if prompts is None else prompts
+        """Returns the target's answers at temperature 0, cut at the deadline. prompts: None for
+        prompts that the target writes itself."""
+        config = self.config
+        template = self.source.template
+        starts: Any = prompts
+        first = ANSWER
+        if prompts is None:
+            starts = [template.before] * config.held_out
+            first = USER
+        length = config.length if prompts is None else max(map(len, prompts)) + config.answer
         sampler = Sampler(self.target, self.blocks, self.table, False)
         return sampler.first_answers(starts, length, template, first, config.answer, deadline)
 
     def _drafts(self) -> Iterator[Result]:
-        """Trains, and yields each draft as it is ready to be saved."""
-        config, folder, rank = self.config, Path(self.config.out), self.group.rank
+        """Trains the drafts one after the other; yields each when it is trained."""
+        config = self.config
+        folder = Path(config.out)
+        rank = self.group.rank
         stops = sorted(self.source.tokenizer.stop_ids)
         ids = frequent_tokens(self.counts.numpy(), config.vocab, stops)
         wanted = architectures(config, self.source.checkpoint.config, len(ids))
         for number, (name, architecture) in enumerate(wanted.items()):
             now = time.monotonic()
             evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
-            saving, left = SAVING * config.seconds, len(wanted) - number
-            until = now + (self.deadline - evaluating - saving - now) / left
+            spare = self.deadline - evaluating - SAVING * config.seconds - now
+            until = now + spare / (len(wanted) - number)
             draft = self._start(architecture, np.asarray(ids, np.int64))
             facts: dict[str, Any] = {"origin": f"the target's layers {config.layers}"}
             if architecture.kind:
@@ -230,14 +237,16 @@ class Distillation:
             yield result
 
     def _start(self, architecture: TransformerConfig, ids: Any) -> Draft:
-        """Returns an untrained draft, with the tokens `ids` in its head."""
-        config, target, head_ids = self.config, self.target, torch.from_numpy(ids).to(self.device)
+        """Returns an untrained draft whose LM head has the tokens `ids`."""
+        config = self.config
+        target = self.target
+        head_ids = torch.from_numpy(ids).to(self.device)
         shared = target, head_ids, self.blocks, self.table, self.on_gpu
         if architecture.kind:
             first = self.parts[0]
             scale = float(first.hidden[first.total != 0].float().square().mean().sqrt())
-            own = fresh_states(architecture, config.seed, scale)
-            draft = StateDraft(architecture, own, *shared, ahead=config.heads)
+            states = fresh_states(architecture, config.seed, scale)
+            draft = StateDraft(architecture, states, *shared, ahead=config.heads)
             return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
         layers = [target.layers[n] for n in config.layer_numbers] if not config.forms else None
         layers = layers or fresh_layers(architecture, self.device, config.seed)
@@ -247,7 +256,7 @@ class Distillation:
         return ModelDraft(architecture, weights, *shared)
 
     def _facts(self, draft: Draft) -> dict[str, Any]:
-        """Returns the facts of a draft's training for its report."""
+        """Returns what the report says about a draft's samples and training."""
         ids = draft.head_ids.cpu()
         return {
             "num_layers": draft.config.shape.num_layers,
@@ -265,10 +274,8 @@ class Distillation:
         }
 
     def _answers(self, deadline: float) -> Iterator[tuple[str, Samples]]:
-        """Yields each set of prompts with the target's answers at temperature 0.
-
-        Writing the answers of a set takes half of the time that is left at most.
-        """
+        """Yields each set of prompts with the target's answers at temperature 0. A set's answers
+        may take half of the time that is left."""
         exams: dict[str, Prompts | None] = {**self.source.exams}
         exams |= {"own": None} if self.config.held_out else {}
         for name, exam in exams.items():
@@ -280,28 +287,28 @@ class Distillation:
 
 
 class Result:
-    """One draft, its training's curves, its report, and the folder that they are written to."""
+    """One draft, the curves of its training, its report, and the folder of these files."""
 
     def __init__(
         self, draft: Draft, folder: Path, facts: dict[str, Any], source: Inputs, log: Log
     ) -> None:
-        self.draft, self.folder, self.log = draft, folder, log
-        own = source.checkpoint
-        self.about = {**origin_of(own), "head": facts["head"]}
-        self.report = {"target": own.name, "sha256": own.sha256, **facts}
+        self.draft = draft
+        self.folder = folder
+        self.log = log
+        target = source.checkpoint
+        self.about = {**origin_of(target), "head": facts["head"]}
+        self.report = {"target": target.name, "sha256": target.sha256, **facts}
         self.curves: list[dict[str, Any]] = []
 
     def point(self, point: dict[str, Any]) -> None:
-        """Keeps a point of the training's curves, and shows some of them."""
+        """Keeps a point of the curves, and logs every tenth."""
         self.curves.append(point)
         if len(self.curves) % 10 == 1 or "stopped" in point:
             self.log(f"trained {point}")
 
     def try_save(self, draft: Draft) -> bool:
-        """Writes the quantised draft so far, its curves and a report; logs one line.
-
-        Returns False if the files cannot be written; the earlier files then stay as they were.
-        """
+        """Writes the quantised draft so far, its curves and a report. Returns False if they cannot
+        be written; the folder then keeps the earlier files."""
         arrays = {name: tensor.float().cpu().numpy() for name, tensor in draft.named().items()}
         if self.about["head"] == "target":
             arrays.pop("lm_head.weight", None)
@@ -325,11 +332,10 @@ class Result:
         return True
 
     def evaluate(self, answers: Iterator[tuple[str, Samples]], deadline: float) -> None:
-        """Judges the draft as it is stored on held-out answers; completes the report.
-
-        answers: (name, samples) each; those that are reached before the deadline.
-        """
-        stored, judged = self.draft.mapped(rounded), dict[str, Any]()
+        """Judges the stored draft on held-out answers until the deadline, and completes the report.
+        answers: pairs of a set's name and its samples."""
+        stored = self.draft.mapped(rounded)
+        judged = dict[str, Any]()
         self.report["evaluation"] = judged
         for name, asked in answers:
             judged[name] = figures(stored, asked, deadline)
@@ -341,7 +347,7 @@ class Result:
 
 
 def rounded(tensor: Any) -> Any:
-    """Returns a matrix rounded as quantising rounds it; a vector unchanged."""
+    """Returns a matrix as it is after quantisation, and a vector unchanged."""
     if tensor.ndim == 1:
         return tensor
     stored = dequantize(*quantize(tensor.float().cpu().numpy()))

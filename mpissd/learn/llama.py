@@ -20,11 +20,8 @@ Tensor = Any
 
 
 class LlamaLayer(NamedTuple):
-    """A decoder layer's weights; q, k, v are one matrix and so are gate and up.
-
-    bias: of q, k and v joined (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None if
-    the architecture has none.
-    """
+    """A decoder layer's weights: q, k and v joined, and gate and up joined. bias: of q, k and v
+    (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where the architecture has none."""
 
     qkv: Tensor
     o: Tensor
@@ -48,10 +45,8 @@ class Llama(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The arithmetic of one architecture: products in `dtype`, norms and the residual in float32.
-
-    The residual keeps the embedding's type if that is narrower.
-    """
+    """Computes one architecture's layers: products in `dtype`, norms and the residual in float32,
+    or the residual in the embedding's type if that is narrower."""
 
     heads: int
     kv_heads: int
@@ -60,7 +55,7 @@ class Blocks:
     dtype: Any
 
     def product(self, x: Tensor, w: Tensor, bias: Tensor = None) -> Tensor:
-        """Returns x [.., inputs] times w [outputs, inputs], with a bias or without, in dtype."""
+        """Returns x [.., inputs] times w [outputs, inputs] plus the bias, in `dtype`."""
         added = None if bias is None else bias.to(self.dtype)
         return F.linear(x.to(self.dtype), w.to(self.dtype), added)
 
@@ -72,14 +67,13 @@ class Blocks:
         self, x: Tensor, w: LlamaLayer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
-
-        cos, sin: [.., 1, d], by each row's position.
-        """
+        cos, sin: [.., 1, d], by position."""
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        every = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias).split(widths, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in every)
+        joined = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in joined.split(widths, -1))
         if w.norm_q is not None:
-            q, k = self.norm(q, w.norm_q), self.norm(k, w.norm_k)
+            q = self.norm(q, w.norm_q)
+            k = self.norm(k, w.norm_k)
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin), v
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,7 +83,7 @@ class Blocks:
         return (x.float() * cos + turned * sin).to(self.dtype)
 
     def back(self, x: Tensor, attended: Tensor, w: LlamaLayer) -> Tensor:
-        """Returns the residual x after the output product and the feed-forward block."""
+        """Returns the residual x after the output projection and the feed-forward block."""
         x = x + self.product(attended, w.o).to(x.dtype)
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
         return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)
@@ -105,13 +99,12 @@ class Blocks:
 
 
 def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:
-    """Returns the arithmetic of an architecture."""
     shape = config.shape
     return Blocks(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.norm_eps, dtype)
 
 
 def compiled(blocks: Blocks) -> Blocks:
-    """Returns the blocks with a layer's two halves compiled: one graph for all layers."""
+    """Returns the blocks with `front` and `back` compiled once for all layers."""
     made = copy.copy(blocks)
     for name in ("front", "back"):
         object.__setattr__(made, name, torch.compile(getattr(blocks, name), dynamic=False))
@@ -141,18 +134,17 @@ _FIELDS = {
 
 
 def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
-    """Returns a checkpoint's weights on a device."""
     embedding, *head = (
         torch.tensor(checkpoint.read(name), dtype=dtype, device=device)
         for name in (EMBEDDING, HEAD)[: 1 if checkpoint.config.tied else 2]
     )
-    model = Llama(embedding, (), None, head[0] if head else embedding)
-    return load_trunk(checkpoint, model, dtype)
+    return load_trunk(checkpoint, Llama(embedding, (), None, head[0] if head else embedding), dtype)
 
 
 def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
     """Returns the model with a checkpoint's layers and final norm, on its embedding's device."""
-    config, device = checkpoint.config, model.embedding.device
+    config = checkpoint.config
+    device = model.embedding.device
 
     def get(name: str) -> Tensor:
         kind = dtype if name.endswith("_proj.weight") else torch.float32
@@ -173,13 +165,14 @@ def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
 
 def named(model: Llama, config: TransformerConfig) -> dict[str, Tensor]:
     """Returns a model's weights by their Hugging Face names, without the embedding."""
-    q, kv, ffn = config.shape.q_width, config.shape.kv_width, config.shape.ffn
-    widths = {"qkv": [q, kv, kv], "bias": [q, kv, kv], "gate_up": [ffn, ffn]}
+    shape = config.shape
+    qkv = [shape.q_width, shape.kv_width, shape.kv_width]
+    widths = {"qkv": qkv, "bias": qkv, "gate_up": [shape.ffn, shape.ffn]}
     weights = {HEAD: model.head, LAST_NORM: model.norm}
     for number, layer in enumerate(model.layers):
         for field, names in _FIELDS.items():
-            if (whole := getattr(layer, field)) is not None:
-                parts = whole.split(widths.get(field, len(whole)))
+            if (joined := getattr(layer, field)) is not None:
+                parts = joined.split(widths.get(field, len(joined)))
                 full = [f"model.layers.{number}.{name}" for name in names]
                 weights |= dict(zip(full, parts, strict=True))
     return weights
@@ -192,12 +185,12 @@ def mapped(model: Llama, change: Any) -> Llama:
 
 
 def parameters(model: Llama) -> list[Tensor]:
-    """Returns the tensors of a model that are trained."""
-    every = [model.norm, model.head, *(t for w in model.layers for t in w)]
-    return [tensor for tensor in every if tensor is not None and tensor.requires_grad]
+    """Returns the tensors of a model that have gradients."""
+    tensors = [model.norm, model.head, *(t for w in model.layers for t in w)]
+    return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
 def trained(tensor: Tensor) -> Tensor:
-    """Returns a float32 copy of a tensor that can be trained."""
+    """Returns a trainable float32 copy of a tensor."""
     made = tensor.detach().float().clone(memory_format=torch.contiguous_format)
     return made.requires_grad_(True)

@@ -23,12 +23,9 @@ USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writi
 
 
 class Samples(NamedTuple):
-    """Sequences of token ids, int32 [n, length], and which of them the target answered, bool.
-
-    If kept, the target's results after each position: hidden, its normalised last hidden rows
-    [n, length, hidden]; total, logsumexp of its logits, float32; best, its likeliest next token,
-    int32. The last position is empty.
-    """
+    """Token sequences, int32 [n, length], and which of their tokens the target answered, bool. The
+    others are optional, for each position but the last: hidden, the target's normalised last hidden
+    state; total, logsumexp of its logits; best, its likeliest next token."""
 
     tokens: Tensor
     answered: Tensor
@@ -37,7 +34,7 @@ class Samples(NamedTuple):
     best: Tensor = None
 
     def take(self, which: Any) -> Samples:
-        """Returns each tensor at an index: some of the sequences."""
+        """Returns some of the sequences: each tensor at the index `which`."""
         return Samples(*(None if part is None else part[which] for part in self))
 
 
@@ -50,16 +47,15 @@ def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
 
 
 class Sampler:
-    """Writes conversations with a target, many at a time.
-
-    compiled: compiles the choice of a token, which pays for many batches of one size; `blocks` may
-    be compiled too.
-    """
+    """Lets a target write many conversations at a time. compiled: whether torch.compile compiles
+    the choice of tokens, which pays for many batches of one size."""
 
     def __init__(
         self, model: Llama, blocks: Blocks, table: tuple[Tensor, Tensor], compiled: bool
     ) -> None:
-        self.model, self.blocks, self.table = model, blocks, table
+        self.model = model
+        self.blocks = blocks
+        self.table = table
         self.pick: Any = torch.compile(_pick, dynamic=False) if compiled else _pick
 
     def write(
@@ -72,19 +68,23 @@ class Sampler:
         keep: bool = False,
         deadline: float = float("inf"),
     ) -> Samples:
-        """Returns the conversations that start with `given` [n, length] (−1: to be written).
+        """Returns conversations that begin with `given` [n, length]; −1 is a token to be written.
 
-        first: the part written first, USER or ANSWER. warmth: the temperatures [n] of users' turns
-        and of answers. keep: whether the target's results are kept. deadline: of time.monotonic();
-        conversations that reach it are cut there, all at one length.
+        first: what is written first, USER or ANSWER. warmth: temperatures [n] of the user's
+        messages and of the answers. keep: whether to keep the target's states and logits. deadline:
+        monotonic seconds at which all conversations are cut, at one length.
         """
-        model, blocks, (num, length) = self.model, self.blocks, given.shape
-        turns, kept = _Turns(given, template, first), list[Tensor]()
+        model = self.model
+        blocks = self.blocks
+        num, length = given.shape
+        turns = _Turns(given, template, first)
+        kept = list[Tensor]()
         if keep:
             hidden = given.new_zeros(num, length, model.head.shape[1], dtype=blocks.dtype)
             total = torch.zeros_like(given, dtype=torch.float32)
             kept = [hidden, total, torch.zeros_like(given, dtype=torch.int32)]
-        shape, done = (num, blocks.kv_heads, length, blocks.head_dim), 1
+        shape = (num, blocks.kv_heads, length, blocks.head_dim)
+        done = 1
         with torch.no_grad():
             caches = [
                 [torch.empty(shape, dtype=blocks.dtype, device=given.device) for _ in "kv"]
@@ -101,11 +101,11 @@ class Sampler:
                     x = blocks.back(x, attend(q, keys, values, at + 1), w)
                 x = blocks.norm(x, model.norm)
                 temperature = torch.where(turns.state == ANSWER, warmth[1], warmth[0])
-                logits = blocks.product(x, model.head)
-                picked, *scores = self.pick(logits, temperature)
+                picked, *scores = self.pick(blocks.product(x, model.head), temperature)
                 for part, value in zip(kept, (x, *scores), strict=False):
                     part[:, at] = value
-                tokens, done = turns.next(at + 1, picked), at + 2
+                tokens = turns.next(at + 1, picked)
+                done = at + 2
         return Samples(turns.tokens, turns.answered, *kept).take((slice(None), slice(done)))
 
     def first_answers(
@@ -117,11 +117,9 @@ class Sampler:
         limit: int,
         deadline: float,
     ) -> Samples:
-        """Returns conversations that begin with these prompts, with only each one's first answer
-        marked, at temperature 0 and of `limit` tokens at most.
-
-        first: ANSWER, or USER if the target goes on writing the prompts, at OWN_WARMTH.
-        """
+        """Returns conversations that begin with these prompts, answered at temperature 0; only each
+        first answer, of at most `limit` tokens, is marked. first: ANSWER, or USER if the target
+        continues the prompts, at temperature OWN_WARMTH."""
         given = blank(prompts, length, self.table[0].device)
         cold = torch.zeros(len(prompts), device=given.device)
         warm = cold + OWN_WARMTH
@@ -130,7 +128,7 @@ class Sampler:
 
 
 def only_first(samples: Samples, end: int, limit: int) -> Samples:
-    """Returns the samples with only each one's first answer marked, its stop token included."""
+    """Returns the samples with only each first answer marked, its stop token included."""
     answered = samples.answered
     ends = (answered & (samples.tokens == end)).int()
     is_first = ends.cumsum(-1) - ends == 0
@@ -138,10 +136,8 @@ def only_first(samples: Samples, end: int, limit: int) -> Samples:
 
 
 def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a token of each row, by the Gumbel maximum; logsumexp; and the likeliest token.
-
-    At warmth 0 the likeliest one is the token.
-    """
+    """Returns each row's sampled token (by the Gumbel-max trick; the likeliest if `warmth` is 0),
+    its logsumexp, and its likeliest token."""
     logits = logits.float()
     noise = -torch.log(-torch.log(torch.rand_like(logits)))
     token = (logits + warmth[:, None] * noise.clamp(max=1e4)).argmax(-1)
@@ -150,11 +146,12 @@ def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Turns:
-    """Whose turn each sequence is at, and the tokens so far."""
+    """The tokens so far, and which part of the conversation each sequence is writing."""
 
     def __init__(self, given: Tensor, template: TemplateParts, first: int) -> None:
         device = given.device
-        self.given, self.end = given, template.end
+        self.given = given
+        self.end = template.end
         self.opening = torch.tensor(template.between, device=device)
         self.reopening = torch.tensor(template.again, device=device)
         self.state = torch.full((len(given),), first, device=device)
@@ -163,11 +160,13 @@ class _Turns:
         self.answered = torch.zeros_like(given, dtype=torch.bool)
 
     def next(self, position: int, picked: Tensor | None) -> Tensor:
-        """Returns the token at a position, given the target's pick for it."""
-        given, state = self.given[:, position], self.state
+        """Returns the tokens at a position: given, the template's, or `picked` by the target."""
+        given = self.given[:, position]
+        state = self.state
         if picked is None:
             return given
-        is_free, in_template = given < 0, (state == OPENING) | (state == REOPENING)
+        is_free = given < 0
+        in_template = (state == OPENING) | (state == REOPENING)
         opening = self.opening[self.count.clamp(max=len(self.opening) - 1)]
         reopening = self.reopening[self.count.clamp(max=len(self.reopening) - 1)]
         token = torch.where(state == OPENING, opening, reopening)
@@ -184,9 +183,7 @@ class _Turns:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
-    """Returns [n, heads · d]: q [n, heads, d] over the first `seen` of keys, values [n, kv, L, d].
-
-    The query heads of a KV head are rows of one product, which reads its cache once.
-    """
+    """Returns [n, heads · d]: attention of q [n, heads, d] over the first `seen` of keys and values
+    [n, kv, L, d]. The query heads of a KV head share one product, which reads its cache once."""
     rows = q.unflatten(1, (keys.shape[1], -1))
     return F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen]).flatten(1)

@@ -67,12 +67,9 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True)
 class TemplateParts:
-    """The token ids that a chat template puts around messages, when a model writes the messages.
-
-    before: ids in front of the first user's message. between: ids after `end` of a user's message,
-    in front of the answer. again: ids after `end` of an answer, in front of the next user's
-    message. end: the token that ends every message.
-    """
+    """The token ids that a chat template puts around messages that the model writes. before: the
+    first user message. between: after a user message's `end`, before the answer. again: after an
+    answer's `end`, before the next user message. end: the token that ends a message."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
@@ -82,24 +79,24 @@ class TemplateParts:
 
 def template_parts(tokenizer: Tokenizer) -> TemplateParts:
     """Derives a chat template's fixed parts from rendered conversations of one-letter messages.
-
-    Raises ConfigError for a template that does not end every message with one stop token.
-    """
-    asked, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-    one = tokenizer.chat([asked])
+    Raises ConfigError if one stop token does not end every message."""
+    asked = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": "y"}
+    rendered = tokenizer.chat([asked])
     other = tokenizer.chat([{**asked, "content": "y"}])
-    first = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-    before, after = one[:first], one[first + 1 :]
+    first = next(i for i, (a, b) in enumerate(zip(rendered, other, strict=True)) if a != b)
+    after = rendered[first + 1 :]
     if not after or after[0] not in tokenizer.stop_ids:
         raise ConfigError("the chat template does not end a message with a stop token")
-    both = tokenizer.chat([asked, answer, asked])[len(one) : -len(after)]
-    if both[0] != other[first] or both[1] != after[0] or both[-1] != one[first]:
+    both = tokenizer.chat([asked, answer, asked])[len(rendered) : -len(after)]
+    if both[0] != other[first] or both[1] != after[0] or both[-1] != rendered[first]:
         raise ConfigError("the chat template changes earlier turns of a conversation")
-    return TemplateParts(tuple(before), tuple(after[1:]), tuple(both[2:-1]), after[0])
+    before = tuple(rendered[:first])
+    return TemplateParts(before, tuple(after[1:]), tuple(both[2:-1]), after[0])
 
 
 class Openings:
-    """Draws the beginning of a user's message: nothing, an opening, an opening and a word."""
+    """Draws how a user's message begins: with nothing, an opening, or an opening and a word."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.beginnings = {
@@ -114,7 +111,6 @@ class Openings:
         self.words = words or [()]
 
     def draw(self, choose: random.Random) -> tuple[int, ...]:
-        """Returns the token ids of a beginning."""
         (kind,) = choose.choices(list(SHARES), list(SHARES.values()))
         if kind == "nothing":
             return ()
@@ -123,7 +119,7 @@ class Openings:
 
 
 def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str, Prompts]:
-    """Returns {stem: encoded prompts} of a flag's files (.jsonl), a comma between."""
+    """Returns {file stem: encoded prompts} of .jsonl files. names: separated by commas."""
     return {
         Path(name).stem: [
             list(encoded(where, entry, tokenizer, chat=True))
@@ -136,11 +132,8 @@ def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str
 
 @dataclass(frozen=True)
 class Inputs:
-    """The target's weights and tokenizer, and its template's parts.
-
-    exams: people's prompts to judge a draft on, by name. training: those to train it on instead of
-    samples; empty if the target writes samples.
-    """
+    """The target's weights, tokenizer and template. exams: prompts that a draft is judged on, by
+    name. training: prompts to train on; empty if the target writes samples."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
@@ -150,13 +143,14 @@ class Inputs:
 
 
 def read(config: DistillConfig) -> Inputs:
-    """Opens and judges the inputs; raises ConfigError."""
+    """Opens and checks the inputs; raises ConfigError."""
     path = files_of(config.target)
     if path is None:
         raise ConfigError(f"target={config.target}: allowed: a model with weights and a tokenizer")
-    checkpoint, tokenizer = open_checkpoint(config.target, config.seed), load_tokenizer(str(path))
-    shape = checkpoint.config.shape
-    vocab, last = shape.vocab_size, shape.num_layers - 1
+    checkpoint = open_checkpoint(config.target, config.seed)
+    tokenizer = load_tokenizer(str(path))
+    vocab = checkpoint.config.shape.vocab_size
+    last = checkpoint.config.shape.num_layers - 1
     if tokenizer.vocab_size > vocab:
         sizes = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
         raise ConfigError(f"target={config.target}: {sizes}: allowed: the tokenizer of the weights")

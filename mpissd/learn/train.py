@@ -21,7 +21,8 @@ from mpissd.learn.sample import Samples
 
 WAIT_S = 300  # for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
-LEVEL, LAST_RATE = 0.3, 0.01  # share of the time at the full learning rate; its last value
+LEVEL = 0.3  # share of the time at the full learning rate
+LAST_RATE = 0.01  # what share of it is left in the end
 VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
 EVERY = 50  # steps between two points of the curves
@@ -34,7 +35,7 @@ UNTIMED = 5  # first steps of a compiled training, which are not timed: they wai
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One of `size` processes; with size 1 nothing is sent."""
+    """One of `size` processes that train together; with size 1 nothing is sent."""
 
     rank: int = 0
     size: int = 1
@@ -46,7 +47,6 @@ class ProcessGroup:
         return tensor
 
     def largest(self, value: float, device: Any) -> float:
-        """Returns the largest of the processes' values."""
         if self.size == 1:
             return value
         largest = torch.tensor(value, dtype=torch.float64, device=device)
@@ -55,10 +55,8 @@ class ProcessGroup:
 
 
 def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> ProcessGroup:
-    """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo.
-
-    busy_s: how long one of them may work, while the others wait for it.
-    """
+    """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo. busy_s:
+    how long one process may work while the others wait."""
     if size > 1:
         if gpu:
             torch.cuda.set_device(rank)
@@ -69,7 +67,7 @@ def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> ProcessG
 
 
 def batches(parts: Sequence[Samples], size: int, seed: int) -> Iterator[Samples]:
-    """Yields batches epoch after epoch; each is drawn from one part of the samples."""
+    """Yields batches epoch after epoch; a batch is drawn from one part of the samples."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         epoch = []
@@ -91,37 +89,42 @@ def learn(
     group: ProcessGroup | None = None,
     until: float = float("inf"),
 ) -> Any:
-    """Trains a draft in place and returns it without gradients.
+    """Trains a draft in place and returns it without gradients. A device error after the first
+    point of the curves ends training early, and the last point tells the reason.
 
-    parts: samples of equal numbers of sequences. plan: the training's length (without the first
-    steps, which wait for the compiler), steps, batch, rates and copies. observe: receives the
-    points of the curves. save: receives copies of the draft so far. until: when the training has
-    to be over, in seconds of time.monotonic(). An error of the device after the first point ends
-    the training early: the draft that it has reached is returned, and the last point has the
-    reason.
+    parts: samples of equal numbers of sequences. plan: duration (without the first steps, which
+    compile), steps, batch and rates. observe: receives points of the curves. save: receives the
+    draft every `plan.save_every` seconds. until: end of training in seconds of time.monotonic().
     """
-    group, tensors = group or ProcessGroup(), draft.trained
-    optimizer, device = draft.optimizer(plan.optimizer), tensors[0].device
+    group = group or ProcessGroup()
+    tensors = draft.trained
+    optimizer = draft.optimizer(plan.optimizer)
+    device = tensors[0].device
     size = min(plan.batch, *(len(part.tokens) for part in parts))
     shares = [float(part.answered.float().mean()) for part in parts]
     positions = size * (parts[0].tokens.shape[1] - 1)
-    untimed, check, most = (UNTIMED, CHECK, size) if draft.compiled else (0, 1, AT_ONCE)
-    num_rows = max(1, int(positions * sum(shares) / len(shares)) * min(most, size) // size)
+    untimed, check, chunk = (UNTIMED, CHECK, size) if draft.compiled else (0, 1, AT_ONCE)
+    num_rows = max(1, int(positions * sum(shares) / len(shares)) * min(chunk, size) // size)
     stream = batches(parts, size, plan.seed + group.rank)
     sizes = [tensor.numel() for tensor in tensors]
     flat = torch.zeros(sum(sizes), device=device)  # all gradients
-    for tensor, own in zip(tensors, flat.split(sizes), strict=True):
-        tensor.grad = own.view_as(tensor)
-    step, begun, share, seconds, saved = 0, time.monotonic(), 0.0, 0.0, 0.0
+    for tensor, gradient in zip(tensors, flat.split(sizes), strict=True):
+        tensor.grad = gradient.view_as(tensor)
+    step = 0
+    begun = time.monotonic()
+    share = seconds = saved = 0.0
     try:  # a process that stops while others wait for its gradients would end them all
         while share < 1:
             falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
             rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
-            late, batch, now, done = share >= VARIATION_FROM, next(stream), time.monotonic(), 0
+            late = share >= VARIATION_FROM
+            batch = next(stream)
+            now = time.monotonic()
+            done = 0
             step_s = min(plan.seconds_training, until - begun) / STEPS
             flat.zero_()
-            while done * most < size and (not done or time.monotonic() < now + step_s):
-                part = slice(done * most, (done + 1) * most)
+            while done * chunk < size and (not done or time.monotonic() < now + step_s):
+                part = slice(done * chunk, (done + 1) * chunk)
                 losses = draft.losses(batch.take(part), num_rows)
                 loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
                 if len(losses) > 3:

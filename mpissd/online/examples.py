@@ -22,11 +22,9 @@ Floats = NDArray[np.float32]
 
 
 class Example(NamedTuple):
-    """One sequence's tokens, int32 [n], and the target's distributions after some positions.
-
-    at: int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
-    likeliest tokens, best first. logs: float16 [m, k], their log-probabilities.
-    """
+    """One sequence's tokens, int32 [n], and the target's distributions after some of them. at:
+    int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
+    likeliest tokens, best first. logs: float16 [m, k], their log-probabilities."""
 
     tokens: Ints
     at: Ints
@@ -35,13 +33,11 @@ class Example(NamedTuple):
 
 
 def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float16]]:
-    """Returns the likeliest tokens of each row and their log-probabilities, both [m, k].
-
-    logits: float32 [m, V]. Of equal logits the lower token comes first.
-    """
+    """Returns the likeliest tokens of each row and their log-probabilities, both [m, k]. logits:
+    float32 [m, V]; of equal logits the lower token comes first."""
     kept = min(kept, logits.shape[1])
-    most = logits.max(-1, keepdims=True)
-    total = most[:, 0] + np.log(np.exp(logits - most).sum(-1))
+    top = logits.max(-1, keepdims=True)
+    total = top[:, 0] + np.log(np.exp(logits - top).sum(-1))
     ids = np.sort(np.argpartition(-logits, kept - 1, -1)[:, :kept], -1)
     values = np.take_along_axis(logits, ids, -1)
     order = np.argsort(-values, -1, kind="stable")
@@ -50,18 +46,19 @@ def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float
 
 
 class Memory:
-    """The replay buffer: recent sequences to train on, and the last ones that are held out."""
+    """The replay buffer: recent sequences to train on, and the latest that are held out."""
 
     def __init__(self, capacity: int, held: int = 32, seed: int = 0) -> None:
-        """capacity: sequences that are kept to train on; the oldest one makes room."""
+        """capacity: sequences to train on, of which the oldest makes room. held: held-out ones."""
         self.trained: list[Example] = []
         self.held: list[Example] = []
         self.num_seen = 0
-        self._capacity, self._most_held = capacity, held
+        self._capacity = capacity
+        self._max_held = held
         self._random = random.Random(seed)
 
     def add(self, example: Example) -> bool:
-        """Keeps a sequence; returns whether it is one to train on."""
+        """Keeps a sequence, trained on or held out; returns whether it is one to train on."""
         if not len(example.at):
             return False
         self.num_seen += 1
@@ -70,27 +67,28 @@ class Memory:
             del self.trained[: -self._capacity]
             return True
         self.held.append(example)
-        del self.held[: -self._most_held]
+        del self.held[: -self._max_held]
         return False
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:
-        """Returns up to `size` sequences: the `newest` last ones, and others drawn at random."""
+        """Returns up to `size` sequences: the `newest` last ones, and others at random."""
         last = self.trained[-newest:] if newest else []
         rest = self.trained[: len(self.trained) - len(last)]
         return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
 
 
 class Collector:
-    """Joins the parts of each sequence's example; returns it once the sequence has ended."""
+    """Joins the parts of each sequence's example, which come round by round."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
         """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""
-        self._stops, self._kept = frozenset(stop_ids), kept
+        self._stops = frozenset(stop_ids)
+        self._kept = kept
         self._live: dict[tuple[int, int], tuple[int, list[Example]]] = {}  # prompt, a part a round
         self.dropped = 0  # sequences of which a round is missing
 
     def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
-        """Takes a round's parts; returns the sequences that are not in it any more."""
+        """Takes a round's parts; returns the examples of sequences that are not in it any more."""
         names = {part.name for part in parts}
         ended = [self._live.pop(name) for name in [*self._live] if name not in names]
         for part in parts:
@@ -105,9 +103,10 @@ class Collector:
         return [self._joined(*sequence) for sequence in ended]
 
     def rest(self) -> list[Example]:
-        """Returns the sequences that have not ended."""
-        live, self._live = self._live, {}
-        return [self._joined(*sequence) for sequence in live.values()]
+        """Returns the examples of sequences that have not ended."""
+        sequences = [self._joined(*sequence) for sequence in self._live.values()]
+        self._live.clear()
+        return sequences
 
     def _joined(self, prompt: int, rounds: Sequence[Example]) -> Example:
         tokens, at, ids, logs = (np.concatenate(arrays) for arrays in zip(*rounds, strict=True))

@@ -42,7 +42,7 @@ _NEEDED = ("numpy", "safetensors", "torch")  # imports of a trainer
 
 
 def check_trainer() -> None:
-    """Raises ConfigError if this interpreter lacks a package of the trainer."""
+    """Raises ConfigError if this interpreter lacks a package that trainers need."""
     if missing := ", ".join(name for name in _NEEDED if not importlib.util.find_spec(name)):
         use = "pip install 'mpissd[distill]' there"
         raise ConfigError(f"learners=1: {sys.executable} has no {missing}: {use}")
@@ -63,10 +63,8 @@ def receive(pipe: BinaryIO) -> Any:
 
 
 class TrainerProcess:
-    """A trainer in a process of its own, which cannot block the process that started it.
-
-    report: the last one that arrived. `take` hands out the newest version.
-    """
+    """A trainer in a process of its own, which cannot block this one. report: the last that
+    arrived."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
@@ -92,7 +90,7 @@ class TrainerProcess:
             self.dropped += 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """Returns the newest version since the last call, as (version, packed weights)."""
+        """Returns the newest version since the last call, (number, packed weights), or None."""
         try:
             return self._newest.popleft()  # at once: one that arrives meanwhile stays
         except IndexError:
@@ -100,25 +98,21 @@ class TrainerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the trainer runs."""
         return self._process.poll() is None
 
     def stop(self) -> dict[str, Any]:
-        """Ends the trainer; returns its last report.
-
-        Its `state` is "lost" if it had ended before, "silent" if it does not end in time, as one
-        that hangs or is in a long step does not.
-        """
-        more = {} if self.is_alive else {"state": "lost"}
+        """Ends the trainer; returns its last report. Its `state` is "lost" if the trainer had ended
+        before, and "silent" if it does not end in time, as in a long step."""
+        state = {} if self.is_alive else {"state": "lost"}
         self._waiting.put(None) if not self._waiting.full() else self._process.kill()
         try:
             self._process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            more = {"state": "silent"}
+            state = {"state": "silent"}
         self._reader.join(_PATIENCE_S)
-        return {**self.report, "dropped_examples": self.dropped, **more}
+        return {**self.report, "dropped_examples": self.dropped, **state}
 
     def _write(self) -> None:
         pipe: Any = self._process.stdin
@@ -139,11 +133,12 @@ class TrainerProcess:
 
 
 def learn(config: RunConfig, comms: LearnerComms) -> int:
-    """Runs a learner's rank to the job's end; returns 0."""
+    """Runs a learner's rank to the end of the job; returns 0."""
     guard.stage(Stage.ROUNDS)
     job = resolve_unopened(config, comms.world_size - config.learners - config.drafts, None)
-    workload, learning = job.workload, config.learning
+    workload = job.workload
     stops = workload.stop_ids if isinstance(workload, TextWorkload) else frozenset[int]()
+    learning = config.learning
     task = {  # of trainer.main and Student
         "target": job.target_where,
         "draft": job.draft_where,
@@ -164,10 +159,12 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
-    """Brings examples to the trainer, and its versions to the draft, until the lead sends stop."""
+    """Brings examples to the trainer, and its versions to the draft rank, until the lead rank stops
+    it."""
     parts: Iterator[Bytes] = iter(())  # pieces of the current version that are still to be sent
     sending: Any = None  # the request of a piece, and the piece
-    fault, version = None, 0
+    fault = None
+    version = 0
 
     def post(examples: Callable[[], list[Example]]) -> None:
         """Hands sequences on; an error ends the learning, and not the job."""
@@ -193,10 +190,12 @@ def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) ->
             sending = None
             message = next(parts, None)
             if message is None and (newest := trainer.take()) is not None:
-                version, parts = newest[0], pieces(*newest)
+                version = newest[0]
+                parts = pieces(*newest)
                 message = next(parts)
             if message is not None:
-                sending, is_busy = (comms.send_piece(message), message), True
+                sending = comms.send_piece(message), message
+                is_busy = True
         if not (is_busy or is_over):
             time.sleep(_NAP_S)
     while received():

@@ -54,7 +54,8 @@ from mpissd.learn.llama import (
 from mpissd.online.examples import Example, Memory
 from mpissd.online.process import receive, send
 
-CROSS_ENTROPY, VARIATION = 0.3, 3.0  # weights of the loss: as in the late steps of learn.train
+CROSS_ENTROPY = 0.3  # weights of the loss, as in the late steps of learn.train
+VARIATION = 3.0
 DITHER = 0  # seed of the numbers that weights are rounded by
 ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
 FALL = 0.02  # fall of held-out agreement up to which an unpublished version trains on
@@ -69,21 +70,23 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Student:
-    """A draft that is trained on examples, judged, and handed on as arrays."""
+    """A draft that is trained on examples, judged, and exported as arrays."""
 
     def __init__(
         self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
         rate: float = 1e-4, longest: int = 1024, exact: bool = False,
     ) -> None:  # fmt: skip
-        """Reads the weights. draft, target: names for open_checkpoint.
+        """Reads the weights of `draft` and `target`, names for open_checkpoint.
 
-        seed: of random weights. rate: the learning rate, reached over the first ten steps. longest:
-        positions of a sequence that are used. exact: publishes weights in float16 even if the
-        draft's files are int8, for a draft whose device computes with float16 (CuPy).
+        seed: of random weights. rate: the learning rate, reached after ten steps. longest:
+        positions of a sequence that are used. exact: exports float16 even if the draft's files are
+        int8, for a draft whose device computes with float16 (CuPy).
         """
         self.source: Checkpoint = open_checkpoint(draft, seed, target)
         config = self.source.config
-        self.device, self.rate, self.longest = device, rate, longest
+        self.device = device
+        self.rate = rate
+        self.longest = longest
         is_int8 = self.source.by_name["model.layers.0.mlp.down_proj.weight"].bits == INT8_BITS
         self._int8 = is_int8 and not exact
         # Layers in bfloat16 if the device has such products: on a CPU that has them they take a
@@ -103,7 +106,7 @@ class Student:
         self.restore(self._loaded)
 
     def restore(self, weights: Llama) -> None:
-        """Trains these weights from now on, such as `copy` returned, with a new optimiser."""
+        """Trains these weights from now on, such as those of `copy`, with a new optimiser."""
         draft = mapped(weights, trained)._replace(embedding=self._loaded.embedding)
         if self.shares_head:
             draft = draft._replace(head=self._loaded.head)
@@ -112,21 +115,20 @@ class Student:
         self.optimizer = Optimizer("adamw", parameters(draft))
 
     def copy(self) -> Llama:
-        """Returns a copy of the weights as they are."""
         return mapped(self.draft, lambda tensor: tensor.detach().clone())
 
     def step(self, examples: Sequence[Example]) -> bool:
-        """Takes one step on the examples' positions, by cross-entropy and total variation
-        (draft.distance); returns whether these were finite. If not, nothing changes.
-        """
+        """Takes one step on the examples by cross-entropy and total variation; returns whether
+        these were finite. If not, nothing changes."""
         logits, ids, logs = self._forward(examples)
         p_logits = torch.full_like(logits, -torch.inf)
         places = self.places[ids]
-        known = places >= 0
+        in_head = places >= 0
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(ids)
-        p_logits[rows[known], places[known]] = logs[known]
-        nothing, ones = logs.new_zeros(len(logs)), logs.new_ones(len(logs))
-        entropy, variation, _ = distance(p_logits, nothing, ids[:, 0], logits, self.head_ids, ones)
+        p_logits[rows[in_head], places[in_head]] = logs[in_head]
+        zeros = logs.new_zeros(len(logs))  # the target's logits are normalised
+        ones = torch.ones_like(zeros)
+        entropy, variation, _ = distance(p_logits, zeros, ids[:, 0], logits, self.head_ids, ones)
         loss = CROSS_ENTROPY * entropy + VARIATION * variation
         if not torch.isfinite(loss):
             return False
@@ -140,35 +142,31 @@ class Student:
         return True
 
     def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the draft's logits [rows, columns], and the target's ids and logs of the rows.
-
-        Of each example the rows are its first ones, at positions before `longest`.
-        """
-        counts = [int((one.at < self.longest).sum()) for one in examples]
-        kept = list(zip(examples, counts, strict=True))
-        length = max(int(one.at[count - 1]) + 1 if count else 1 for one, count in kept)
+        """Returns the draft's logits [rows, columns], and the target's ids and log-probabilities
+        [rows, k]. Rows are the examples' positions before `longest`."""
+        counts = [int((example.at < self.longest).sum()) for example in examples]
+        kept = [(e.at[:n], e.ids[:n], e.logs[:n]) for e, n in zip(examples, counts, strict=True)]
+        length = max(int(at[-1]) + 1 if len(at) else 1 for at, _, _ in kept)
         tokens = torch.zeros(len(kept), length, dtype=torch.int64)
-        for row, one in enumerate(examples):
-            part = torch.from_numpy(one.tokens[:length].astype(np.int64))
+        for row, example in enumerate(examples):
+            part = torch.from_numpy(example.tokens[:length].astype(np.int64))
             tokens[row, : len(part)] = part
-        rows = np.concatenate([row * length + one.at[:n] for row, (one, n) in enumerate(kept)])
+        rows = np.concatenate([row * length + at for row, (at, _, _) in enumerate(kept)])
         table = [part[:length] for part in self.table]
         hidden = self.blocks.hidden(self.draft, tokens.to(self.device), *table)
         chosen = hidden.flatten(0, 1)[torch.from_numpy(rows).long().to(self.device)]
         logits = F.linear(chosen, self.draft.head)  # bfloat16 would make ties
-        ids = torch.from_numpy(np.concatenate([one.ids[:n] for one, n in kept])).long()
-        logs = torch.from_numpy(np.concatenate([one.logs[:n] for one, n in kept])).float()
+        ids = torch.from_numpy(np.concatenate([ids for _, ids, _ in kept])).long()
+        logs = torch.from_numpy(np.concatenate([logs for _, _, logs in kept])).float()
         return logits, ids.to(self.device), logs.to(self.device)
 
     def right(self, examples: Sequence[Example]) -> Counted:
-        """Returns (positions at which the draft takes the target's best token, all), [n, 2].
-
-        A draft takes the likeliest token, and the first of equally likely ones. It never is right
-        about a token that it cannot name, nor where one of its logits is not finite.
-        """
+        """Returns [n, 2]: at how many positions of an example the draft's likeliest token is the
+        target's, and of how many. A token outside the draft's LM head is wrong, and so are logits
+        not finite."""
         counts = []
         for start in range(0, len(examples), _JUDGED_AT_ONCE):
-            part = [one for one in examples[start : start + _JUDGED_AT_ONCE] if len(one.at)]
+            part = [e for e in examples[start : start + _JUDGED_AT_ONCE] if len(e.at)]
             if not part:
                 continue
             with torch.no_grad():
@@ -176,20 +174,18 @@ class Student:
                 best = self.places[ids[:, 0]]
                 is_right = (logits.argmax(-1) == best) & torch.isfinite(logits).all(-1)
             rows = is_right.tolist()
-            for one in part:
-                count = int((one.at < self.longest).sum())
+            for example in part:
+                count = int((example.at < self.longest).sum())
                 counts.append((sum(rows[:count]), count))
                 rows = rows[count:]
         return np.array(counts, float).reshape(-1, 2)
 
     @contextmanager
     def using(self, weights: Llama) -> Iterator[None]:
-        """Judges other weights inside the block, as a draft computes with them.
-
-        They are read from `arrays`, in int8 or float16, bit for bit. Raises ProtocolError if one is
-        not finite.
-        """
-        own, self.draft = self.draft, weights
+        """Judges `weights` inside the block as a draft computes with them: read back from `arrays`,
+        in int8 or float16, bit for bit. Raises ProtocolError if one is not finite."""
+        trained_draft = self.draft
+        self.draft = weights
         try:
             version = new_version(self.source, self.arrays())
             self.draft = load_trunk(version, weights, torch.float32)
@@ -198,12 +194,12 @@ class Student:
                 self.draft = self.draft._replace(head=head.to(self.device))
             yield
         finally:
-            self.draft = own
+            self.draft = trained_draft
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are numbers, also as they are stored: matrices, or the scales of
-        int8, which are a block's largest weight / 127, in float16."""
+        """Whether all weights are finite, also as they are stored: matrices in float16, or in int8
+        with float16 scales, each a block's largest weight / 127."""
         widest = torch.finfo(torch.float16).max * (127 if self._int8 else 1)
         limits = {1: torch.finfo(torch.float32).max, 2: widest}
         return all(
@@ -211,13 +207,12 @@ class Student:
         )
 
     def arrays(self) -> Arrays:
-        """Returns the trained tensors as a draft loads them: int8 with scales if it stores such, or
-        float16; vectors in float32.
+        """Returns the trained tensors as a draft loads them: matrices in float16, or in int8 with
+        scales; vectors in float32.
 
-        Weights lie on int8's grid when training begins, and most move by less than half of its
-        step: rounding to nearest would take them back. They are dithered, with the same numbers in
-        every version: a weight that did not move keeps its value if the largest weight of its
-        block, which sets the step, did not move either.
+        Training begins at weights that int8 represents exactly, and most move by less than half a
+        step, which rounding to nearest would undo. So they are dithered, with the same numbers in
+        every version: a weight that did not move keeps its value unless its block's scale moved.
         """
         arrays: Arrays = {}
         draws = np.random.default_rng(DITHER)
@@ -238,7 +233,7 @@ class Student:
 
 @dataclass
 class Counts:
-    """Counts of a learner's work; `tokens` of all sequences, prompts included."""
+    """Counts of a learner's work. tokens: of all sequences, prompts included."""
 
     sequences: int = 0
     tokens: int = 0
@@ -251,11 +246,8 @@ class Counts:
 
 @dataclass
 class Learner:
-    """A student with its memory, and its last version that was good enough.
-
-    batch: sequences of a step. steps: steps for each new sequence (.25: one for four of them); each
-    is learned from batch · steps times.
-    """
+    """Trains a student on sequences as they arrive, and keeps its last published version. batch:
+    sequences of a step. steps: for each new sequence (.25: one for four)."""
 
     student: Student
     batch: int = 4
@@ -265,7 +257,8 @@ class Learner:
     def __post_init__(self) -> None:
         # "learning"; "diverged": a loss or weight of the last version was not finite, and training
         # went back; "refused": its held-out agreement did not rise, or not surely
-        self.state, self.counts = "learning", Counts()
+        self.state = "learning"
+        self.counts = Counts()
         self.agreement: float | None = None  # held-out, of the last candidate
         self.in_use = self.student.copy()
         self._new = self._bad = 0
@@ -282,16 +275,14 @@ class Learner:
 
     @property
     def is_due(self) -> bool:
-        """Whether a step is due."""
         return self._due >= 1 and bool(self.memory.trained)
 
     def learn(self) -> bool:
-        """Takes one step: on the sequences that came since the last one, and on earlier ones.
-
-        Returns whether its losses were finite.
-        """
+        """Takes one step on the sequences that came since the last one, and on earlier ones;
+        returns whether its losses were finite."""
         newest = min(max(1, self._new), self.batch)
-        self._new, self._due = 0, self._due - 1
+        self._new = 0
+        self._due -= 1
         is_finite = self.student.step(self.memory.batch(self.batch, newest))
         self.counts.steps += 1
         if not is_finite:
@@ -299,17 +290,16 @@ class Learner:
         return is_finite
 
     def _diverge(self) -> None:
-        """Begins again from the last published version."""
-        self.state, self._due = "diverged", 0.0
+        """Returns to the last published version."""
+        self.state = "diverged"
+        self._due = 0.0
         self.counts.diverged += 1
         self.student.restore(self.in_use)
 
     def publish(self) -> bool | None:
-        """Publishes the weights if their gain on held-out sequences is significant.
-
-        Returns whether it did; None: too few sequences are held out yet to judge the weights. After
-        some versions that fell, training begins again from the last one.
-        """
+        """Publishes the weights if they agree with the target significantly more on held-out
+        sequences; returns whether it did, or None while too few are held out. After some versions
+        that fell, training returns to the last published one."""
         if not self.student.is_finite:
             self._diverge()
             return False
@@ -319,7 +309,8 @@ class Learner:
         self.agreement = float(mine[:, 0].sum() / mine[:, 1].sum())
         gain, error = paired(mine, before)
         if gain > ERRORS * error:
-            self.state, self._bad = "learning", 0
+            self.state = "learning"
+            self._bad = 0
             self.in_use = self.student.copy()
             self.counts.published += 1
             return True
@@ -337,12 +328,10 @@ class Learner:
 
 
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:
-    """Returns the difference of two shares, and its standard error over the rows, two or more.
-
-    mine, other: (counted, all) of the same rows, [n, 2]; the error is computed for a ratio's
-    estimate with n − 1 degrees of freedom.
-    """
-    total, n = other[:, 1].sum(), len(other)
+    """Returns the difference of two shares, and its standard error (of a ratio estimate, n − 1
+    degrees of freedom) over n ≥ 2 rows. mine, other: (counted, all) of the same rows, [n, 2]."""
+    total = other[:, 1].sum()
+    n = len(other)
     gains = mine[:, 0] - other[:, 0]
     gain = gains.sum() / total
     squares = ((gains - gain * other[:, 1]) ** 2).sum() * n / (n - 1)
@@ -350,7 +339,7 @@ def paired(mine: Counted, other: Counted) -> tuple[float, float]:
 
 
 def device_of(device: str, local_rank: int) -> str:
-    """Returns "cpu", or the GPU whose index is the rank's on its host, at most the last GPU."""
+    """Returns "cpu", or the GPU with the rank's index on its host, at most the last."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or not gpus:
         if device == "cuda":
@@ -361,9 +350,10 @@ def device_of(device: str, local_rank: int) -> str:
 
 def main(settings: str) -> int:
     """Learns from the examples on stdin until it ends; writes versions and reports to stdout.
+    Returns 0.
 
-    settings: JSON of publish_s (seconds between versions, at least), started_at (of this process,
-    time.time), device, local_rank, threads, batch, steps, and what Student takes. Returns 0.
+    settings: JSON of publish_s (seconds between versions, at least), started_at (time.time of this
+    process's start), device, local_rank, threads, batch, steps, and the arguments of Student.
     """
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps prints of libraries out of the messages
@@ -379,16 +369,16 @@ def main(settings: str) -> int:
 
     threading.Thread(target=read, daemon=True).start()
     device = device_of(given.pop("device"), given.pop("local_rank"))
-    batch, steps = given.pop("batch"), given.pop("steps")
-    publish_s, started_at = given.pop("publish_s"), float(given.pop("started_at"))
+    schedule = given.pop("batch"), given.pop("steps")
+    publish_s = given.pop("publish_s")
+    started_at = float(given.pop("started_at"))
     student = Student(**given, device=device)
-    learner = Learner(student, batch, steps)
+    learner = Learner(student, *schedule)
     counts = learner.counts
     published_at = reported_at = time.monotonic()
     published_steps = 0
 
     def age() -> float:
-        """Returns the seconds since this process was started."""
         return round(time.time() - started_at, 2)
 
     def report() -> None:
@@ -416,7 +406,8 @@ def main(settings: str) -> int:
             since_start.setdefault("first_step_s", age())
         now = time.monotonic()
         if counts.steps > published_steps and now - published_at >= publish_s:
-            published_at, published_steps = now, counts.steps
+            published_at = now
+            published_steps = counts.steps
             if learner.publish():
                 send(out, (counts.published, packed(student.arrays())))
             report()
