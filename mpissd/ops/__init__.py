@@ -1,2 +1,1 @@
-"""Tools for jobs on clusters: the doctor checks a machine, the warden finds lost ranks, and
-`slurm` builds batch requests."""
+"""Tools for clusters: a doctor for machines, a watchdog of ranks, and requests to Slurm."""

@@ -42,7 +42,9 @@ from mpissd.engine.comm.topology import (
     usable_cores,
 )
 
-OK, WARN, BAD = "ok", "warn", "BAD"
+OK = "ok"
+WARN = "warn"
+BAD = "BAD"
 Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
 Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
 MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
@@ -91,7 +93,7 @@ _FIXES = (
 
 @dataclass(frozen=True)
 class DoctorConfig(Checked):
-    """The configuration of `doctor`: the examined run's flags, and flags of the examination."""
+    """Flags of `doctor`: those of the examined run, and those of the examination."""
 
     run: RunConfig = contained(
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
@@ -101,7 +103,7 @@ class DoctorConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what `run` adds to these flags, and a prompt if none is given."""
+        """Adds what `run` adds to these flags, and a prompt if a text run has none."""
         given = RunConfig.completed(super().completed(flags))
         if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
             given["prompt"] = "Hello"
@@ -109,11 +111,8 @@ class DoctorConfig(Checked):
 
 
 class Finding(NamedTuple):
-    """One line of the table.
-
-    what: the thing that was examined. detail: its state. verdict: ok; warn for a run that works but
-    is slower or less trustworthy; BAD for a run that fails. fix: the repair, "" if it is ok.
-    """
+    """One line of the table. what: was examined. detail: its state. verdict: ok; warn if a run
+    works but is slower or less trustworthy; BAD if a run fails. fix: the repair, "" if it is ok."""
 
     what: str
     detail: str
@@ -122,11 +121,8 @@ class Finding(NamedTuple):
 
 
 def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table; returns 0 if a run with these flags works, 2 if not.
-
-    With --dry_run the ranks are not started. check: raises ConfigError for flags that `run` refuses
-    before MPI starts.
-    """
+    """Prints the table; returns 0 if a run with these flags works, 2 if not. --dry_run starts no
+    ranks. check: raises ConfigError for flags that `run` refuses before MPI starts."""
     run = replace(config.run, learners=0)  # a learner opens no part of the session
     if config.json:
         return examine_rank(run, check)
@@ -146,7 +142,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding, a line with its fix if it has one, and the verdict."""
+    """Returns a line for each finding, its fix on a second line, and the verdict."""
     width = max((len(finding.what) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -159,9 +155,9 @@ def render(findings: Sequence[Finding]) -> str:
     noted = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
     verdict = f"doctor: this run works{noted}"
     if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         fix = " ".join(faults[0].fix.split())
-        verdict = f"doctor: this run fails: {faults[0].what}{more}{noted}. To fix: {fix}"
+        verdict = f"doctor: this run fails: {faults[0].what}{others}{noted}. To fix: {fix}"
     return "\n".join([*lines, "", verdict, ""])
 
 
@@ -172,7 +168,7 @@ def _fault(what: str, error: str) -> Finding:
 
 
 def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Finding]:
-    """Yields the findings about this host's installation, launcher and flags, before MPI starts."""
+    """Yields findings about this host's installation, launcher and flags, before MPI starts."""
     here, library_error = installed()
     for what, (version, place) in here.items():
         if what == "MPI library" and library_error:
@@ -181,7 +177,8 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
             yield Finding(what, f"{version} {place}")
     try:
         program = launcher()[0]
-        printed, path = ask([program, "--version"])[0], shutil.which(program) or program
+        printed = ask([program, "--version"])[0]
+        path = shutil.which(program) or program
         yield Finding("mpirun", f"{path} ({printed.partition(chr(10))[0]})" if printed else path)
     except ConfigError as error:
         yield Finding("mpirun", str(error), BAD, _INSTALL)
@@ -196,7 +193,7 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
 
 
 def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
-    """Yields the GPUs of this host, a driver that does not answer, and GPUs without CuPy."""
+    """Yields findings: the host's GPUs, a driver that does not answer, GPUs without CuPy."""
     if error:
         fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
         yield Finding("driver", error, WARN, fix)
@@ -207,8 +204,10 @@ def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
 
 
 def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
-    """Returns the findings about the ranks and their session, in the order of the table."""
-    findings, ranks, error = list[Finding](), report["ranks"], report["error"]
+    """Returns findings about the ranks and their session, in the order of the table."""
+    findings = list[Finding]()
+    ranks = report["ranks"]
+    error = report["error"]
     first = ranks[0] if ranks else None
     if first is None:
         return [_fault("ranks", error)]
@@ -226,11 +225,12 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
         ("mpissd", BAD, "install the same version there, or share one .venv between the hosts"),
         ("MPI library", BAD, "load one MPI on every host"),
     ):
-        (own, _), *others = (rank["versions"][what] for rank in ranks)
-        for rank, (version, place) in zip(ranks[1:], others, strict=True):
-            if version != own:
-                detail = f"{version} {place} on rank {rank['rank']} ({rank['host']}), but {own} "
-                detail += f"on rank 0 ({first['host']})"
+        expected = first["versions"][what][0]
+        for rank in ranks[1:]:
+            version, place = rank["versions"][what]
+            if version != expected:
+                detail = f"{version} {place} on rank {rank['rank']} ({rank['host']}), but "
+                detail += f"{expected} on rank 0 ({first['host']})"
                 findings.append(Finding(what, detail, verdict, fix))
                 break
     for rank in ranks:
@@ -251,13 +251,16 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     if error:
         findings.append(_fault("session", error))
     for what, detail in report["choices"].items():
-        verdict, fix = OK, ""
+        verdict = OK
+        fix = ""
         if what == "backend" and gpus and detail.startswith("numpy"):
-            verdict, detail = WARN, f"{detail}, though there are {len(gpus)} × {gpus[0]}"
+            verdict = WARN
+            detail = f"{detail}, though there are {len(gpus)} × {gpus[0]}"
             fix = "unset CUDA_VISIBLE_DEVICES; else reinstall CuPy: pip uninstall -y cupy-cuda12x "
             fix += f"cupy-cuda13x; {_CUPY}"
         elif what == "draft":
-            verdict, fix = WARN, "a draft of this target: python -m mpissd distill --target=…"
+            verdict = WARN
+            fix = "a draft of this target: python -m mpissd distill --target=…"
         findings.append(Finding(what, detail, verdict, fix))
     return findings
 
@@ -265,12 +268,9 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
 def ask(
     command: Sequence[str], timeout_s: float = _ASK_S, first: signal.Signals = signal.SIGKILL
 ) -> tuple[str, str]:
-    """Runs a command in a session of its own; returns its stdout, and in one line why it failed.
-
-    Never raises; "" for no failure. Takes timeout_s + 4 s at most: a child that hangs in a driver
-    and survives SIGKILL is left running. first: the signal that it gets when its time is over;
-    SIGKILL follows.
-    """
+    """Runs a command in a session of its own; returns its stdout and, in one line, why it failed
+    ("" if it did not). Never raises. first: the signal after `timeout_s`; SIGKILL follows. Takes
+    timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left running."""
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
@@ -300,10 +300,8 @@ def ask(
 
 
 def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
-    """Returns (version, place) of Python, mpissd and the MPI library.
-
-    library: the library's own version text. maps: the text of /proc/PID/maps, which has its path.
-    """
+    """Returns {library: (version, place)} of Python, mpissd and MPI. library: MPI's own version
+    text. maps: the content of /proc/PID/maps, which has the path of libmpi."""
     try:
         mpi4py = f"(mpi4py {metadata.version('mpi4py')})"
     except metadata.PackageNotFoundError:
@@ -318,15 +316,14 @@ def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
 
 
 def installed() -> tuple[dict[str, tuple[str, str]], str]:
-    """Returns `versions` of this host, and why the MPI library cannot be loaded, or ""."""
+    """Returns `versions` of this host, and why the MPI library cannot be loaded or ""."""
     out, error = ask([sys.executable, "-c", _LIBRARY])
     library, _, maps = out.partition("\n")
     return versions(library, maps), error
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
-    """Returns (the name and driver of each GPU of this host, why there are none); ([], "") where
-    there is no nvidia-smi."""
+    """Returns each GPU's name and driver, and why there are none; ([], "") without nvidia-smi."""
     if shutil.which(command) is None:
         return [], ""
     out, problem = ask([command, "--query-gpu=name,driver_version", "--format=csv,noheader"])
@@ -336,7 +333,7 @@ def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
 
 
 def last_report(out: str, problem: str) -> Facts:
-    """Returns the ranks' last report in mpirun's output; without one, it has only an error."""
+    """Returns the last report in mpirun's output; without one, a report that has only an error."""
     for line in reversed(out.splitlines()):
         with suppress(ValueError):  # another print, or a line that was cut off
             report: Facts = json.loads(line.partition(MARK)[2])
@@ -348,11 +345,8 @@ def last_report(out: str, problem: str) -> Facts:
 
 def examine_rank(config: RunConfig, check: Check) -> int:
     """Examines the machine as one of the ranks; rank 0 prints its report after each step.
-
-    check: raises ConfigError for flags that a rank of `run` refuses before MPI starts. An error of
-    the examined code ends the job with its traceback, of which the command reads the last line.
-    Collective.
-    """
+    Collective. check: raises ConfigError for flags that a rank of `run` refuses before MPI starts.
+    Another error ends the job with a traceback, whose last line `doctor` reads."""
     from mpissd.engine.comm import mpi_patient
 
     report: Facts = {"ranks": [], "choices": {}, "error": ""}
@@ -366,7 +360,8 @@ def examine_rank(config: RunConfig, check: Check) -> int:
     faulthandler.dump_traceback_later(config.deadline_s + 2 * _MORE_S, exit=True)
     reach("MPI_Init")
     rank, size, library = mpi_patient.identity()
-    maps, shm = Path("/proc/self/maps"), Path("/dev/shm")
+    maps = Path("/proc/self/maps")
+    shm = Path("/dev/shm")
     mine: Facts = {
         "rank": rank,
         "host": socket.gethostname(),
@@ -401,11 +396,9 @@ def examine_rank(config: RunConfig, check: Check) -> int:
 
 
 def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
-    """Opens and closes a session as a run would; returns what the lead chose, and its doubts.
-
-    Adds the devices to the facts of the ranks. Removes the empty folders that it made. Raises
-    ConfigError or Refused on every rank. Collective.
-    """
+    """Opens and closes a session as a run would; returns the lead rank's choices, and its doubts
+    about the draft. Collective. Adds the devices to `ranks`, and removes empty folders that it
+    made. Raises ConfigError or Refused on every rank."""
     from mpissd.engine.session.session import doubt_of, opened
 
     sharpen_sleep()
@@ -420,7 +413,7 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
             chosen = {
                 "backend": f"{session.backend.name} on {session.infos[0].name}",
                 "all-reduce": session.group.name,
-                "pair": " / ".join(each.name for each in (job.target, job.draft) if each),
+                "pair": " / ".join(model.name for model in (job.target, job.draft) if model),
             }
             doubt = doubt_of(job)
             return {**chosen, "draft": doubt} if doubt else chosen

@@ -1,8 +1,7 @@
 """Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
 
 Refusals name the make variable to change. Bridges-2's limits are from the PSC user guide
-(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions"). sbatch itself refuses times
-and arrays that cannot be.
+(https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions").
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)=(\S+)")
 
 @dataclass(frozen=True)
 class GpuType:
-    """A type of GPU: its memory, and the host's cores that come with each GPU (None: unknown)."""
+    """A type of GPU: its memory, and the host cores that a job gets with it (None: unknown)."""
 
     memory_bytes: int
     cores: int | None = None
@@ -31,8 +30,10 @@ BRIDGES2_TYPES = {
     "l40s-48": GpuType(48_000_000_000),
     "h100-80": GpuType(80_000_000_000),
 }
-SHARED, WHOLE = "GPU-shared", "GPU"  # Bridges-2's GPU partitions: part of one node, whole nodes
-_MOST_SHARED, _GPUS_A_NODE = 4, 8
+SHARED = "GPU-shared"  # the partition of Bridges-2 for part of one node
+WHOLE = "GPU"  # the partition for whole nodes
+_MOST_SHARED = 4
+_GPUS_A_NODE = 8
 _DGX2 = ("v100-32", 16)  # one node of 16
 _DEFAULT_CPUS = 5
 CLUSTERS = ("bridges2", "other")
@@ -40,11 +41,11 @@ CLUSTERS = ("bridges2", "other")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request to Slurm; a field that is None takes the script's value or the cluster's default.
+    """A request to Slurm; a None takes the script's value or the cluster's default.
 
     header: the script's own #SBATCH options. ranks: T + D, each with a GPU if needs_gpus (a GPU
-    partition is asked for GPUs in any case). exports: variables for the job in addition to the
-    shell's. extra: further sbatch options. flags: the script's arguments.
+    partition is asked for GPUs in any case). exports: variables for the job besides the shell's.
+    extra: further sbatch options. flags: the script's arguments.
     """
 
     script: str
@@ -65,13 +66,13 @@ class JobRequest:
     needs_gpus: bool = True
 
     def command(self) -> list[str]:
-        """Returns the sbatch command, without options that the script's header has already."""
+        """Returns the sbatch command without options that the script's header has already."""
         options = self.resolve().items()
         given = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
         return ["sbatch", *given, *self.extra, self.script, *self.flags]
 
     def resolve(self) -> dict[str, str]:
-        """Returns all options for sbatch; raises ConfigError if Slurm would refuse them."""
+        """Returns all sbatch options; raises ConfigError if Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         name = self.partition or self.header.get("partition", "")
@@ -89,8 +90,7 @@ class JobRequest:
             gpus = max(gpus, ranks)
         cpus = self.cpus or self._number("cpus-per-task") or (_DEFAULT_CPUS if limited else 0)
         if self.needs_gpus and gpus and ranks > gpus:
-            whole = limited == WHOLE
-            fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if whole else f"GPUS={ranks}"
+            fix = f"NODES={ceil(ranks / _GPUS_A_NODE)}" if limited == WHOLE else f"GPUS={ranks}"
             raise ConfigError(f"GPUS={gpus}: T + D = {ranks} ranks need one each: {fix}")
         if limited:
             _check_bridges2(limited, ranks, gpu_type or "", gpus, nodes, cpus)
@@ -120,7 +120,7 @@ class JobRequest:
 def _check_bridges2(
     partition: str, ranks: int, gpu_type: str, gpus: int, nodes: int, cpus: int
 ) -> None:
-    """Raises ConfigError for a request that a GPU partition of Bridges-2 does not allow."""
+    """Raises ConfigError for a request that a GPU partition of Bridges-2 refuses."""
     if gpu_type not in BRIDGES2_TYPES:
         raise unknown("GPU_TYPE", gpu_type, BRIDGES2_TYPES)
     if partition == SHARED and nodes > 1:
@@ -130,10 +130,10 @@ def _check_bridges2(
             f"{gpus} GPUs for T + D = {ranks} ranks: {SHARED} gives 1 to {_MOST_SHARED}: "
             f"PARTITION={WHOLE} (whole nodes of 8), or a smaller TP"
         )
-    whole = nodes * _GPUS_A_NODE
-    if partition == WHOLE and gpus != whole and (gpu_type, gpus, nodes) != (*_DGX2, 1):
+    num_gpus = nodes * _GPUS_A_NODE
+    if partition == WHOLE and gpus != num_gpus and (gpu_type, gpus, nodes) != (*_DGX2, 1):
         raise ConfigError(
-            f"GPUS={gpus}: {WHOLE} gives whole nodes: GPUS={whole} with NODES={nodes} "
+            f"GPUS={gpus}: {WHOLE} gives whole nodes: GPUS={num_gpus} with NODES={nodes} "
             "(unused ones are charged, too)"
         )
     cores = BRIDGES2_TYPES[gpu_type].cores
@@ -145,5 +145,5 @@ def _check_bridges2(
 
 
 def read_header(script: str) -> dict[str, str]:
-    """Returns the #SBATCH --name=value options in a script's text."""
+    """Returns the #SBATCH --name=value options of a script's text."""
     return dict(_DIRECTIVE.findall(script))

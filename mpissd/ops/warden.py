@@ -41,14 +41,14 @@ _ELSEWHERE = "; a rank of another host may be why"
 
 
 class Peer:
-    """A rank of this host that has joined the warden: its activity, whether and how it ended."""
+    """A rank of this host that has joined the watchdog: its activity, and how it ended."""
 
     def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
-        """Takes over a rank's connection and the descriptor of its page, which is closed here.
-
-        about: the message of guard.join.
-        """
-        self.link, self.pid, self.about = link, pid, about
+        """Takes over a rank's connection and the descriptor of its shared page, which is closed
+        here. about: the message that guard.join sent."""
+        self.link = link
+        self.pid = pid
+        self.about = about
         self.rank: int = about["rank"]
         self.page = mmap.mmap(page, SIZE)  # stage, activity and wait: common.stage
         os.close(page)
@@ -58,7 +58,8 @@ class Peer:
         self.ordered_at = 0.0
         self.left: int | None = None  # the exit code that the rank announced
         self.left_at = float("inf")
-        self.gone, self.gone_at = False, 0.0
+        self.gone = False
+        self.gone_at = 0.0
         self.status: int | None = None  # the wait status as os.waitpid gives it, if known
         self.hang: str | None = None  # the line about a rank that the warden killed as it hung
         self.is_lost = False  # whether the rank is gone and the job goes on without it
@@ -68,7 +69,7 @@ class Peer:
         return f"rank {self.rank} ({self.about['host']}, pid {self.pid})"
 
     def look(self) -> bool:
-        """Returns whether the rank has ended; notes its wait status."""
+        """Checks whether the rank has ended, and stores its wait status."""
         self.gone = self.gone or process.is_gone(self.pid)
         if self.gone and self.status is None:
             self.status = process.exit_status(self.pid, self._pidfd)
@@ -83,12 +84,12 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether its exit status, or at the start its launcher's end, may still come."""
+        """Whether the exit status may still come or, before MPI's start, the launcher's end."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 
     def how(self) -> str:
-        """Returns how the rank ended, as the predicate of a sentence about it."""
+        """Returns how the rank ended, to follow its name in a sentence."""
         if self.status is None:
             return "ended without a word (killed, or by os._exit)"
         code = os.waitstatus_to_exitcode(self.status)
@@ -103,7 +104,7 @@ class Peer:
             self.link.send(text.encode(), socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
-        """Kills the rank with SIGKILL, and never another process that got its pid."""
+        """Kills the rank with SIGKILL; never another process that has got its pid."""
         with suppress(ProcessLookupError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -112,11 +113,8 @@ class Peer:
 
 
 class Fault(NamedTuple):
-    """A line for the user about a fault.
-
-    culprit: the rank that it names, or None. late: the launcher has begun to end the job, and may
-    no longer forward the ranks' prints.
-    """
+    """A line for the user about a fault. culprit: the rank at fault, or None. late: whether the
+    launcher is already ending the job, so that it may no longer forward the ranks' output."""
 
     line: str
     culprit: Peer | None = None
@@ -124,10 +122,8 @@ class Fault(NamedTuple):
 
 
 class Warden:
-    """Watches the ranks of this host until they have ended.
-
-    A method that looks for a fault takes `now`, a time of monotonic(); it returns None for none.
-    """
+    """Watches the ranks of this host until they have ended. Methods that look for a fault take
+    `now`, a time of monotonic(), and return None if there is none."""
 
     def __init__(self) -> None:
         self.peers: dict[int, Peer] = {}  # by rank
@@ -146,26 +142,24 @@ class Warden:
 
     @property
     def alive(self) -> list[Peer]:
-        """The ranks that have joined and not ended."""
         return [peer for peer in self.peers.values() if not peer.gone]
 
     @property
     def _about(self) -> dict[str, Any]:
-        """The message of guard.join from one rank; its fields on the job are equal on all ranks."""
+        """The message of guard.join from any rank: all say the same about the job."""
         return next(iter(self.peers.values())).about if self.peers else {}
 
     @property
     def _is_whole_job(self) -> bool:
-        """Whether all ranks of the job are on this host."""
         return self._about.get("local_size") == self._about.get("size")
 
     @property
     def _absent(self) -> list[int]:
-        """The ranks that have not joined; none if the job has several hosts."""
+        """The ranks that have not joined; empty if the job has several hosts."""
         return sorted(set(range(self._about["size"] * self._is_whole_job)) - set(self.peers))
 
     def run(self, listener: socket.socket) -> None:
-        """Watches the ranks that join at `listener`, until no rank is left and none may come."""
+        """Watches the ranks that join at `listener` until none is left and none may come."""
         self._events.register(listener, selectors.EVENT_READ)
         while self._is_needed(monotonic()):
             is_urgent = any(peer.gone or peer.is_closed for peer in self.peers.values())
@@ -179,10 +173,8 @@ class Warden:
             self._act(monotonic())
 
     def _is_needed(self, now: float) -> bool:
-        """Returns whether a rank lives, has still to be judged, or may still join.
-
-        Ranks that join after the job is over get the order to end.
-        """
+        """Returns whether a rank lives, is still to be judged, or may still join. A rank that joins
+        after the job is over is ordered to end."""
         if self.alive:
             return True
         if not self.peers:
@@ -233,7 +225,7 @@ class Warden:
             self._kill_at = monotonic() + _END_S
 
     def _read(self, peer: Peer) -> None:
-        """Reads all messages of a rank: leave, failed, waited or hangs, as guard sends them."""
+        """Reads a rank's messages (leave, failed, waited, hangs) and numbers of signals."""
         while not peer.is_closed:
             try:
                 text = peer.link.recv(1 << 16)
@@ -248,14 +240,16 @@ class Warden:
                 self._events.unregister(peer.link)
                 return
             if len(text) == 1:  # the number of a signal
-                peer.ordered, peer.ordered_at = text[0], monotonic()
+                peer.ordered = text[0]
+                peer.ordered_at = monotonic()
                 continue
             with suppress(ValueError):  # a message that was cut off
                 self._take(peer, json.loads(text))
 
     def _take(self, peer: Peer, message: dict[str, Any]) -> None:
         if message["kind"] == "leave":
-            peer.left, peer.left_at = message["code"], monotonic()
+            peer.left = message["code"]
+            peer.left_at = monotonic()
         elif message["kind"] == "failed":
             line = f"{peer} failed in {self._phase(peer)}: {message['text']}"
             self._judge(Fault(line, peer), grace_s=_ABORT_S)
@@ -274,14 +268,15 @@ class Warden:
             self._end_hung(self._unless_stopped(Fault(line, other), monotonic()))
 
     def _phase(self, peer: Peer) -> str:
-        """Returns a rank's last activity, in words. Only the lead records that the job warms up."""
-        lead, stage = self.peers.get(0), peer.page[STAGE]
+        """Returns a rank's last activity in words; the lead alone records that the job warms up."""
+        lead = self.peers.get(0)
+        stage = peer.page[STAGE]
         if lead is not None and stage == Stage.ROUNDS and lead.page[STAGE] == Stage.WARM_UP:
             stage = Stage.WARM_UP
         return words(stage, peer.page[DOING])
 
     def _look(self, now: float) -> None:
-        """Looks for ranks that have ended, are stopped, never joined or don't end; judges them."""
+        """Judges ranks that have ended early, are stopped, never joined or do not end."""
         if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, perhaps with all ranks
             for peer in self.alive:
                 peer.stopped_at = None
@@ -305,10 +300,8 @@ class Warden:
                 self._judge(verdict)
 
     def _end_hung(self, verdict: Fault) -> bool:
-        """Kills a verdict's culprit if the job can go on without it; returns whether it can.
-
-        Its end is judged as any other. If it ran on later, nobody would receive its messages.
-        """
+        """Kills the rank at fault if the job can go on without it, and returns whether it can. If
+        the rank ran on, nobody would receive its messages."""
         culprit = verdict.culprit
         if culprit is None or not self.can_do_without(culprit):
             return False
@@ -335,25 +328,25 @@ class Warden:
             self._judge(verdict)
 
     def dead(self) -> Fault | None:
-        """Looks for a rank that ended early.
-
-        The verdict names the first rank that ended without a signal from the launcher or a user. If
-        all got one, it reports their end and names no culprit.
+        """Returns a verdict on a rank that ended early: the first that ended without a signal from
+        the launcher or a user. If all got a signal, the verdict tells their end and has no culprit.
         """
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
             return None  # all ranks agreed on this exit code, and the launcher ends the others
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
-        for own in (peer for peer in odd if not (peer.ordered or self._was_swept(peer))):
-            line = own.hang or f"{own} {own.how()} in {self._phase(own)}"
-            if own.status and os.WIFEXITED(own.status) and not self._is_whole_job:
+        for peer in (p for p in odd if not (p.ordered or self._was_swept(p))):
+            line = peer.hang or f"{peer} {peer.how()} in {self._phase(peer)}"
+            if peer.status and os.WIFEXITED(peer.status) and not self._is_whole_job:
                 line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
-            return Fault(line, own)
+            return Fault(line, peer)
         if not odd:
             return None
-        whom, cause = "all ranks", "the launcher"
+        whom = "all ranks"
+        cause = "the launcher"
         if not self._is_whole_job:
-            whom, cause = "the ranks of this host", "a fault on another"
+            whom = "the ranks of this host"
+            cause = "a fault on another"
         line = (
             f"ended by signal {odd[0].ordered or 9} to {whom} (Ctrl-C, scancel or {cause}) in "
             f"{self._phase(odd[0])}"
@@ -363,27 +356,22 @@ class Warden:
         return Fault(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
-        """Returns whether a launcher that ended at once killed a rank before MPI had started.
-
-        Of Open MPI's SIGTERM and SIGKILL a rank that is not up may see only one."""
+        """Returns whether a launcher that ended at once killed a rank before MPI had started. Such
+        a rank may see only one of the SIGTERM and SIGKILL that Open MPI sends."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
 
     def can_do_without(self, peer: Peer) -> bool:
-        """Returns whether the job goes on without this rank.
-
-        It does if may_lose names the rank and the lead is in its measured rounds.
-        """
+        """Returns whether the job goes on without this rank: if `may_lose` of guard.join names it
+        and the lead rank is in its measured rounds."""
         lead = self.peers.get(0)
         wanted = peer.rank in self._about.get("may_lose", ())
         return wanted and lead is not None and not lead.gone and lead.page[STAGE] == Stage.ROUNDS
 
     def stopped(self, now: float) -> Fault | None:
-        """Looks for a rank that was stopped for longer than its limit while others run.
-
-        If all ranks of a host are stopped at once, that is job control and no fault.
-        """
+        """Returns a verdict on a rank that was stopped for longer than its limit while others ran.
+        If all ranks of a host are stopped at once, that is job control and no fault."""
         alive = self.alive
         still = [peer for peer in alive if process.is_stopped(peer.pid)]
         for peer in alive:
@@ -397,7 +385,7 @@ class Warden:
         return None
 
     def _limit_s(self, peer: Peer) -> float:
-        """Returns how long a rank may be stopped; ranks that wait for it fail at the deadline."""
+        """Returns how long a rank may be stopped before the ranks that wait for it fail."""
         return self._deadline_s / (2 if self.can_do_without(peer) else 1)
 
     @property
@@ -410,18 +398,15 @@ class Warden:
         return Fault(f"{line} (--deadline_s={self._deadline_s:g})", peer)
 
     def _unless_stopped(self, verdict: Fault, now: float) -> Fault:
-        """Returns the verdict about a stopped rank if there is one, or the given verdict."""
+        """Returns the verdict on a stopped rank if there is one, else `verdict`."""
         for peer in self.alive:
             if peer.stopped_at is not None:
                 return self._stopped_verdict(peer, peer.stopped_at, now)
         return verdict
 
     def waited(self, detector: Peer, text: str, now: float) -> Fault:
-        """Returns the verdict after `detector` waited in vain; text: the awaited event.
-
-        The culprit is a stopped rank, or the only other rank that does not wait. If neither exists,
-        the line names the detector.
-        """
+        """Returns the verdict after `detector` waited in vain for the event `text`: a rank is
+        stopped, or the only one that does not wait is stuck; else it names the detector."""
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
@@ -431,19 +416,20 @@ class Warden:
         return self._unless_stopped(Fault(line, detector), now)
 
     def overdue(self, now: float) -> Fault | None:
-        """Looks for a job whose MPI does not start, and for a rank that announced its end and runs.
-
-        MPI's start and end may take the deadline, and 5 s at least.
-        """
+        """Returns a verdict on a job whose MPI does not start, or on a rank that announced its end
+        and runs on. Both may take the deadline, and 5 s at least."""
         limit_s = max(self._deadline_s, _MPI_S)
         is_starting = all(peer.page[STAGE] == Stage.START for peer in self.peers.values())
         leaving = [peer for peer in self.alive if now - peer.left_at > limit_s]
         if self.peers and is_starting and now - self._joined_at > limit_s:
-            line, culprit, since = "MPI did not start", None, self._joined_at
+            line = "MPI did not start"
+            culprit = None
+            since = self._joined_at
             if self._absent:
                 line = f"rank {self._absent[0]} did not come up in start"
         elif leaving:
-            culprit, since = leaving[0], leaving[0].left_at
+            culprit = leaving[0]
+            since = leaving[0].left_at
             line = f"{culprit} did not end in teardown"
         else:
             return None
@@ -451,19 +437,17 @@ class Warden:
         return self._unless_stopped(Fault(line, culprit), now)
 
     def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
-        """Prints the first verdict and has the ranks end `grace_s` later; ignores further ones."""
+        """Prints the first verdict and orders the ranks to end `grace_s` later; ignores others."""
         if self._verdict is None:
-            self._verdict, self._end_at = verdict, monotonic() + grace_s
+            self._verdict = verdict
+            self._end_at = monotonic() + grace_s
             if not verdict.late or self._is_whole_job or 0 in self.peers:
                 self._print(verdict)
 
     def _print(self, verdict: Fault) -> None:
-        """Prints a verdict once, on the launcher's stderr or on this process's.
-
-        A launcher that ends a job may drop its ranks' last prints, so a late verdict goes to the
-        launcher's own stderr if that is on this host. In a file, however, the launcher would write
-        over the line, unless it appends.
-        """
+        """Prints a verdict once, on the launcher's stderr or on this process's. A launcher that is
+        ending a job may drop its ranks' output, so a late verdict goes to its own stderr; to a file
+        only last, as the launcher may write over it."""
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")
         is_direct = verdict.late or (self._is_front and not self._is_file)
         for fd in (self._stderr, 2) if is_direct else (2, self._stderr):
@@ -473,7 +457,7 @@ class Warden:
                     return
 
     def _act(self, now: float) -> None:
-        """Prints a held verdict, orders ranks to end, and kills them, each when it is due."""
+        """Prints a delayed verdict, orders ranks to end, and kills them, each when it is due."""
         if self._held is not None and now > self._held[0]:
             self._judge(self._held[1])
         for peer in self.alive:
@@ -493,7 +477,6 @@ class Warden:
 
 
 def main() -> None:
-    """Runs the warden until the last rank of this host has ended."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # the warden ends only when its ranks have ended
     with socket.socket(fileno=int(sys.argv[1])) as listener:
