@@ -48,10 +48,11 @@ class Chat:
         terminal: TextIO | None,
     ) -> None:
         """about: the server's description of itself."""
-        self._http, self._config, self._terminal = http, config, terminal
+        self._http = http
+        self._config = config
+        self._terminal = terminal
         self.mode = config.run.mode if about["mode"] == "auto" else str(about["mode"])
-        is_plain = terminal is None or "NO_COLOR" in os.environ
-        self._colours = config.run.show and not is_plain
+        self._colours = config.run.show and not (terminal is None or "NO_COLOR" in os.environ)
         self._messages: list[dict[str, str]] = []
         self._meters: list[Meter] = []
         self._prompt = ""  # the last answer's numbers of prompt tokens
@@ -65,7 +66,7 @@ class Chat:
             say(f"{legend()}\n")
 
     def take(self, line: str) -> bool:
-        """Executes the person's line; returns False if the line ends the chat."""
+        """Executes what the person typed; returns False if it ends the chat."""
         if line.startswith("/"):
             return self._command(*line[1:].split())
         try:
@@ -90,11 +91,12 @@ class Chat:
                 self.mode = mode
                 say(f"mode {mode}")
             case "stats" if self._meters:
-                every = self._meters
-                say(f"last: {every[-1].long()}{self._prompt}")
-                tokens, seconds = sum(m.num_tokens for m in every), sum(m.seconds for m in every)
-                rounds = max(1, sum(m.num_rounds for m in every))
-                answers = f"{len(every)} answers, {tokens} tokens in {seconds:.1f} s"
+                meters = self._meters
+                say(f"last: {meters[-1].long()}{self._prompt}")
+                tokens = sum(meter.num_tokens for meter in meters)
+                seconds = sum(meter.seconds for meter in meters)
+                rounds = max(1, sum(meter.num_rounds for meter in meters))
+                answers = f"{len(meters)} answers, {tokens} tokens in {seconds:.1f} s"
                 say(f"all:  {answers}, {tokens / rounds:.2f} a round")
             case "stats":
                 say("no answer yet")
@@ -126,7 +128,9 @@ class Chat:
         }
         columns = columns_of(self._terminal) if self._terminal else _NO_WRAP
         painter = Painter(sys.stdout.write, columns, colours=self._colours)
-        meter, ended, texts = Meter(has_cache=self.mode == "ssd"), "stopped", list[str]()
+        meter = Meter(has_cache=self.mode == "ssd")
+        ended = "stopped"
+        texts = list[str]()
         self._prompt = ""
         try:
             for chunk in self._chunks(body):
@@ -156,11 +160,9 @@ class Chat:
         self._meters.append(meter)
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the chunks of a streamed answer.
-
-        If the context has room for the prompt but not for max_tokens, the answer gets what is left.
-        Raises ConfigError for a refusal, FaultError if the server is gone.
-        """
+        """Yields the chunks of a streamed answer, which gets what is left of the context if
+        max_tokens does not fit. Raises ConfigError for a refusal, FaultError if the server is
+        gone."""
         with self._http.stream("POST", "chat/completions", json=body) as response:
             if response.status_code == 200:
                 events = EventStream()
@@ -183,10 +185,8 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> int:
-    """Runs the command; returns the exit code, the server's if it ends first.
-
-    Raises ConfigError if a model cannot be loaded or cannot chat.
-    """
+    """Runs the command; returns the exit code, the server's if that ends first. Raises ConfigError
+    if a model cannot be loaded or cannot chat."""
     try:
         if config.url is not None:
             code = _converse(config, config.url)
@@ -210,7 +210,7 @@ def chat(config: ChatConfig) -> int:
 
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
-    """Starts a server on this machine, and ends it after the block."""
+    """Runs a server on this machine during the block."""
     os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # other users reach 127.0.0.1 as well
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
@@ -231,10 +231,7 @@ def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
 
 
 def _converse(config: ChatConfig, url: str) -> int | None:
-    """Takes lines until the person leaves; returns 0, or None if the server is gone.
-
-    Ctrl-C at the prompt only drops the line.
-    """
+    """Takes lines until the person leaves; returns 0, or None if the server is gone."""
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (
@@ -269,6 +266,5 @@ def _converse(config: ChatConfig, url: str) -> int | None:
 
 
 def say(text: str) -> None:
-    """Prints a line for the person."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,12 @@ class _UnknownError(Exception):
     """A rule needs a number or an array that is not known, and does not apply."""
 
 
+@dataclass(frozen=True)
 class Facts:
-    """A row and its rounds. Reading an unknown value ends a rule without a fault."""
+    """A row and its raw rounds. Reading an unknown value ends a rule without a fault."""
 
-    def __init__(self, row: Row, rounds: Rounds) -> None:
-        self.row, self.rounds = row, rounds
+    row: Row
+    rounds: Rounds
 
     def get(self, path: str) -> float | None:
         """Returns the number at a dotted path such as "round_us.p50"; None if there is none."""
@@ -69,13 +71,12 @@ class Facts:
         return value
 
     def array(self, name: str) -> NDArray[Any]:
-        """Returns an array of the rounds."""
         if name not in self.rounds:
             raise _UnknownError(name)
         return self.rounds[name]
 
     def draft(self, name: str, fewest: int = 0) -> NDArray[Any]:
-        """Returns a column of draft_rounds; unknown with fewer values than `fewest`."""
+        """Returns a column of draft_rounds; unknown with fewer finite values than `fewest`."""
         rows = self.array("draft_rounds")
         column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
         if np.isfinite(column).sum() < fewest:
@@ -84,17 +85,18 @@ class Facts:
 
     @property
     def has_draft(self) -> NDArray[np.bool_]:
-        """Whether there was a draft to ask, for each row of `sequences`, [n]."""
-        round_, lost = self.array("sequences")[:, 0], self.get("draft_lost_round")
+        """Whether a draft was still there to ask, for each row of `sequences`, [n]."""
+        round_ = self.array("sequences")[:, 0]
+        lost = self.get("draft_lost_round")
         return np.full(len(round_), True) if lost is None else round_ < lost
 
     @property
     def is_full(self) -> NDArray[np.bool_]:
         """Whether each round verified the full b(K+1) rows, [rounds]."""
-        rows, count = self.array("sequences"), len(self.array("t_target_s"))
+        rows = self.array("sequences")
+        count = len(self.array("t_target_s"))
         verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)
-        full: NDArray[np.bool_] = verified == self["batch_size"] * (self["lookahead"] + 1)
-        return full
+        return np.asarray(verified == self["batch_size"] * (self["lookahead"] + 1))
 
     @property
     def emitted(self) -> int:
@@ -105,8 +107,7 @@ class Facts:
     @property
     def explained(self) -> tuple[Floats, Floats]:
         """Seconds that the lead's phases explain, and seconds of the wall, [rounds]."""
-        ledger, round_s = self.array("lead_ledger_ns"), self.array("round_s")
-        return ledger[:, 2:].sum(axis=1) * 1e-9, round_s
+        return self.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9, self.array("round_s")
 
 
 def _num_gpus(facts: Facts) -> float:
@@ -117,19 +118,18 @@ def _num_gpus(facts: Facts) -> float:
 
 def _longest_s(facts: Facts) -> float:
     """Returns the sum of the rounds of the target group that took longest."""
-    round_s, groups = facts.array("round_s"), facts.row.per_group or ()
-    ends = np.cumsum([int(group["num_rounds"]) for group in groups])[:-1]
-    return max(float(part.sum()) for part in np.split(round_s, ends))
+    ends = np.cumsum([int(group["num_rounds"]) for group in facts.row.per_group or ()])[:-1]
+    return max(float(part.sum()) for part in np.split(facts.array("round_s"), ends))
 
 
 def _closure(facts: Facts) -> float:
-    """Returns the first percentile of the share of a round that its phases explain."""
+    """Returns the first percentile of the share of a round's time that its phases explain."""
     spent, took = facts.explained
     return float(np.percentile(np.minimum(spent / took, 2 - spent / took), 1))
 
 
 def _hit_rate(facts: Facts) -> float | None:
-    """Returns the share of the lookups that hit; None without lookups."""
+    """Returns the share of lookups that hit the speculation cache; None without lookups."""
     rows = facts.array("sequences")
     looked = facts.has_draft & ~is_first_round(rows)
     return float(rows[looked, 6].mean()) if looked.any() else None
@@ -172,7 +172,7 @@ def _differs(number: float, other: float, quantum: float) -> bool:
 
 
 def _missing(facts: Facts) -> Faults:
-    """Yields keys that every row must have but this one lacks, and an unknown schema."""
+    """Yields keys that every row must have but this row lacks, and an unknown schema."""
     if facts.row.schema not in READABLE:
         yield f"schema is {facts.row.schema}, this version judges {READABLE}"
     for path in _ALWAYS:
@@ -181,7 +181,7 @@ def _missing(facts: Facts) -> Faults:
 
 
 def _finite(facts: Facts) -> Faults:
-    """Yields NaN and infinity; only in draft_rounds NaN is allowed; it means "not measured"."""
+    """Yields NaN and infinity. In draft_rounds NaN is allowed: not measured."""
     yield from _not_finite("", facts.row)
     for name, values in facts.rounds.items():
         if values.dtype.kind == "f":
@@ -202,15 +202,15 @@ def _not_finite(path: str, value: Any) -> Faults:
 
 
 def _clock(facts: Facts) -> Faults:
-    """Yields rounds without a positive duration, phases and forwards with a negative one, and
-    rounds out of order."""
+    """Yields rounds without a positive duration or out of order, and negative times."""
     rounds = facts.rounds
     for path in ("wall_s", "round_us.mean", "round_us.p50"):
         if (value := facts.get(path)) is not None and value <= 0:
             yield f"{path} is {value:g}: allowed: above 0"
     tables = ("round_s", "lead_ledger_ns", "draft_ledger_ns")
     for name in (name for name in tables if name in rounds):
-        table, unit = rounds[name], "s" if name == "round_s" else "ns"
+        table = rounds[name]
+        unit = "s" if name == "round_s" else "ns"
         walls = table if table.ndim == 1 else table[:, 1]
         for n in np.flatnonzero(walls <= 0)[:1]:
             yield f"{name}: round {n} took {walls[n]:g} {unit}, a clock stood or went backwards"
@@ -228,15 +228,15 @@ def _clock(facts: Facts) -> Faults:
 
 
 def _ranks(facts: Facts) -> Faults:
-    """Yields a wrong number of ranks, and ranks whose digests of received outcomes differ.
-
-    Only ranks of one target group receive the same ones; a draft has a digest for each group.
-    """
+    """Yields a wrong number of ranks, and ranks of one target group that received different
+    outcomes. A draft rank has a digest for each group."""
     row = facts.row
-    size, groups, learners = int(row.world_size), row.groups or 1, row.learners or 0
-    if (known := groups * row.tp + row.num_drafts + learners) != size:
+    size = int(row.world_size)
+    groups = row.groups or 1
+    learners = row.learners or 0
+    if (count := groups * row.tp + row.num_drafts + learners) != size:
         names = "groups · " * (groups > 1), " + learners" * (learners > 0)
-        yield f"world_size is {size}, {names[0]}tp + num_drafts{names[1]} is {known}"
+        yield f"world_size is {size}, {names[0]}tp + num_drafts{names[1]} is {count}"
     digests = row.rank_digests
     if digests is None:
         digests = facts.array("rank_digests").tolist()
@@ -253,11 +253,10 @@ def _ranks(facts: Facts) -> Faults:
 
 
 def _floor(facts: Facts) -> Faults:
-    """Yields forwards that are faster than reading their weights or computing their products.
-
-    Weights that the last-level cache may hold need not be read.
-    """
-    took, backend = facts["t_target_s"], str(facts.row.backend)
+    """Yields forwards that are faster than reading their weights (less what the last-level cache
+    may hold) or computing their products."""
+    took = facts["t_target_s"]
+    backend = str(facts.row.backend)
     names = ("floor_bytes", "cache_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
     read, cached, rate, flops, peak = (facts.get(name) for name in names)
     bounds = []
@@ -274,7 +273,7 @@ def _floor(facts: Facts) -> Faults:
 
 
 def host_s(row: Row, rounds: Rounds) -> Floats:
-    """Returns the seconds [rounds] within which the host launched a forward and waited for it."""
+    """Returns the seconds [rounds] between the launch of a forward by the host and its end."""
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
@@ -287,12 +286,13 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
 
 
 def _device(facts: Facts) -> Faults:
-    """Yields forwards that took longer on the device's clock than the host waited for them."""
-    parts = [facts.get(f"device_us.{name}") for name in ("forward", "all_reduce", "idle")]
-    for name, us in zip(("forward", "all_reduce", "idle"), parts, strict=True):
+    """Yields forwards that took longer by the device's clock than the host waited for them."""
+    for name in ("forward", "all_reduce", "idle"):
+        us = facts.get(f"device_us.{name}")
         if us is not None and us < -_EVENTS_S * 1e6:
             yield f"device_us.{name} is {us:g}: allowed: 0 or more"
-    took, ledger = facts.array("t_target_s"), facts.array("lead_ledger_ns")
+    took = facts.array("t_target_s")
+    ledger = facts.array("lead_ledger_ns")
     host = host_s(facts.row, facts.rounds)
     for n in np.flatnonzero(took > host * _AT_MOST + _EVENTS_S)[:1]:
         yield (
@@ -306,8 +306,9 @@ def _device(facts: Facts) -> Faults:
 
 
 def _counts(facts: Facts) -> Faults:
-    """Yields arrays and keys that disagree on the number of rounds, and lists of another K."""
-    row, rounds = facts.row, facts.rounds
+    """Yields arrays and keys that disagree on the number of rounds, and a fan-out of another K."""
+    row = facts.row
+    rounds = facts.rounds
     names = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds".split()
     counts = {name: len(rounds[name]) for name in names if name in rounds}
     if "sequences" in rounds:
@@ -321,39 +322,42 @@ def _counts(facts: Facts) -> Faults:
 
 
 def _tokens(facts: Facts) -> Faults:
-    """Yields an impossible accept_histogram, and a num_tokens that does not follow from it.
-
-    Tokens beyond a sequence's end or limit do not count: at most K of them, in its last round.
-    """
-    row, rows = facts.row, facts.rounds.get("sequences")
-    histogram, emitted = np.asarray(row.accept_histogram, np.int64), facts.emitted
-    outcomes, most_outcomes = int(histogram.sum()), row.num_rounds * row.batch_size
+    """Yields an impossible accept_histogram, and a num_tokens that does not follow from it. At most
+    K tokens of a sequence's last round are beyond its end or limit, and do not count."""
+    row = facts.row
+    rows = facts.rounds.get("sequences")
+    histogram = np.asarray(row.accept_histogram, np.int64)
+    emitted = facts.emitted
+    outcomes = int(histogram.sum())
     if len(histogram) != row.lookahead + 1 or (histogram < 0).any():
         yield f"accept_histogram is {histogram.tolist()}, lookahead is {row.lookahead}"
-    if not row.num_rounds <= outcomes <= most_outcomes:
+    if not row.num_rounds <= outcomes <= row.num_rounds * row.batch_size:
         of = f"{row.num_rounds} rounds of {row.batch_size} sequences"
         yield f"accept_histogram counts {outcomes}, {of}"
     num_sequences = (row.groups or 1) * row.batch_size
     if rows is not None:
-        ids = np.unique(rows[:, 1], return_inverse=True)[1]
-        num_sequences = len(np.unique(ids))
-    least, most = emitted - num_sequences * row.lookahead, emitted
+        distinct, ids = np.unique(rows[:, 1], return_inverse=True)
+        num_sequences = len(distinct)
+    fewest = emitted - num_sequences * row.lookahead
     if "token_limit" in row and row.stop_token is None and row.workload not in _ENDING:
         if row.token_limit is None:
-            least = emitted
+            fewest = emitted
         elif rows is not None:
             counts = np.bincount(ids, weights=rows[:, 3] + 1)
-            least = most = int(np.minimum(counts, row.token_limit).sum())
-    if not least <= row.num_tokens <= most:
-        bounds = f"{most}" if least == most else f"{least} to {most}"
+            fewest = emitted = int(np.minimum(counts, row.token_limit).sum())
+    if not fewest <= row.num_tokens <= emitted:
+        bounds = f"{emitted}" if fewest == emitted else f"{fewest} to {emitted}"
         yield f"num_tokens is {row.num_tokens}, accept_histogram gives {bounds}"
 
 
 def _decisions(facts: Facts) -> Faults:
     """Yields outcomes that break 0 ≤ k ≤ num_draft ≤ K, impossible hits, and wrong counts."""
-    row, rows, lookahead = facts.row, facts.array("sequences"), int(facts.row.lookahead)
+    row = facts.row
+    rows = facts.array("sequences")
+    lookahead = int(row.lookahead)
     round_, _, _, accepted, _, source, hit, drafted = rows.T
-    asked, wanted = facts.has_draft, facts.get("backup_lookahead")
+    asked = facts.has_draft
+    wanted = facts.get("backup_lookahead")
     is_backup = asked & (source != Source.CACHE)
     wrong = (
         (
@@ -385,12 +389,9 @@ def _decisions(facts: Facts) -> Faults:
 
 
 def _ledger(facts: Facts) -> Faults:
-    """Yields phases that do not add up to the rounds, or rounds that do not add up to the wall.
-
-    The wall is measured by a separate clock. Each round is judged with the neighbour that gives the
-    better share: a rank that loses its core between the two clocks only moves time from one round
-    to the next, and a pair restores it. Time that no phase counts stays missing with either.
-    """
+    """Yields phases that do not add up to their round, and rounds that do not add up to the wall,
+    which another clock measures. A rank that loses its core between two readings moves time to the
+    next round; so each round is judged with the neighbour that makes the better sum."""
     for role in ("lead", "draft"):
         if f"{role}_ledger_ns" in facts.rounds:
             yield from _phases(facts, role)
@@ -410,7 +411,8 @@ def _ledger(facts: Facts) -> Faults:
 
 
 def _phases(facts: Facts, role: str) -> Faults:
-    table, names = facts.array(f"{role}_ledger_ns"), facts.array(f"{role}_phases").tolist()
+    table = facts.array(f"{role}_ledger_ns")
+    names = facts.array(f"{role}_phases").tolist()
     sums = table[:, 2:].sum(axis=1)
     for n in np.flatnonzero(table[:, 1] != sums)[:1]:
         yield f"{role}_ledger_ns: round {n} took {table[n, 1]} ns, its phases {sums[n]} ns"
@@ -432,11 +434,13 @@ CHECKS = (
 
 
 def violations(row: Row, rounds: Rounds) -> list[str]:
-    """Returns every contradiction in a row, one line each; empty if the row is sound."""
-    facts, messages = Facts(row, rounds), list[str]()
+    """Returns a line for each contradiction in a row; empty if the row is sound."""
+    facts = Facts(row, rounds)
+    messages = list[str]()
 
     def same(path: str, source: str, value: Callable[[Facts], float | None], off: float) -> Faults:
-        number, other = facts[path], value(facts)
+        number = facts[path]
+        other = value(facts)
         if other is not None and _differs(number, other, off):
             yield f"{path} is {number:.7g}, {source}: {other:.7g}"
 

@@ -38,11 +38,9 @@ _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 @contextmanager
 def open_terminal() -> Iterator[TextIO | None]:
-    """Yields the user's terminal, or None, for example for a pipe.
-
-    mpirun holds a rank's output back until a line is complete. Scripts in launch/ therefore name
-    the terminal in MPISSD_TERMINAL (host:/dev/pts/N), and a lead on that host opens it.
-    """
+    """Yields the user's terminal; None if there is none, as in a pipe. mpirun holds back a rank's
+    output until a line ends, so scripts in launch/ name the terminal in MPISSD_TERMINAL
+    (host:/dev/pts/N), and a lead rank on that host opens it."""
     if launcher_size() is None and sys.stdout.isatty():  # mpirun gives ranks a pty of its own
         yield sys.stdout
         return
@@ -68,26 +66,28 @@ def columns_of(terminal: TextIO) -> int:
 
 
 class Meter:
-    """The counts of one answer, and its times in seconds.
-
-    has_cache: whether rounds look up a speculation cache (ssd); the first round cannot hit.
-    """
+    """Counts and times of one answer; first_s: seconds from the start to the first tokens.
+    has_cache: whether rounds look up a speculation cache (ssd); the first round cannot hit."""
 
     def __init__(self, has_cache: bool = False, clock: Callable[[], float] = perf_counter) -> None:
-        self.has_cache, self.clock, self._start = has_cache, clock, clock()
+        self.has_cache = has_cache
+        self.clock = clock
+        self._start = clock()
         self.num_tokens = self.num_rounds = self.hits = self._first_tokens = 0
-        self.seconds = self.first_s = 0.0  # first_s: from the start to the first tokens
+        self.seconds = self.first_s = 0.0
 
     def count(self, num_tokens: int, num_rounds: int, hits: int) -> None:
-        """Takes the counts so far."""
         self.seconds = self.clock() - self._start
         if not self.num_rounds:
-            self.first_s, self._first_tokens = self.seconds, num_tokens
-        self.num_tokens, self.num_rounds, self.hits = num_tokens, num_rounds, hits
+            self.first_s = self.seconds
+            self._first_tokens = num_tokens
+        self.num_tokens = num_tokens
+        self.num_rounds = num_rounds
+        self.hits = hits
 
     @property
     def tok_per_s(self) -> float | None:
-        """Tokens a second after the first ones, which wait for the prompt; None before."""
+        """Tokens a second after the first, which wait for the prompt; None before."""
         later_s = self.seconds - self.first_s
         return (self.num_tokens - self._first_tokens) / later_s if later_s > 0 else None
 
@@ -103,24 +103,21 @@ class Meter:
 
     def short(self) -> str:
         """Returns the numbers in at most MARGIN characters."""
-        rate, speed = self.hit_rate, self.tok_per_s
         parts = [f"{self.tokens_a_round:.2f} tok/round"]
-        parts += [] if rate is None else [f"{rate:4.0%} hits"]
-        parts += [] if speed is None else [f"{speed:3.0f} tok/s"]
+        parts += [] if self.hit_rate is None else [f"{self.hit_rate:4.0%} hits"]
+        parts += [] if self.tok_per_s is None else [f"{self.tok_per_s:3.0f} tok/s"]
         return " · ".join(parts)
 
     def long(self) -> str:
         """Returns the numbers as a sentence."""
-        rate, speed = self.hit_rate, self.tok_per_s
         parts = [f"{self.num_tokens} tokens in {self.num_rounds} rounds"]
         parts.append(f"{self.tokens_a_round:.2f} a round")
-        parts += [] if rate is None else [f"hit rate {rate:.2f}"]
-        parts += [] if speed is None else [f"{speed:.1f} tok/s"]
+        parts += [] if self.hit_rate is None else [f"hit rate {self.hit_rate:.2f}"]
+        parts += [] if self.tok_per_s is None else [f"{self.tok_per_s:.1f} tok/s"]
         return ", ".join([*parts, f"first token after {self.first_s:.2f} s"])
 
 
 def legend() -> str:
-    """Returns one line that explains the colours."""
     return "   ".join(f"\x1b[{COLOURS[source]}m■ {text}\x1b[0m" for source, text in _LEGEND)
 
 
@@ -132,31 +129,28 @@ def width_of(character: str) -> int:
 
 
 def harmless(text: str) -> str:
-    """Replaces control characters and overrides of the writing direction.
-
-    Otherwise an answer could steer the terminal, or reorder the text on it.
-    """
+    """Replaces control characters and overrides of the writing direction, by which an answer could
+    steer the terminal or reorder its text."""
     text = text.replace("\r\n", "\n").replace("\t", " " * 4)
     steers = {c for c in text if c != "\n" and (category(c) == "Cc" or c in _DIRECTIONS)}
     return "".join("\ufffd" if c in steers else c for c in text)
 
 
 class Painter:
-    """Writes one answer to a terminal of so many columns.
-
-    write: takes text for the terminal. colours: whether tokens are coloured, and numbers shown.
-    """
+    """Writes an answer to a terminal by `write`. colours: by source, with numbers beside it."""
 
     def __init__(self, write: Callable[[str], object], columns: int, *, colours: bool) -> None:
-        self._write, self._colours = write, colours
+        self._write = write
+        self._colours = colours
         self._has_margin = colours and columns >= _LEAST_COLUMNS
         self._width = columns - MARGIN - 3 if self._has_margin else max(20, columns - 1)
         self._column = 0
         self._word: list[Piece] = []  # characters of the word that is not complete
-        self._margin, self._colour = "", "0"
+        self._margin = ""
+        self._colour = "0"
 
     def add(self, pieces: Iterable[Piece], margin: str = "") -> None:
-        """Writes the complete words of one round's tokens, and the numbers of the line's margin."""
+        """Writes the complete words among new tokens. margin: numbers to show beside the line."""
         self._margin = margin
         text = "".join(
             self._put(character, source)
@@ -183,8 +177,9 @@ class Painter:
         return word + (self._end_of_word() if width_of(character) == 2 else "")
 
     def _end_of_word(self) -> str:
-        """Returns the word, on a new line if this one has no room for it."""
-        word, self._word = self._word, []
+        """Returns the word, on a new line if this line has no room for it."""
+        word = self._word
+        self._word = []
         room = self._width - self._column
         line = self._end_of_line() if sum(width_of(c) for c, _ in word) > room else ""
         return line + "".join(self._painted(*piece) for piece in word)
@@ -194,7 +189,8 @@ class Painter:
         return self._coloured(COLOURS.get(source, "0") if self._colours else "0") + character
 
     def _coloured(self, colour: str) -> str:
-        change, self._colour = colour != self._colour, colour
+        change = colour != self._colour
+        self._colour = colour
         return f"\x1b[{colour}m" if change else ""
 
     def _numbers(self) -> str:
@@ -202,8 +198,8 @@ class Painter:
         if not (self._has_margin and self._margin and self._column):
             return ""
         text = self._margin[:MARGIN].rjust(MARGIN)
-        at, back = self._width + 3, self._column + 1
-        return f"{self._coloured('0')}\x1b[{at}G\x1b[2m{text}\x1b[0m\x1b[{back}G"
+        back = self._column + 1
+        return f"{self._coloured('0')}\x1b[{self._width + 3}G\x1b[2m{text}\x1b[0m\x1b[{back}G"
 
     def _end_of_line(self) -> str:
         text = f"{self._numbers()}{self._coloured('0')}\n"
@@ -212,31 +208,33 @@ class Painter:
 
 
 class Show:
-    """Follows one sequence of a run on the lead; `take` is called between two rounds.
-
-    write: takes new text and the numbers of the margin. has_cache: whether rounds look up a
-    speculation cache (ssd). limit: of the answer, in tokens. is_live: whether `write` writes to a
-    terminal at once.
-    """
+    """Follows one sequence of a run on the lead rank. write: takes new text and the margin's
+    numbers. limit: tokens of the answer. is_live: whether `write` shows text at once. has_cache: as
+    in Meter."""
 
     def __init__(
         self,
         text: AnswerText,
         write: Callable[[Sequence[Piece], str], object],
-        *,
-        has_cache: bool,
         limit: int | None = None,
         is_live: bool = False,
+        has_cache: bool = False,
     ) -> None:
-        self._text, self._write, self._left = text, write, limit
-        self.is_over, self.is_live, self.meter = False, is_live, Meter(has_cache)
+        self._text = text
+        self._write = write
+        self._left = limit
+        self.is_over = False
+        self.is_live = is_live
+        self.meter = Meter(has_cache)
 
     def take(self, result: RoundResult) -> None:
-        """Shows a round's new text of the sequence, if it is still decoded."""
+        """Shows the sequence's new text after a round."""
         places = np.flatnonzero(result.outcome.ids == WATCHED)
         if self.is_over or not len(places):
             return
-        row, drafted, outcome = int(places[0]), result.speculation, result.outcome
+        row = int(places[0])
+        drafted = result.speculation
+        outcome = result.outcome
         count = int(outcome.num_accepted[row])
         tokens = [*drafted.tokens[row, :count].tolist(), int(outcome.bonus[row])][: self._left]
         if self._left is not None:
@@ -255,12 +253,12 @@ class Show:
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Show | None]:
-    """Shows the first answer of a run inside the block, if its tokens are text: on a terminal at
-    once, in a pipe when it is complete. Yields None for other tokens."""
+    """Shows a run's first answer, if its tokens are text: on a terminal as it arrives, in a pipe
+    when it is complete. Yields what follows the rounds, or None."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield None
         return
-    config, limit = workload.job.config, workload.job.config.token_limit
+    config = workload.job.config
     prompt = workload.prompts[WATCHED].tokens
     text = AnswerText(workload.tokenizer, config.stop_strings, workload.stop_ids, prompt)
     kept: list[str] = []
@@ -278,8 +276,7 @@ def shown(workload: Workload) -> Iterator[Show | None]:
 
         if terminal is not None:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
-        has_cache, is_live = config.mode == "ssd", terminal is not None
-        show = Show(text, write, has_cache=has_cache, limit=limit, is_live=is_live)
+        show = Show(text, write, config.token_limit, terminal is not None, config.mode == "ssd")
         yield show
         if rest := text.flush():  # text that was held back
             write([(rest, "bonus")], show.meter.short())

@@ -25,7 +25,8 @@ class EventStream:
         self._parts = list[bytes]()  # of the line that is still incomplete
         self._is_first = True  # whether no line has ended yet
         self._ends_in_return = False  # whether the last bytes ended in CR, to which LF may belong
-        self._kind, self._data = "message", list[str]()
+        self._kind = "message"
+        self._data = list[str]()
 
     def push(self, new: bytes) -> Iterator[StreamEvent]:
         """Takes the next bytes; yields the events that they complete."""
@@ -51,4 +52,5 @@ class EventStream:
             elif not text:
                 if self._data:
                     yield StreamEvent(self._kind, "\n".join(self._data))
-                self._kind, self._data = "message", []
+                self._kind = "message"
+                self._data = []

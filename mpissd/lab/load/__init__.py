@@ -1,2 +1,1 @@
-"""Open-loop load: arrivals do not depend on the server's progress, and each request's times count
-from its arrival."""
+"""Open-loop load: arrivals do not depend on the server, and times count from the arrivals."""

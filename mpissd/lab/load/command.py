@@ -33,7 +33,8 @@ from mpissd.lab.load.config import LoadConfig
 from mpissd.lab.sse import DAMAGED, DONE, EventStream, StreamEvent
 from mpissd.serve.config import AUTO, KEY_VARIABLE
 
-ANSWERED, REFUSED = 200, 429
+ANSWERED = 200
+REFUSED = 429
 Times = Mapping[str, float]
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
 # Keys of a server's description of itself, with their types.
@@ -53,10 +54,8 @@ _HEAD = (
 @dataclass(frozen=True)
 class LoadRow:
     """One rate of arrivals at one server, schema 1; times count from a request's arrival.
-
-    OUT/loads/<load_id>.npz has an array a number for each request, in the order of arrival: at_s,
-    ttft_s, latency_s (NaN: none), num_tokens, prompt_tokens and status (200: answered).
-    """
+    OUT/loads/<load_id>.npz has, by request: at_s, ttft_s, latency_s (NaN: none), num_tokens,
+    prompt_tokens and status (200: answered)."""
 
     schema: int = key("version of the set of keys: 1")
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
@@ -107,8 +106,8 @@ class LoadRow:
 
 
 def load(config: LoadConfig) -> int:
-    """Runs the command; the last line of stdout is the last row. Returns the exit code: 5 where a
-    server answers nothing. Raises ConfigError."""
+    """Runs the command; stdout's last line is the last row. Returns the exit code: 5 if the server
+    answered nothing. Raises ConfigError."""
     check_output(config.out)
     planned = list(loads(config))
     try:
@@ -125,18 +124,17 @@ async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow
     async with Client(config) as client:
         about = {**await client.about(), "model": client.model, "server": client.url}
         print(_HEAD, flush=True)
-        for each in planned:
-            rows.append(_kept(config, each, await client.send_all(each), about))
+        for load in planned:
+            rows.append(_kept(config, load, await client.send_all(load), about))
             if rows[-1].num_failed and not rows[-1].num_answered:
-                raise FaultError(f"url={client.url}: none of {len(each.arrivals)} was answered")
+                raise FaultError(f"url={client.url}: none of {len(load.arrivals)} was answered")
     return rows
 
 
 def _kept(
     config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
 ) -> LoadRow:
-    """Makes a load's row and prints its line; keeps it in OUT/loads.jsonl, and its requests'
-    numbers in OUT/loads."""
+    """Returns a load's row; prints its line, and writes it and its requests' numbers to OUT."""
     mode = about.get("mode")
     kind = mode if mode in (AUTO, *MODES) else "server"  # a file is named after it
     named = {
@@ -150,7 +148,8 @@ def _kept(
             "command": without(sys.argv[1:], "api_key"),
         },
     }
-    row, folder = row_of(config, load, served, about, named), Path(config.out, "loads")
+    row = row_of(config, load, served, about, named)
+    folder = Path(config.out, "loads")
     kinds = dict.fromkeys(("at_s", "ttft_s", "latency_s"), "f4")
     kinds |= dict.fromkeys(("num_tokens", "prompt_tokens", "status"), "i4")
     numbers: dict[str, Any] = {
@@ -172,22 +171,22 @@ def _kept(
             ms = [1e3 * times[name] for name in ("p50", "p90", "p99")]
             cells = [f"{time:.0f}" if time >= 100 else f"{time:.1f}" for time in ms]
         texts.append(f"{cells[0]:>8}{cells[1]:>6}{cells[2]:>6}")
-    rate, share = "at once" if row.rate is None else f"{row.rate:.3g}", row.good_share
+    rate = "at once" if row.rate is None else f"{row.rate:.3g}"
     print(
         f"{rate:>7} {f'{row.num_answered}/{row.num_requests}':>9} {row.num_refused:7d} "
         f"{row.tok_per_s:8.1f}   {texts[0]}      {texts[1]}      {row.goodput_per_s:6.2f} "
-        f"({share:.0%})",
+        f"({row.good_share:.0%})",
         flush=True,
     )
     if row.num_failed:
-        first = next(each.why for each in served if each.status not in (ANSWERED, REFUSED))
+        first = next(end.why for end in served if end.status not in (ANSWERED, REFUSED))
         print(f"mpissd: {row.num_failed} failed; the first: {first[:200]}", file=sys.stderr)
     return row
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: its arrival (seconds from the start), its body, and most tokens of its answer."""
+    """A request: its arrival (seconds from the start), body, and most tokens of its answer."""
 
     at_s: float
     entry: Entry
@@ -204,21 +203,19 @@ class Load:
 
 
 def loads(config: LoadConfig) -> Iterator[Load]:
-    """Yields a load for each rate; the same flags give the same ones.
-
-    Each arrival has a line of the prompts: all of them once in an order of the seed's, then again.
-    Raises ConfigError.
-    """
+    """Yields a load for each rate, the same for the same flags. Prompts are taken in a random
+    order, each once before any is taken again. Raises ConfigError."""
     assert config.prompts is not None, "checked"
     entries: list[tuple[Entry, int]] = []
     for where, entry in read_entries(config.prompts):
-        most: Any = entry.get("max_tokens", config.num_tokens)
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        max_tokens: Any = entry.get("max_tokens", config.num_tokens)
+        if type(max_tokens) is not int or max_tokens < 1:
             raise ConfigError(f"{where}: max_tokens: allowed: a whole number >= 1")
-        entries.append((entry, most))
+        entries.append((entry, max_tokens))
     for rate in config.rate:
         times = poisson(rate, config.duration, config.requests, config.seed)
-        random, order = np.random.default_rng([config.seed, 1]), list[int]()
+        random = np.random.default_rng([config.seed, 1])
+        order = list[int]()
         while len(order) < len(times):
             order += random.permutation(len(entries)).tolist()
         chosen = zip(times, order, strict=False)
@@ -227,9 +224,10 @@ def loads(config: LoadConfig) -> Iterator[Load]:
 
 
 def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
-    """Returns the times of Poisson arrivals: `count` of them, or those within the duration, and at
-    least one. A seed's gaps are the same at every rate, stretched."""
-    random, times = np.random.default_rng(seed), list[float]()
+    """Returns the times of Poisson arrivals: `count` of them, or those within the duration, at
+    least one. At another rate a seed's gaps are the same, stretched."""
+    random = np.random.default_rng(seed)
+    times = list[float]()
     at = 0.0
     while True:
         at += float(random.exponential()) / rate
@@ -241,9 +239,9 @@ def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> lis
 
 @dataclass(frozen=True)
 class Served:
-    """One request's end. Times are in seconds from its arrival; status: 200 answered, 429 refused,
-    any other failed. late_s: how late it was sent. speculation: drafted, accepted, hits, rounds, if
-    the server reports them. why: the reason of a failure."""
+    """How a request ended; times are seconds from its arrival. status: 200 answered, 429 refused,
+    others failed. late_s: how late it was sent. speculation: the server's counts of drafted,
+    accepted, hits and rounds, if any. why: reason of a failure."""
 
     at_s: float
     status: int
@@ -270,25 +268,26 @@ def row_of(
     about: Mapping[str, Any],
     named: Mapping[str, Any],
 ) -> LoadRow:
-    """Returns the row of a load. about: the server's own description. named: the other keys."""
-    answered = [each for each in served if each.status == ANSWERED]
-    refused = sum(each.status == REFUSED for each in served)
-    good = sum(each.ttft_s <= config.ttft and not each.tpot_s > config.tpot for each in answered)
-    begins, ends = [e.at_s for e in served], [e.at_s + e.latency_s for e in answered]
+    """Returns the row of a load. about: the server's description of itself. named: further keys."""
+    answered = [e for e in served if e.status == ANSWERED]
+    refused = sum(e.status == REFUSED for e in served)
+    good = sum(e.ttft_s <= config.ttft and not e.tpot_s > config.tpot for e in answered)
+    begins = [e.at_s for e in served]
+    ends = [e.at_s + e.latency_s for e in answered]
     wall = max(*ends, *begins) - min(begins) if answered else 0.0
     steps = sorted([(e.at_s, 1) for e in answered] + [(end, -1) for end in ends])
-    tokens = sum(each.num_tokens for each in served)
-    reports = [each.speculation for each in answered if each.speculation is not None]
+    tokens = sum(e.num_tokens for e in served)
+    reports = [e.speculation for e in answered if e.speculation is not None]
     described: dict[str, Any] = {name: about.get(name) for name in _SERVER}
     if reports:
         described |= {n: sum(int(report.get(n, 0)) for report in reports) for n in _COUNTS}
 
     def times(name: str) -> dict[str, float] | None:
-        known = np.array([s for each in answered if not np.isnan(s := getattr(each, name))])
-        if not len(known):
+        seconds = np.array([s for e in answered if not np.isnan(s := getattr(e, name))])
+        if not len(seconds):
             return None
-        p50, p90, p99 = (float(each) for each in np.percentile(known, (50, 90, 99)))
-        return {"mean": float(known.mean()), "p50": p50, "p90": p90, "p99": p99}
+        p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
+        return {"mean": float(seconds.mean()), "p50": p50, "p90": p90, "p99": p99}
 
     path = Path(str(config.prompts)).expanduser()
     return LoadRow(
@@ -313,22 +312,23 @@ def row_of(
         objective={"ttft_s": config.ttft, "tpot_s": config.tpot},
         goodput_per_s=good / wall if wall else 0.0,
         good_share=good / len(served),
-        client_late_s=max(each.late_s for each in served),
+        client_late_s=max(e.late_s for e in served),
     )
 
 
 class Client:
-    """Asks one server. Use it in an `async with` block."""
+    """An HTTP client of one server, for an `async with` block."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Raises ConfigError without httpx, and for a URL that is none."""
+        """Raises ConfigError without httpx, and for an invalid URL."""
         try:
             import httpx
         except ImportError as error:
             raise ConfigError("load needs httpx: pip install 'mpissd[serve]'") from error
         key = config.api_key or os.environ.get(KEY_VARIABLE)
         self._broken = httpx.HTTPError
-        self._config, self.url = config, config.url
+        self._config = config
+        self.url = config.url
         try:
             base = httpx.URL(self.url.rstrip("/") + "/")
         except httpx.InvalidURL as error:
@@ -349,17 +349,15 @@ class Client:
         await self._http.aclose()
 
     async def about(self) -> Mapping[str, Any]:
-        """Asks for the server's model; returns the server's description of itself, if it is mpissd.
-
-        Raises FaultError if no server answers.
-        """
+        """Asks for the server's model; returns its description of itself if it is mpissd, else {}.
+        Raises FaultError if no server answers."""
         try:
             answer = await self._http.get("models")
             models = answer.raise_for_status().json()["data"]
             self.model = self.model or models[0]["id"]
             if not isinstance(self.model, str):
                 raise ValueError(f"a model's id is {self.model!r}")
-            of_model = [each.get("mpissd") for each in models if each["id"] == self.model]
+            of_model = [model.get("mpissd") for model in models if model["id"] == self.model]
         except (self._broken, *DAMAGED) as error:
             why = str(error).partition("\n")[0]
             raise FaultError(f"url={self.url}: no models there: {why}") from error
@@ -367,14 +365,13 @@ class Client:
         return {n: about[n] for n, kind in _SERVER.items() if type(about.get(n)) is kind}
 
     async def send_all(self, load: Load) -> list[Served]:
-        """Sends each request of a load at its time; returns their results."""
+        """Sends each request of a load when it is due; returns how they ended."""
         start = time.monotonic()
         arrivals = enumerate(load.arrivals)
-        return await asyncio.gather(*(self._send(start, n, each) for n, each in arrivals))
+        return await asyncio.gather(*(self._send(start, n, arrival) for n, arrival in arrivals))
 
     async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
-        """Sends one request when it is due; each has a seed of its own, or equal ones would draw by
-        the same numbers."""
+        """Sends a request when it is due, with its own seed: equal seeds would draw alike."""
         due = start + arrival.at_s
         await asyncio.sleep(due - time.monotonic())
         late = time.monotonic() - due
@@ -413,7 +410,7 @@ class Client:
         )
 
     async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Reply) -> int:
-        """Sends a request and reads its answer to the end, as Reply.add; returns the status."""
+        """Sends a request and reads its streamed answer to the end; returns the HTTP status."""
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return response.status_code
@@ -425,11 +422,9 @@ class Client:
 
 
 class Reply:
-    """The state of a streamed answer; times are in seconds from the request's arrival.
-
-    first_s: of the first token. last_s: of the last one, or of the chunk that ends the answer.
-    num_chunks: chunks that bring tokens. usage: the server's. is_done: whether nothing follows.
-    """
+    """A streamed answer so far; times are seconds from the request's arrival. last_s: of the last
+    token, or of the chunk that ends the answer. num_chunks: chunks with tokens. usage: as the
+    server reports it. is_done: whether nothing follows."""
 
     def __init__(self) -> None:
         self.first_s = self.last_s = np.nan
@@ -438,7 +433,7 @@ class Reply:
         self.usage: Mapping[str, Any] = {}
 
     def add(self, event: StreamEvent, now_s: float) -> None:
-        """Takes an event; raises an error of DAMAGED if it is no chunk, or reports an error."""
+        """Takes an event; raises one of DAMAGED if it is no chunk or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True
@@ -451,7 +446,8 @@ class Reply:
         if isinstance(chunk.get("usage"), dict):
             self.usage = chunk["usage"]
         for choice in chunk.get("choices") or ():
-            delta, logprobs = choice.get("delta") or {}, choice.get("logprobs") or {}
+            delta = choice.get("delta") or {}
+            logprobs = choice.get("logprobs") or {}
             parts = [choice.get("text"), *logprobs.values(), *map(delta.get, _GENERATED)]
             is_end = bool(choice.get("finish_reason"))
             self.num_chunks += any(parts)

@@ -13,7 +13,7 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 def rates(name: str, text: str) -> tuple[float, ...]:
-    """Parses rates, separated by commas: numbers above 0, or inf (all at once)."""
+    """Parses rates separated by commas: numbers above 0, or inf (all at once)."""
     parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
     values = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
     if not values or 0 in values:
@@ -23,8 +23,6 @@ def rates(name: str, text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class LoadConfig(Checked):
-    """Flags of `load`."""
-
     rate: tuple[float, ...] = flag(
         (1.0,), rates, "requests a second, in the mean: 2,4,8; inf: all at once"
     )
@@ -49,7 +47,6 @@ class LoadConfig(Checked):
     stream_usage: bool = flag(True, switch, "ask for usage in streams; some servers refuse it")
 
     def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
         super().check()
         if math.inf in self.rate and self.requests is None:
             raise ConfigError("rate=inf without requests: allowed: with requests=N, all at once")

@@ -39,7 +39,8 @@ _TURNS = 4  # at least, before a small interval ends them
 _LATE_S = 20.0  # after the time is over, for the fewest turns
 _PASS_S = 0.25  # of a pass of the run's own, as far as its tokens allow
 _ANSWER = 0.05  # of the time: the longest pass over the next ones of many prompts
-_FEWEST, _MOST = 32, 4000  # tokens of a sequence in a pass
+_FEWEST = 32  # tokens of a sequence in a pass
+_MOST = 4000
 _WARM_ROUNDS = 4  # of every pass
 _SPARE_BYTES = 4 << 30  # of two machines at once: activations, graphs, libraries
 _MOST_SEED = 2**64
@@ -47,7 +48,7 @@ _MOST_SEED = 2**64
 
 @dataclass
 class Place:
-    """A use, and the machine and configuration that measure it."""
+    """A use of the GPUs, with the machine and configuration that measure it."""
 
     use: TimedUse
     machine: Machine
@@ -57,11 +58,9 @@ class Place:
 def compared(
     machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
 ) -> UseComparison | str | None:
-    """Compares a run that is over with other uses of its machine; collective.
-
-    row: the run's, on rank 0. measure: measures a session. say: shows progress, on rank 0. Returns
-    the comparison, or why there is none; None on other ranks.
-    """
+    """Compares a finished run with other uses of its ranks; collective. Returns the comparison, or
+    why there is none; None except on rank 0. row: the run's, on rank 0. measure: measures one
+    session. say: shows progress, on rank 0."""
     try:
         comparison = _Beside(machine, run, row, measure, say).compared()
     except Refused as refused:  # raised on all ranks
@@ -70,22 +69,23 @@ def compared(
 
 
 class _Beside:
-    """One rank's part in a comparison."""
-
     def __init__(
         self, machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
     ) -> None:
-        """Takes the machine of a run that is over; collective."""
+        """Takes the machine, configuration and row of the finished run; collective."""
         job = machine.resolve(run)
         if run.pair is None and run.target is None:  # the default pair depends on T
             run = replace(run, target=job.target_where, draft=job.draft_where or None)
-        self._machine, self._run, self._measure = machine, run, measure
+        self._machine = machine
+        self._run = run
+        self._measure = measure
         self._say = say if machine.topology.is_lead else lambda _: None
         facts = None
         if row is not None:
             count = job.workload.num_sequences
             facts = *pass_of(row, run, count), count, acceptance_rates(row)
-        self._tokens, self._each, self._prompts, self._rates = machine.topology.world.bcast(facts)
+        facts = machine.topology.world.bcast(facts)
+        self._tokens, self._per_pass, self._prompts, self._rates = facts
         self._comparison = UseComparison([], num_rounds=_MOST)
         is_cut = row is not None and row.num_tokens > row.batch_size * self._tokens
         if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
@@ -94,11 +94,11 @@ class _Beside:
         self._probes: list[dict[str, float]] = []  # what disturbed each turn
 
     def compared(self) -> UseComparison:
-        """Measures the uses in turns; collective. Only rank 0 knows their speeds.
-
-        A use that is refused is named. Raises Refused if OUT/beside cannot be written.
-        """
-        machine, run, topology = self._machine, self._run, self._machine.topology
+        """Measures the uses in turns; collective. Only rank 0 knows their speeds. A use that cannot
+        run is kept with its reason. Raises Refused if OUT/beside cannot be written."""
+        machine = self._machine
+        run = self._run
+        topology = machine.topology
         with agreed(topology.world):
             if topology.is_lead:
                 make_output(str(Path(run.out, "beside")))
@@ -106,42 +106,47 @@ class _Beside:
         has_draft = run.beside != "ar" and (run.target is None or run.draft is not None)
         modes = ("ar", "sd") if has_draft else ("ar",)
         mode = {"prompt": LOOKUPS[0]}.get(run.lookup, run.lookup) if run.is_lookup else run.mode
-        own = Family(mode, topology.tp, topology.num_drafts)
-        narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (own.tp, own.gpus))
-        families = [own, *(family for family in narrow if family != own)]
-        if own == Family("sd", own.tp, 0) and not run.tree:
-            families.append(own)  # at its best K, too
+        first = Family(mode, topology.tp, topology.num_drafts)  # the run's own
+        narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (first.tp, first.gpus))
+        families = [first, *(family for family in narrow if family != first)]
+        if first == Family("sd", first.tp, 0) and not run.tree:
+            families.append(first)  # at its best K, too
         places = [self._place(machine, family) for family in families]
         if len(families) > len({*families}) and places[-1].use == places[0].use:
             places.pop()
             self._comparison.uses.pop()
         with ExitStack() as stack:
-            if own.num_drafts:
+            if first.num_drafts:
                 if not (is_whole := self._holds_both(places)):
                     self._turns(places, run.beside_s / 2)
                     machine.models.close()
-                self._say(f"opening all {own.gpus} ranks for the target")
+                self._say(f"opening all {first.gpus} ranks for the target")
                 try:
                     other = stack.enter_context(opened_machine(rival(run, "ar"), 0))
-                    more = [self._place(other, family) for family in wide]
+                    wide_places = [self._place(other, family) for family in wide]
                 except Refused as refused:  # raised on all ranks
-                    uses, more = self._comparison.uses, []
-                    uses += [TimedUse(each, uses[0].unit, refused=str(refused)) for each in wide]
-                self._turns(places + more if is_whole else more, run.beside_s / (2 - is_whole))
+                    wide_places = []
+                    uses = self._comparison.uses
+                    uses += [
+                        TimedUse(family, uses[0].unit, refused=str(refused)) for family in wide
+                    ]
+                places = places + wide_places if is_whole else wide_places
+                self._turns(places, run.beside_s / (2 - is_whole))
                 note = "Memory holds one division of the ranks at a time: one after the other."
                 self._comparison.notes += [note] * (not is_whole)
             elif len(places) > 1:
                 self._turns(places, run.beside_s)
-        if self._each < self._prompts:
+        if self._per_pass < self._prompts:
             turns = max(len(use.speeds) for use in self._comparison.uses)
-            count = min(self._prompts, self._each * turns)
+            count = min(self._prompts, self._per_pass * turns)
             self._comparison.prompts = f"{count} of {self._prompts} prompts"
         return self._comparison
 
     def _place(self, machine: Machine, family: Family) -> Place:
-        """Returns the place of a use, with its K chosen there; collective."""
+        """Adds a use to the comparison and chooses its K; returns its place. Collective."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
-        run, use = self._run, TimedUse(family, unit)
+        run = self._run
+        use = TimedUse(family, unit)
         is_own = not self._comparison.uses  # it comes first
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
@@ -163,26 +168,29 @@ class _Beside:
         return Place(use, machine, config)
 
     def _holds_both(self, places: Sequence[Place]) -> bool:
-        """Whether every rank's memory holds this division's models, and all ranks' shares of the
-        target, which are smaller. Collective."""
+        """Whether each rank's memory has room for the models of this division and of the division
+        that gives all ranks to the target. Collective."""
         machine = self._machine
         jobs = [machine.resolve(place.config) for place in places if not place.use.refused]
         sizes = [job.rank_bytes(machine.backend.itemsize) for job in jobs]
-        is_draft, room = machine.topology.is_draft, machine.memory[machine.topology.is_draft]
+        is_draft = machine.topology.is_draft
+        room = machine.memory[is_draft]
         both = sum(max((size[n] for size in sizes), default=0) for n in (is_draft, 0))
-        fits = room is None or both + _SPARE_BYTES <= room
-        return all(machine.topology.world.allgather(fits))
+        return all(machine.topology.world.allgather(room is None or both + _SPARE_BYTES <= room))
 
     def _turns(self, places: Sequence[Place], budget_s: float) -> None:
-        """Measures the places in turns until the interval of every answer is small; collective.
-
-        The first turn warms up and is not counted. A turn begins if it should end in time: in
-        twice the time if no verdict is there, and _LATE_S later if turns are too few for one.
-        """
-        begun, world = perf_counter(), self._machine.topology.world
-        left, turn, is_over = [place for place in places if not place.use.refused], 0, False
+        """Measures the places in turns until every ratio's interval is small; collective. The first
+        turn only warms up. A turn begins if it should end within the budget, within twice the
+        budget if no verdict is there yet, or _LATE_S later if there are too few turns for one."""
+        begun = perf_counter()
+        world = self._machine.topology.world
+        left = [place for place in places if not place.use.refused]
+        turn = 0
+        is_over = False
         while left and not is_over:
-            start, count, before = perf_counter(), turn % len(left), counters()
+            start = perf_counter()
+            count = turn % len(left)
+            before = counters()
             for place in left[count:] + left[:count]:
                 self._say(f"comparing: {f'turn {turn}' if turn else 'warm-up'}, {place.use}")
                 speed = self._speed(place, turn)
@@ -200,7 +208,7 @@ class _Beside:
             is_late = turn > 0 and 2 * now - start > begun + budget_s + more_s
             needed = self._comparison.uses
             if turn > 1:
-                is_part = turn < max(_TURNS, self._prompts / self._each)
+                is_part = turn < max(_TURNS, self._prompts / self._per_pass)
                 needed = self._comparison.needed(-1 if is_part else _WIDTH)
             kept = [place.use in needed and not place.use.refused for place in left]
             is_over, kept = world.bcast((is_late, kept))  # only rank 0 knows them
@@ -209,13 +217,15 @@ class _Beside:
 
     def _speed(self, place: Place, turn: int) -> float | None:
         """Measures one pass; returns its tokens a second on rank 0. Collective."""
-        machine, session, row = place.machine, None, None
+        machine = place.machine
+        session = row = None
         seed = (self._run.seed + turn) % _MOST_SEED
         try:
             with agreed(machine.topology.world):
                 job = machine.resolve(replace(place.config, seed=seed))
-            if self._each < self._prompts and (machine.topology.is_lead or not self._run.is_text):
-                job.workload.keep((max(turn, 1) - 1) * self._each, self._each)
+            is_part = self._per_pass < self._prompts
+            if is_part and (machine.topology.is_lead or not self._run.is_text):
+                job.workload.keep((max(turn, 1) - 1) * self._per_pass, self._per_pass)
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
@@ -236,12 +246,11 @@ class _Beside:
 
 
 def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
-    """Returns the most tokens of a sequence in a pass, and the sequences of a pass.
-
-    It decodes as many tokens as the run does in .25 s; of more prompts than decode together, whole
-    answers that take up to a 20th of the comparison's time. prompts: of the run.
-    """
-    is_long, per_s = prompts > row.batch_size, row.tok_per_s / row.batch_size
+    """Returns the tokens of a sequence and the number of sequences that a pass decodes. prompts: of
+    the run. A pass takes as long as the run needs for .25 s of tokens; if there are more prompts
+    than decode together, it decodes whole answers in up to a 20th of the comparison's time."""
+    is_long = prompts > row.batch_size
+    per_s = row.tok_per_s / row.batch_size
     seconds = max(_PASS_S, _ANSWER * run.beside_s) if is_long else _PASS_S
     given = [run.token_limit, None if is_long else run.max_rounds]
     limits = [n for n in given if n is not None and (is_long or run.is_transformer)]
@@ -252,10 +261,8 @@ def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
 
 
 def acceptance_rates(row: Row) -> tuple[float, ...] | None:
-    """Returns the acceptance rates by position that a run measured; None if none were.
-
-    The last one stands for later positions too.
-    """
+    """Returns the acceptance rate at each position of a run; the last stands for later positions
+    too. None if the run did not measure them."""
     counts = np.array(row.accept_histogram, np.float64)
     if row.tree_nodes or len(counts) < 2:
         return None
@@ -265,8 +272,8 @@ def acceptance_rates(row: Row) -> tuple[float, ...] | None:
 
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
-    """Returns the configuration of `mode` that does a run's work without a draft rank, with
-    defaults of the flags of the run's method; of a run with a fixed tree, SD drafts that tree."""
+    """Returns the configuration of `mode` for the same work without a draft rank. Flags of the
+    run's own method get defaults, but SD keeps the tree of a run with a fixed tree."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
     values: dict[str, Any] = {name: fields[name].default for name in reset}
@@ -281,18 +288,15 @@ def rival(run: RunConfig, mode: str) -> RunConfig:
 
 
 def speed(row: Row) -> float:
-    """Returns the tokens a second; of text after the first round, without later prompts' prefill.
-
-    If the limit of tokens ended every sequence, the tokens beyond it count too: the last round
-    took as long as any other.
-    """
-    batch, prompts = row.batch_size or 1, row.num_prompts or row.batch_size or 1
+    """Returns the tokens a second; of text without the first round and later prompts' prefill. If a
+    limit ended every sequence, tokens beyond it count: the last round took as long as others."""
+    prompts = row.num_prompts or row.batch_size or 1
     tokens = float(row.num_tokens)
     if tokens == prompts * (row.token_limit or 0):
         tokens = float(sum((k + 1) * n for k, n in enumerate(row.accept_histogram)))
     if row.time_to_first_token_s is None:
         return tokens / row.wall_s
-    first = min(batch, prompts)
+    first = min(row.batch_size or 1, prompts)
     later_s = row.wall_s - row.time_to_first_token_s
     later_s -= (1 - first / prompts) * (row.t_prefill_s or 0.0)
     return (tokens - first * row.acceptance_length) / later_s if later_s > 0 else row.tok_per_s

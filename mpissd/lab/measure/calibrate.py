@@ -49,11 +49,13 @@ from mpissd.lab.predict.simulation import Grid, expect
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
 _SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
 _REPEATS = 5
-_MOST_REPEATS, _BUDGET_S = 50, 0.1  # repeats of a transformer's forward on a CPU, and their time
+_MOST_REPEATS = 50  # of a transformer's forward on a CPU
+_BUDGET_S = 0.1  # for these repeats
 _BUILDING_S = 3600.0
 _MOST_K = 10  # the largest K that is tried where acceptance is imposed
 _CHOSEN = "lookahead", "fan_out", "backup_lookahead"
-_VERIFIED, _DRAFTED = (1, 4, 8), (1, 8, 16)  # rows of the forwards that decide, .2 s in all
+_VERIFIED = (1, 4, 8)  # rows of the target's forwards that are timed to choose K
+_DRAFTED = (1, 8, 16)  # rows of the draft's
 _MARGIN = 1.05  # the default K and fan-out stay unless others are so much faster
 Seconds = Mapping[int, float]  # seconds of a forward, by its rows
 Value = TypeVar("Value")
@@ -61,7 +63,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class JobProfile:
-    """The measurements of this job that the predictor needs, and the rates of its floor."""
+    """Measured device costs of this job for the predictor, and rates for the floor of a forward."""
 
     device: DeviceCosts
     read_bytes_per_s: float | None  # read rate of the lead's device
@@ -72,40 +74,39 @@ class JobProfile:
 
 
 def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
-    """Measures the job's profile without host costs; returns it on the lead, None elsewhere.
-
-    is_brief: forwards are timed once, and the rates of the floor stay unknown. Collective: every
-    rank calls it. Earlier measurements of the same process are reused.
-    """
-    session, topology = rank.session, rank.session.topology
-    backend, job, used = session.backend, session.job, list[datetime]()
+    """Times the job's forwards; returns its profile without host costs on the lead rank, None
+    elsewhere. Collective. Measurements of the same process are reused. is_brief: each forward is
+    timed once, and the rates stay unknown."""
+    session = rank.session
+    topology = session.topology
+    backend = session.backend
+    job = session.job
+    used = list[datetime]()
 
     def once(owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
-        """Returns the value of `measure` for (owner, key), which may have been measured before."""
-        known = session.calibrations.setdefault(owner, {})
-        if key not in known:
-            known[key] = measure(), datetime.now(timezone.utc)
-        used.append(known[key][1])
-        value: Value = known[key][0]
+        """Returns the value of `measure`, or the value measured before for (owner, key)."""
+        values = session.calibrations.setdefault(owner, {})
+        if key not in values:
+            values[key] = measure(), datetime.now(timezone.utc)
+        value: Value = values[key][0]
+        used.append(values[key][1])
         return value
 
     def forward_times(stepper: Stepper) -> tuple[Seconds, Mapping[int, Seconds]]:
-        """Times every bucket of a model; collective over that model's ranks.
-
-        Returns {rows: seconds}, and {candidates: the same} of scoring forwards (glues), which read
-        out several candidates of each row; empty without such forwards.
-        """
+        """Returns {rows: seconds} of a model's forwards, and {candidates: {rows: seconds}} of those
+        that score candidates of each row. Collective over the model's ranks."""
 
         def timed(rows: int, *, lists: bool) -> float:
             measure = partial(_time, stepper, rows, session, lists=lists, is_brief=is_brief)
             return once(stepper.stack, (rows, lists), measure)
 
         seconds = {rows: timed(rows, lists=False) for rows in stepper.buckets}
-        candidates, live = stepper.options.top_k, range(1, job.config.batch_size + 1)
+        candidates = stepper.options.top_k
         if candidates == 1:
             return seconds, {}
-        glues = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
-        return seconds, {candidates: {rows: timed(rows, lists=True) for rows in glues}}
+        live = range(1, job.config.batch_size + 1)
+        scoring = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
+        return seconds, {candidates: {rows: timed(rows, lists=True) for rows in scoring}}
 
     session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
     stepper = None  # only the first target group measures: devices are alike
@@ -131,8 +132,8 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
     draft = topology.world.bcast(draft, root=topology.first_draft if topology.num_drafts else 0)
     if not topology.is_lead or stepper is None:
         return None
-    device, since = DeviceCosts.from_points(seconds, *(draft or ())), min(used)
-    return JobProfile(device, read, peak, reduces, since.isoformat(timespec="milliseconds"))
+    device = DeviceCosts.from_points(seconds, *(draft or ()))
+    return JobProfile(device, read, peak, reduces, min(used).isoformat(timespec="milliseconds"))
 
 
 def _stepper(worker: Any) -> Stepper:
@@ -146,10 +147,8 @@ def _stepper(worker: Any) -> Stepper:
 def forwards(
     stepper: Stepper, rows: int, sequences: int, waiter: Waiter, *, lists: bool = False
 ) -> Iterator[float]:
-    """Runs a forward of `rows` rows for each value that is asked for: its device seconds.
-
-    The rows are uploaded each time, because forwards of other row counts may run in between.
-    """
+    """Runs a forward of `rows` rows each time a value is requested, and yields its device seconds.
+    Rows are uploaded each time, since forwards of other sizes may run in between."""
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
     places = _timed_places(rows, sequences, stepper.options)
     while True:
@@ -174,14 +173,14 @@ def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places 
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
-    """Returns the median device seconds of repeated forwards of `rows` rows.
-
-    They are repeated more often where other work may slow a host's cores; is_brief: one counts.
-    """
-    batch, start = session.job.config.batch_size, perf_counter()
+    """Returns the median device seconds of repeated forwards of `rows` rows; on a CPU more are run,
+    since other processes may slow its cores. is_brief: only one counts."""
+    batch = session.job.config.batch_size
+    start = perf_counter()
     timed = forwards(stepper, rows, batch, session.waiter, lists=lists)
     next(timed)
-    repeats, first_s = _REPEATS, perf_counter() - start
+    repeats = _REPEATS
+    first_s = perf_counter() - start
     if is_brief:
         repeats = 1
     elif session.backend.info.kind == "cpu" and stepper.options.capacity:
@@ -194,40 +193,42 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
 
 
 def with_tree(machine: Machine, config: RunConfig, given: Container[str]) -> RunConfig:
-    """Returns a configuration of --tree=auto with the tree for this machine; any other unchanged.
-
-    given: names of the flags that were given, as to K. On CPUs trees are slower than chains. What
-    it was chosen from is kept for `chosen`. Raises ConfigError as `with_best_tree` does.
-    """
+    """Returns a --tree=auto configuration with the tree for this machine, another unchanged; raises
+    ConfigError as with_best_tree does. On CPUs it is a chain: trees are slower there. `chosen`
+    tells what the tree was chosen from. given: names of the given flags; only a given K is kept."""
     if config.tree != AUTO_TREE:
         return config
-    info, levels = machine.infos[0], config.lookahead if "lookahead" in given else None
+    info = machine.infos[0]
+    levels = config.lookahead if "lookahead" in given else None
     if info.kind == "cpu":
-        config, known = replace(config, tree=None), {"tree": None, "device": "cpu"}
+        config = replace(config, tree=None)
+        choice: dict[str, Any] = {"tree": None, "device": "cpu"}
     else:
         is_emulated = info.kind == "emulated"
         profile = load_profile(config.device) if is_emulated else profile_of(info.name)
-        config, known = with_best_tree(config, profile, machine.topology.tp, levels)
-    values = machine.calibrations.setdefault(machine.backend, {})
-    values["tree", config.digest] = known, datetime.now(timezone.utc)
+        config, choice = with_best_tree(config, profile, machine.topology.tp, levels)
+    _keep(machine, ("tree", config.digest), choice)
     return config
 
 
+def _keep(machine: Machine, key: Hashable, value: Any) -> None:
+    values = machine.calibrations.setdefault(machine.backend, {})
+    values[key] = value, datetime.now(timezone.utc)
+
+
 def chosen(session: Session) -> dict[str, Any] | None:
-    """Returns what --tree=auto, or the shipped pair's K and fan-out, was chosen from, if it was."""
-    known = session.calibrations.get(session.backend, {})
+    """Returns what --tree=auto, or K and fan-out of the shipped pair, were chosen from, or None."""
+    values = session.calibrations.get(session.backend, {})
     config = session.job.config
-    by_k = known.get(("chosen", config.mode, config.drafts), (None, None))
-    value, _ = known.get(("tree", config.digest), by_k)
+    by_k = values.get(("chosen", config.mode, config.drafts), (None, None))
+    value, _ = values.get(("tree", config.digest), by_k)
     return value
 
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
-    """Returns the configuration with the fastest K and fan-out here, if `given` names neither.
-
-    Only for one sequence of the shipped pair on CPUs: no other pair's acceptance is known. The
-    seconds are kept as a calibration of the backend. Collective.
-    """
+    """Returns the configuration with a chosen tree, or with the fastest K and fan-out here if no
+    given flag says them. Collective. Only for one sequence of the shipped pair on CPUs, whose
+    acceptance is known; the timed seconds are kept for `chosen`."""
     if config.tree == AUTO_TREE:
         with agreed(machine.topology.world):
             config = with_tree(machine, config, given)
@@ -239,11 +240,9 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
 
 
 def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = None) -> RunConfig:
-    """Returns the configuration of SD with its fastest K on a part of the machine. Collective.
-
-    The shipped pair's is chosen as a run chooses it. rates: acceptance rates by position that a run
-    measured; without them K stays, unless they are imposed. Raises Refused.
-    """
+    """Returns the configuration of SD with its fastest K on this division of the machine.
+    Collective; raises Refused. rates: measured acceptance rates by position; without rates, K stays
+    unless the workload imposes rates or the pair is the shipped one."""
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
@@ -257,8 +256,8 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
         rates = job.acceptance[Source.JIT].hazards
     elif rates is None:
         return config
-    most = _MOST_K if config.is_text else job.lookahead
-    return _timed_best(machine, config, job, rates[:most])
+    count = _MOST_K if config.is_text else job.lookahead
+    return _timed_best(machine, config, job, rates[:count])
 
 
 def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
@@ -270,17 +269,15 @@ def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
 
 
 def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[float]) -> RunConfig:
-    """Returns the configuration with its fastest K and fan-out, by forwards that are timed here.
-
-    job: of the configuration, with the rows that are timed. Ranks that have no part in it wait.
-    """
+    """Returns the configuration with the K and fan-out that are fastest by forwards timed here.
+    Collective. job: a job with the rows to time. rates: acceptance rates by position."""
     machine.models.expect([job])
-    best, session = None, machine.session(job)
+    best = None
+    session = machine.session(job)
     if session is not None:
         verify_s, draft_s = _deciding_forwards(session)
-        known = machine.calibrations.setdefault(machine.backend, {})
         values = {"verify_s": verify_s, "draft_s": draft_s}
-        known["chosen", config.mode, config.drafts] = values, datetime.now(timezone.utc)
+        _keep(machine, ("chosen", config.mode, config.drafts), values)
         if session.topology.is_lead:
             best = fastest(replace(job, lookahead=config.lookahead), verify_s, draft_s, rates)
     best = machine.topology.world.bcast(best)
@@ -288,13 +285,13 @@ def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[f
 
 
 def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
-    """Returns the median seconds of the target's and the draft's forwards by rows; collective.
-
-    On CPUs they are CPU seconds: the turns of other processes do not count. SSD's ranks are timed
-    at once, as they share the memory's rate; a forward that began before the other rank's did not.
-    """
-    topology, config = session.topology, session.job.config
-    is_ahead, batch = config.mode == "ssd", config.batch_size
+    """Returns {rows: median seconds} of the target's and of the draft's forwards; collective. On
+    CPUs they are CPU seconds, without other processes' turns. In SSD both ranks are timed at once,
+    as they share the memory's bandwidth."""
+    topology = session.topology
+    config = session.job.config
+    is_ahead = config.mode == "ssd"
+    batch = config.batch_size
     clock = thread_time if session.backend.name == "numpy" else perf_counter
     target, draft = session.models.open(session.job, topology)
 
@@ -302,11 +299,11 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
         if stepper is None:
             return {}
         sizes = [batch * n for n in sizes if batch * n <= stepper.buckets[-1]]
-        each_size = [forwards(stepper, n, batch, session.waiter) for n in sizes]
+        runs = [forwards(stepper, n, batch, session.waiter) for n in sizes]
         seconds = list[float]()
-        for each in each_size * turns:
+        for run in runs * turns:
             start = clock()
-            next(each)
+            next(run)
             seconds.append(clock() - start)
         stepper.release(range(batch))
         return {rows: median(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
@@ -325,36 +322,35 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
 def fastest(
     job: Job, verify_s: Seconds, draft_s: Seconds, rates: Sequence[float] = DEFAULT_RATES
 ) -> tuple[int, str]:
-    """Returns K and the fan-out with the highest expected rate under acceptance rates by position.
-
-    The job's own stay unless others are 5% faster. Rates are means over errors of the draft's
-    seconds, since a draft step that just fits into a forward promises too much.
-    """
-    own, jobs = (job.lookahead, job.config.fan_out), dict[tuple[int, str], Job]()
+    """Returns the K and fan-out with the highest expected rate; the job's own unless others are 5%
+    faster. rates: acceptance by position. The expected rate is a mean over errors of draft_s, since
+    a draft step that just fits into a forward promises too much."""
+    default = (job.lookahead, job.config.fan_out)
+    jobs = dict[tuple[int, str], Job]()
     for k, f in product(range(1, 1 + len(rates)), (1, 2, 3) if job.fan_out else (0,)):
-        fans, law = (f,) * (k + 1) if f else (), AcceptanceLaw(tuple(rates[:k]), "")
+        fans = (f,) * (k + 1) if f else ()
         way = replace(job, lookahead=k, backup_lookahead=k, fan_out=fans, fan_out_miss=fans)
-        way = replace(way, acceptance=dict.fromkeys(Source, law))
-        jobs[k, f"uniform:{f}" if f else own[1]] = way
+        way = replace(way, acceptance=dict.fromkeys(Source, AcceptanceLaw(tuple(rates[:k]), "")))
+        jobs[k, f"uniform:{f}" if f else default[1]] = way
     speeds = dict.fromkeys(jobs, 0.0)
     for error in (0.8, 1.0, 1.25):
         device = DeviceCosts.from_points(verify_s, {n: error * s for n, s in draft_s.items()})
         expected = expect(Grid.of([*jobs.values()], device, HostCosts()), quick=True)
         for name, speed in zip(jobs, expected.tok_per_s.tolist(), strict=True):
-            speeds[name] += speed * (_MARGIN if name == own else 1)
+            speeds[name] += speed * (_MARGIN if name == default else 1)
     return max(speeds, key=speeds.__getitem__)
 
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
-    """Returns the seconds that the all-reduces of a forward of b(K+1) rows take.
+    """Returns the seconds that the all-reduces of a forward of b(K+1) rows take: 0 at T = 1, None
+    if unknown. Collective over the target ranks.
 
-    The result is 0 at T = 1 and None if the time is unknown. An all-reduce inside a captured
-    forward cannot be timed on its own, so on GPUs the same number of them is timed as a separate
-    chain, captured where the forward is captured. On CPUs they are timed where they run
-    (Group.spent_s). Collective over the target ranks.
+    Those in a captured forward cannot be timed alone, so on GPUs as many are timed in a program of
+    their own. On CPUs Group.spent_s times them where they run.
     """
-    cost, backend = stepper.cost(stepper.bucket(session.job.verify_rows)), session.backend
-    group, seconds = session.group, list[float]()
+    cost = stepper.cost(stepper.bucket(session.job.verify_rows))
+    backend = session.backend
+    group = session.group
     if cost.tp == 1:
         return 0.0
     if isinstance(backend, EmulatedBackend):
@@ -372,6 +368,7 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
             group.all_reduce(array)
 
     program = backend.program(reduce_all, cost, capturable=group.capturable)
+    seconds = list[float]()
     for _ in range(_REPEATS + 1):
         program.launch()
         program.wait(session.waiter)
@@ -382,11 +379,9 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The warm-up rounds that count, on the lead or on the draft: its ledger [n, 2 + phases].
-
-    num_rows: on the lead, the rows of each verification [n]. rounds: on the draft, its rows
-    [n, DraftLog.COLUMNS]. grow_s: its median growth step; None if no branch grew.
-    """
+    """The warm-up rounds that count, of the lead rank or of a draft: the ledger [n, 2 + phases].
+    num_rows: of the lead, rows of each verification [n]. rounds: of a draft, [n, DraftLog.COLUMNS].
+    grow_s: of a draft, the median step that grows branches; None if none grew."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None
@@ -395,7 +390,7 @@ class WarmUp:
 
     @classmethod
     def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
-        """Returns a draft's warm-up, the first `count` rounds of the pass."""
+        """Returns the warm-up of a draft, whose pass began with `count` warm-up rounds."""
         span = count // _SKIPPED, count
         slices = log.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
@@ -414,10 +409,7 @@ class WarmUp:
 
 
 def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
-    """Runs `count` rounds on sequences that are thrown away; returns those that count.
-
-    For a lead whose loop has run no round yet.
-    """
+    """Runs a new loop's first `count` rounds on throw-away sequences; returns those that count."""
     requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
     loop.admit(requests)
     loop.ledger.restart()
@@ -427,12 +419,11 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in requests])
     skipped = count // _SKIPPED
-    ledger = loop.ledger.table(skipped, count)
-    return WarmUp(ledger, np.array(num_rows[skipped:], np.int64))
+    return WarmUp(loop.ledger.table(skipped, count), np.array(num_rows[skipped:], np.int64))
 
 
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
-    """Computes a job's HostCosts; draft: None in AR, or if the draft was lost."""
+    """Returns a job's host costs from its warm-up; draft: None in AR or if the draft was lost."""
     costs: dict[str, Any] = {
         f"lead_{phase.name.lower()}": np.median(lead.seconds(phase))
         for phase in (
@@ -441,7 +432,8 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
         )
     }
     assert lead.num_rows is not None, "a warm-up without a lead"
-    launch, wait = lead.seconds(LeadPhase.LAUNCH), lead.seconds(LeadPhase.DEVICE_WAIT)
+    launch = lead.seconds(LeadPhase.LAUNCH)
+    wait = lead.seconds(LeadPhase.DEVICE_WAIT)
     beyond = np.median(launch + wait - _forward_s(device.verify, lead.num_rows))
     costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))  # NumPy computes in the launch
     costs["wake"] = beyond - costs["lead_launch"]
@@ -453,19 +445,20 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
 
 
 def _forward_s(table: RowTable, rows: Any) -> Floats:
-    """Returns the seconds of the smallest forwards that have room for these rows."""
+    """Returns the seconds of the smallest timed forwards that have room for these rows."""
     places = np.searchsorted(table.rows, rows)
     last = len(table.rows) - 1
     return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
 
 
 def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]:
-    """Returns the costs of the draft's host by their field names in HostCosts."""
+    """Returns the costs of the draft's host by field of HostCosts."""
     costs: dict[str, Any] = {
         f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
         for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)
     }
-    answers, num_jit = draft.seconds(DraftPhase.SPECULATE), draft.column("num_jit")
+    answers = draft.seconds(DraftPhase.SPECULATE)
+    num_jit = draft.column("num_jit")
     steps_ready = draft.column("steps_ready")
     is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # answered without a draft step
     if job.config.backup == Source.FAST.name.lower():
@@ -474,11 +467,13 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     costs["draft_assemble"] = assemble
     if device.draft is None:
         return costs
-    batch, lanes = job.config.batch_size, job.config.batch_size * job.fan_outs.branches
+    batch = job.config.batch_size
+    branches = batch * job.fan_outs.branches
     wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows, by level
-    backup, missed = job.num_forwards(job.backup_lookahead), answers[num_jit == batch]
+    backup = job.num_forwards(job.backup_lookahead)
+    missed = answers[num_jit == batch]
     if draft.grow_s is not None:
-        grown = costs["step"] = draft.grow_s - _forward_s(device.draft, lanes * wide).mean()
+        grown = costs["step"] = draft.grow_s - _forward_s(device.draft, branches * wide).mean()
     if len(missed) and backup:
         step_s = (np.median(missed) - assemble) / backup
         costs["step"] = step_s - _forward_s(device.draft, batch * wide).mean()
@@ -493,18 +488,15 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
 
 
 def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
-    """Returns one way of the link, and the time to read an OUTCOME that has already arrived.
-
-    The draft reads such an OUTCOME in rounds after growth that was cut short. There the lead also
-    waits for the growth step that was running; so the other rounds show the link, or the fastest
-    one if growth was always cut short.
-    """
+    """Returns the seconds of one way of the link, and of reading an OUTCOME that has arrived
+    already, as it has after growth that was cut short. As the lead then also waits for the running
+    growth step, the link is read from the other rounds or, if there are none, from the fastest."""
     is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
     reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
     read = np.median(reads) if len(reads) else 0.0
-    own = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
+    phases = (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SPECULATE, DraftPhase.SEND)
     waited = lead.seconds(LeadPhase.DRAFT_WAIT) + lead.seconds(LeadPhase.COMMIT)
-    between = waited - sum(draft.seconds(phase) for phase in own)
+    between = waited - sum(draft.seconds(phase) for phase in phases)
     if is_cut.all() and len(is_cut):
         both_ways = between.min()
     else:

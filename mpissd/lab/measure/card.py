@@ -21,7 +21,9 @@ from mpissd.lab.show import columns_of
 
 def print_card(session: Session) -> None:
     """Prints the job's settings, ranks and devices to stdout, before anything is measured."""
-    job, topology, backend = session.job, session.topology, session.backend
+    job = session.job
+    topology = session.topology
+    backend = session.backend
     config = job.config
     sizes = [
         f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
@@ -30,8 +32,9 @@ def print_card(session: Session) -> None:
     mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
     if config.tree and job.lookahead:
         mode += f", a {'dynamic ' * (job.dynamic is not None)}tree of {job.verified} tokens"
-    if "tree" in (known := chosen(session) or {}):
-        mode += " (tree=auto)" if known["tree"] else ", a chain (tree=auto)"
+    choice = chosen(session) or {}
+    if "tree" in choice:
+        mode += " (tree=auto)" if choice["tree"] else ", a chain (tree=auto)"
     if job.fan_out:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
@@ -54,17 +57,17 @@ def print_card(session: Session) -> None:
         lines.append((f"rank {job.world_size - 1}", text))
     no_law = "none: every round emits one token a sequence"
     lines.append(("law", no_law if job.draft is None else session.workload.law))
-    each = " in each group" if topology.groups > 1 else ""
-    lines.append(("seed", f"{config.seed}, batch {config.batch_size}{each}"))
+    where = " in each group" if topology.groups > 1 else ""
+    lines.append(("seed", f"{config.seed}, batch {config.batch_size}{where}"))
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
 
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
-    """Returns a line for each rank: its name, and its role, host and device."""
+    """Returns the name of each rank, and its role, host and device."""
     lines = []
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
-        is_draft, leads = rank >= topology.first_draft, rank % topology.tp == 0
-        role = "draft" if is_draft else "lead" if leads else "target"
+        role = "target" if rank % topology.tp else "lead"
+        role = "draft" if rank >= topology.first_draft else role
         lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
     return lines
 
@@ -73,18 +76,19 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
 def progress_line(
     config: RunConfig, terminal: TextIO | None = None, every_s: float = 0.5
 ) -> Iterator[Callable[[Callable[[float], str]], None]]:
-    """Yields show(text), which may be called often: it writes a line now and then if a person is
-    watching. text: makes the line from the seconds since the beginning.
+    """Yields show(text), to be called often; now and then it writes a line, which `text` makes from
+    the seconds since the beginning, if a person is watching.
 
-    A terminal (None: stderr, if it is one) has one line that is redrawn, which the end clears. A
-    launcher's pipe gets lines on stderr, because Open MPI 5 holds back a rank's output until the
-    line ends. every_s: shortest time between two redrawings.
+    A terminal (None: stderr if it is one) has one line, redrawn at most every `every_s` seconds. A
+    launcher's pipe gets whole lines, as Open MPI 5 holds output back until a line ends.
     """
-    screen, begun = terminal or (sys.stderr if sys.stderr.isatty() else None), monotonic()
+    screen = terminal or (sys.stderr if sys.stderr.isatty() else None)
+    begun = monotonic()
     if config.progress == "off" or (config.progress == "auto" and screen is None):
         yield lambda text: None
         return
-    output, every_s = screen or sys.stderr, every_s if screen else 2.0
+    output = screen or sys.stderr
+    every_s = every_s if screen else 2.0
     due = begun + every_s
 
     def write(text: str) -> None:
@@ -107,8 +111,9 @@ def progress_line(
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
-    """Counts rounds in a progress line; yields advance(n), which adds n rounds."""
-    done, total = 0, f" of {rounds}" if rounds else ""
+    """Yields advance(n), which adds n rounds to a progress line."""
+    done = 0
+    total = f" of {rounds}" if rounds else ""
 
     def advance(count: int) -> None:
         nonlocal done
@@ -122,7 +127,8 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 @contextmanager
 def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
     """Yields say(text), which replaces the progress line; every 4 s the seconds are counted."""
-    shown, is_over = "", Event()
+    shown = ""
+    is_over = Event()
 
     def count() -> None:
         while not is_over.wait(4.0):
@@ -145,10 +151,7 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
 
 
 def print_summary(row: Row, out: str = "") -> None:
-    """Prints a short table of a row.
-
-    out: the folder that has the answers to several prompts, of which one is shown.
-    """
+    """Prints a short table of a row. out: the folder that has the answers to several prompts."""
 
     def us(value: float | None) -> str:
         if value is None:
@@ -162,9 +165,9 @@ def print_summary(row: Row, out: str = "") -> None:
         target = f"{us(row.t_target_s * 1e6)} a forward"
     if row.t_target_s is not None and row.floor_fraction is not None:
         target += f"; its floor is {us(row.floor_us)}, {row.floor_fraction:.0%} of that"
-    each = "rank" if row.backend == "numpy" else "GPU"
+    unit = "rank" if row.backend == "numpy" else "GPU"
     lines = [
-        ("tok/s", f"{row.tok_per_s:.1f}   per {each} {row.tok_per_s_per_gpu:.1f}"),
+        ("tok/s", f"{row.tok_per_s:.1f}   per {unit} {row.tok_per_s_per_gpu:.1f}"),
         ("round", "   ".join(f"{p} {us(row.round_us[p])}" for p in ("p50", "p90", "p99"))),
         ("tokens", f"{row.num_tokens} in {row.num_rounds} rounds, {length}"),
         ("target", target),

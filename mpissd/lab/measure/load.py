@@ -26,16 +26,16 @@ _GPU = "uuid,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_ther
 
 
 def counters() -> dict[str, float]:
-    """Returns seconds since some start: of the clock, of this rank's CPU time (own) and waits for a
-    core (delayed), of all CPU time on its cores (busy, stolen), and of a quota's stops. What this
-    system does not count is missing."""
-    cores, tick = usable_cores(), os.sysconf("SC_CLK_TCK")
+    """Returns those counters of seconds that this system has: the clock (wall), this rank's CPU
+    time (own) and waits for a core (delayed), its cores' CPU time (busy, stolen), a quota's
+    stops."""
+    tick = os.sysconf("SC_CLK_TCK")
     values = {"wall": perf_counter(), "own": process_time()}
     with suppress(OSError, ValueError, IndexError):
         values["delayed"] = int(Path("/proc/self/schedstat").read_text().split()[1]) * 1e-9
     with suppress(OSError, ValueError, IndexError):
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        names = {f"cpu{n}" for n in cores}
+        names = {f"cpu{n}" for n in usable_cores()}
         times = [[int(word) / tick for word in row[1:9]] for row in rows if row[0] in names]
         # user nice system idle iowait irq softirq steal
         values["busy"] = sum(sum(row[:3]) + row[5] + row[6] for row in times)
@@ -49,17 +49,16 @@ def counters() -> dict[str, float]:
 
 
 def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float]:
-    """Returns why a host was too busy for its ranks, with the share lost; empty if it was quiet.
-
-    spent: how far the counters of each rank went. cores: that the ranks may use. Other processes
-    may use the cores that the ranks leave free.
-    """
-    ranks, first = len(spent), spent[0]
-    used, wall_s = min(ranks, cores), max(first["wall"], 1e-9)
+    """Returns {why a host was too busy for its ranks: share of time lost}. spent: by rank, how far
+    the counters went. cores: that ranks may use; others may use those left free."""
+    ranks = len(spent)
+    first = spent[0]
+    used = min(ranks, cores)
+    wall_s = max(first["wall"], 1e-9)
     shares = {"throttled": first.get("throttled", 0.0) / wall_s}
-    shares["delayed"] = sum(each.get("delayed", 0.0) for each in spent) / (ranks * wall_s)
+    shares["delayed"] = sum(of.get("delayed", 0.0) for of in spent) / (ranks * wall_s)
     shares["stolen"] = first.get("stolen", 0.0) / (used * wall_s)
-    others = first.get("busy", 0.0) - sum(each["own"] for each in spent)
+    others = first.get("busy", 0.0) - sum(of["own"] for of in spent)
     shares["others"] = (others - max(0, cores - ranks) * wall_s) / (used * wall_s)
     what = "core" if used == 1 else f"{used} cores"
     return {text.format(shares[name], what): shares[name] for name, text in _TEXTS.items()
@@ -67,10 +66,12 @@ def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float
 
 
 def disturbances(before: Mapping[str, float], session: Session | Machine) -> dict[str, float]:
-    """Returns what disturbed the ranks of all hosts since `before`, this rank's counters then, with
-    the share lost (a GPU's: unknown, so 0). Collective."""
-    topology, rank = session.topology, session.topology.world.rank
-    now, host = counters(), topology.hosts[rank]
+    """Returns {what disturbed the ranks of any host: share of time lost} since the counters
+    `before` of this rank; a GPU's share is unknown, 0. Collective."""
+    topology = session.topology
+    rank = topology.world.rank
+    now = counters()
+    host = topology.hosts[rank]
     spent = {name: now[name] - value for name, value in before.items() if name in now}
     ranks = topology.world.allgather((host, spent, session.infos[rank].uuid))
     mine = [(took, uuid) for name, took, uuid in ranks if name == host]

@@ -19,16 +19,16 @@ _STARTED = datetime.now(timezone.utc)
 
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any]:
-    """Returns everything that could explain a different result on another day.
-
-    cuda: the versions of the libraries that are loaded, which can differ from those that CuPy was
-    compiled against; None if CuPy was not imported.
-    """
+    """Returns what could explain another result on another day: versions, command, hosts, devices.
+    cuda: the loaded libraries, perhaps not those that CuPy was compiled against; None without
+    CuPy."""
     packages: dict[str, str | None] = dict.fromkeys(("numpy", "mpi4py", "nvmath-python"))
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    cuda, cupy, nccl = None, sys.modules.get("cupy"), sys.modules.get("cupy.cuda.nccl")
+    cuda = None
+    cupy = sys.modules.get("cupy")
+    nccl = sys.modules.get("cupy.cuda.nccl")
     if cupy is not None:
         cuda = {
             "cupy": cupy.__version__,

@@ -48,10 +48,8 @@ _FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first
 
 @dataclass(frozen=True)
 class LeadReport:
-    """The lead's report on the measured rounds.
-
-    ledger: int64 [rounds, 2 + phases], with columns round, wall_ns, and ns of each phase.
-    """
+    """A lead rank's report on the measured rounds. ledger: int64 [rounds, 2 + phases], with columns
+    round, ns of the round, and ns of each phase."""
 
     records: RoundRecords
     first_round: int
@@ -73,10 +71,7 @@ class LeadReport:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """A draft's report on the measured rounds, from its own rank or inline on the lead.
-
-    ledger: as in LeadReport.
-    """
+    """A draft's report on the measured rounds; ledger: as in LeadReport."""
 
     rounds: NDArray[Any]  # [n, DraftLog.COLUMNS]
     ledger: NDArray[np.int64]
@@ -87,13 +82,12 @@ class DraftReport:
     updates: dict[str, list[Any]] | None = None  # Updates.report; None without a learner
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Returns the column of `rounds` that has this name in DraftLog.COLUMNS."""
         return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The reports of all ranks, with the job's profile."""
+    """The reports of all ranks, and the job's profile."""
 
     lead: LeadReport
     draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
@@ -103,10 +97,8 @@ class Measured:
 
 
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
-    """Returns the report of all groups' rounds, numbered group after group.
-
-    Its wall is the longest group's: all groups begin together.
-    """
+    """Returns one report on all groups' rounds, numbered group after group. Its wall time is the
+    longest group's, since all groups begin together."""
     counts = [len(lead.records) for lead in leads]
     total = max(1, sum(counts))
 
@@ -134,10 +126,8 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
 def draft_report(
     drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]], updates: Updates | None
 ) -> DraftReport | None:
-    """Returns this rank's report as a draft, on all groups' rounds; None if it drafts nothing.
-
-    spans: of each target group, its first measured round and the one after its last.
-    """
+    """Returns this rank's report as a draft of all target groups; None if it drafts nothing. spans:
+    of each group, its first measured round and the round after its last."""
     pairs = list(zip(drafters, spans, strict=False))
     if not pairs:
         return None
@@ -164,21 +154,22 @@ def draft_report(
 
 
 def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Returns the rows of all tables; if there are several, their first column counts from 0."""
+    """Joins tables of rounds; with several tables the first column counts from 0."""
     if len(tables) == 1:
         return tables[0]
-    whole = np.concatenate(tables)
-    whole[:, 0] = np.arange(len(whole))
-    return whole
+    joined = np.concatenate(tables)
+    joined[:, 0] = np.arange(len(joined))
+    return joined
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
-    """Builds the result row of a measured job.
-
-    sweep: the row's entry on its sweep; None without a sweep.
-    """
-    job, config, lead = session.job, session.job.config, measured.lead
-    backend, topology, draft = session.backend, session.topology, measured.draft
+    """Builds the result row of a measured job. sweep: what the row tells about its sweep."""
+    job = session.job
+    config = job.config
+    lead = measured.lead
+    backend = session.backend
+    topology = session.topology
+    draft = measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
     # A row has one histogram, of all groups.
@@ -266,8 +257,9 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
-    """Returns the keys on the decoded tokens and their rate, of all groups or of one."""
-    sequences, limit = lead.records.sequences(), job.config.token_limit
+    """Returns the row's keys about decoded tokens and their rate, of all groups or of one."""
+    sequences = lead.records.sequences()
+    limit = job.config.token_limit
     counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
     num_tokens = sum(count if limit is None else min(count, limit) for count in counts)
     looked_up = ~is_first_round(sequences)
@@ -290,7 +282,7 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
 
 
 def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | None:
-    """Returns the mean µs a round of each phase; together they are the mean round."""
+    """Returns the mean microseconds a round of each phase; they add up to the mean round."""
     if report is None or not len(report.ledger):
         return None
     means = report.ledger[:, 2:].mean(axis=0) * 1e-3
@@ -298,11 +290,8 @@ def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | 
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Returns how the lead's device spends the mean round, in microseconds.
-
-    forward: the target's forward without collectives. all_reduce: its collectives. idle: the rest
-    of the round. Unknown parts are None.
-    """
+    """Returns how the lead's device spends the mean round, in µs: the target's forward without its
+    collectives, all_reduce for these collectives, and idle for the rest. None: unknown."""
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
     reduce_s = measured.profile.all_reduce_s  # per verification of b(K+1) rows
@@ -317,29 +306,33 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the prediction of these outcomes from the job's own costs; empty if there is none.
-
-    The measured time of prompts is added to it. Text has no imposed model, and so no mean.
-    """
-    lead, profile = measured.lead, measured.profile
+    """Returns the row's prediction of the same outcomes from the job's own costs and measured
+    prefill; {} if there is none. Text has no imposed model, and so no expected mean."""
+    lead = measured.lead
+    profile = measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
         return {}  # no recurrence of rounds is known if groups share a draft
     if job.config.warmup_rounds < _FEWEST_WARM or not is_followable(job):
         return {}
     round_s = follow(job, profile.device, profile.host, lead.records.sequences())
-    wall_s, keys = float(round_s.sum()) + lead.prefill_s, dict[str, Any]()
+    wall_s = float(round_s.sum()) + lead.prefill_s
+    keys = dict[str, Any]()
     rate = decoded["num_tokens"] / wall_s if wall_s else None
     if is_predictable(job):
         mean = float(expected(job, profile.device, profile.host).tok_per_s[0]) if rate else None
         keys["expected_tok_per_s"] = mean
         keys["sampling_error"] = rate / mean - 1 if rate and mean else None
     error = round(decoded["num_tokens"] / lead.wall_s / rate - 1, 5) if rate else None
-    known = {"predicted_tok_per_s": rate, "predicted_round_us": percentiles_us(round_s)}
-    return {**known, "prediction_error": error, **keys}
+    return {
+        "predicted_tok_per_s": rate,
+        "predicted_round_us": percentiles_us(round_s),
+        "prediction_error": error,
+        **keys,
+    }
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Returns the row's keys of the models' forwards and weights."""
+    """Returns the row's keys about the models' forwards and weights."""
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
     drafts = {"draft": job.draft_where} if job.drafts_by_transformer else {}
@@ -355,14 +348,15 @@ def _weights(job: Job) -> dict[str, Any]:
 
 
 def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's times of forwards and drafts, and the floor of a verification.
-
-    t_draft_s is measured if at least 10 rounds missed the cache completely, or computed from the
-    calibrated draft forward.
-    """
-    job, records, draft = session.job, measured.lead.records, measured.draft
+    """Returns the row's times of forwards and drafts, and a verification's floor. t_draft_s is
+    measured if at least 10 rounds missed the cache completely, else computed from timed
+    forwards."""
+    job = session.job
+    records = measured.lead.records
+    draft = measured.draft
     full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)  # levels of a tree
-    t_target, t_draft, t_growth = median(np.asarray(records.t_target_s)[full]), None, None
+    t_target = median(np.asarray(records.t_target_s)[full])
+    t_draft = t_growth = None
     if job.draft is not None and not job.config.is_lookup:
         step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
         t_draft = float(job.num_forwards(job.lookahead) * step)
@@ -388,45 +382,44 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
 def floor_of(
     job: Job, itemsize: int, rates: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Returns the floor of a verification: row keys for its work and rates, and its seconds.
-
-    The work is the bytes that a target rank must read and the flops that it must compute. The floor
-    is the longer of the two times at the measured rates, or None if a rate is unknown.
+    """Returns the row's keys about a verification's floor, and the floor in seconds, None if a rate
+    is unknown: the longer of reading the bytes and computing the flops of a target rank at `rates`.
     """
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
-    size, read, peak = cost.weight_bytes + cost.kv_bytes, *rates.values()
+    size = cost.weight_bytes + cost.kv_bytes
+    read, peak = rates.values()
     floor_s = max(size / read, cost.flops / peak) if read and peak else None
     return {"floor_bytes": size, "floor_flops": cost.flops, **rates}, floor_s
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
-    """Returns the row's key on a draft's shared forwards; None if no forward is shared."""
+    """Returns the row's key on forwards that target groups share; None if none are shared."""
     if draft is None or draft.forwards is None:
         return None
-    forwards, (begin, end) = draft.forwards[:-1], draft.forwards[-1, :2].tolist()
+    forwards = draft.forwards[:-1]
+    begin, end = draft.forwards[-1, :2].tolist()
     columns = dict(zip(SharedForwards.COLUMNS, forwards.T, strict=True))
-    each = {n: float(columns[n].mean()) if len(forwards) else 0.0 for n in ("rows", "seats")}
+    means = {
+        name: round(float(columns[name].mean()), 3) if len(forwards) else 0.0
+        for name in ("rows", "seats")
+    }
     busy = float(columns["device_ns"].sum()) / max(1, end - begin)
-    rounded = {name: round(value, 3) for name, value in each.items()}
-    return {"forwards": len(forwards), **rounded, "busy": round(busy, 5)}
+    return {"forwards": len(forwards), **means, "busy": round(busy, 5)}
 
 
 def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
-    """Returns the first rank that shares its GPU with the learner; None without one.
-
-    infos: of the job's other ranks.
-    """
+    """Returns the first rank that has the learner's GPU, or None. infos: of other ranks."""
     gpu = (measured.lead.learner or {}).get("gpu")
     ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
     return next(ranks, None)
 
 
 def _learner(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's keys of a learner; none without one."""
-    lead, draft = measured.lead, measured.draft
+    """Returns the row's keys about the learner; {} without one."""
+    lead = measured.lead
     if lead.learner is None:
         return {}
-    updates = None if draft is None else draft.updates
+    updates = None if measured.draft is None else measured.draft.updates
     report = {key: value for key, value in lead.learner.items() if key != "state"}
     report["shares_gpu_of"] = shares_gpu_of(measured, session.infos)
     return {
@@ -445,11 +438,9 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
-    """Returns the raw rounds as the named arrays that are saved to OUT/rounds.
-
-    tokens: the emitted ids by sequence, in the order of their request ids.
-    """
-    lead, draft = measured.lead, measured.draft
+    """Returns the arrays that OUT/rounds keeps. tokens: emitted ids, in the order of requests."""
+    lead = measured.lead
+    draft = measured.draft
     emitted = [tokens for _, tokens in sorted(lead.records.token_arrays().items())]
     arrays: dict[str, NDArray[Any]] = {
         "round_s": np.asarray(lead.records.round_s),
@@ -475,12 +466,8 @@ def write_row(
     arrays: Mapping[str, NDArray[Any]],
     violations: Sequence[str],
 ) -> None:
-    """Writes the answers of text, the raw rounds and the row, each file completely or not at all.
-    Raises OSError.
-
-    They go to OUT/text/RUN_ID.jsonl, OUT/rounds/RUN_ID.npz, and OUT/runs.jsonl, or
-    OUT/flagged.jsonl if a gate failed.
-    """
+    """Writes OUT/text/RUN_ID.jsonl (if text), OUT/rounds/RUN_ID.npz, and the row to OUT/runs.jsonl
+    or, if it violates a gate, OUT/flagged.jsonl; each completely or not at all. Raises OSError."""
     out = Path(session.job.config.out)
     if isinstance(session.workload, TextWorkload):
         _write_text(session.workload, measured.lead, row.run_id, violations)
@@ -492,36 +479,39 @@ def write_row(
 
 
 def answers_file(out: str, run_id: str) -> Path:
-    """Returns the file of a run's answers."""
     return Path(out, "text", f"{run_id}.jsonl")
 
 
 def _write_text(
     workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
 ) -> None:
-    """Writes the answer to each prompt whose sequence began, in the prompts' order.
+    """Writes the prompt and the answer of each sequence that began, in the prompts' order.
 
-    A line has the prompt as given, and these keys. text: the answer without the stop token or stop
-    string (None without a tokenizer). tokens: the emitted ids, the last one ends the answer.
-    sources: the origin of each token. ended: "stop_token", "stop" (a stop string), "length"
-    (num_tokens, or the model's context), or "rounds" if the run ended first. gates: the faults.
+    Keys of a line: the prompt's own; text: the answer without its stop token or stop string (None
+    without a tokenizer); tokens: the emitted ids, the last of which ends the answer; sources: what
+    drafted each token; ended: "stop_token", "stop" (a stop string), "length" (num_tokens or the
+    context), or "rounds" if the run ended first; gates: the faults.
     """
-    records, config = lead.records, workload.job.config
-    sources, limit = records.source_arrays(), config.token_limit
+    records = lead.records
+    config = workload.job.config
+    sources = records.source_arrays()
+    limit = config.token_limit
     flagged = {"gates": list(faults)} if faults else {}
     path = answers_file(config.out, run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         for request_id, emitted in sorted(records.token_arrays().items()):
-            tokens, shown = emitted[:limit].tolist(), None
+            tokens = emitted[:limit].tolist()
+            shown = None
             is_over = request_id in records.ends or len(tokens) == limit
             ended = "length" if is_over else "rounds"
             if tokens[-1] in workload.stop_ids:
                 ended = "stop_token"
-            prompt, origins = workload.prompts[request_id], sources[request_id].tolist()
+            prompt = workload.prompts[request_id]
+            origins = sources[request_id].tolist()
             if workload.tokenizer is not None:
-                strings, tokenizer = config.stop_strings, workload.tokenizer
-                text = AnswerText(tokenizer, strings, workload.stop_ids, prompt.tokens)
+                tokenizer = workload.tokenizer
+                text = AnswerText(tokenizer, config.stop_strings, workload.stop_ids, prompt.tokens)
                 shown = "".join([text.push(token) for token in tokens]) + text.flush()
                 ended = text.ended or ended
             answer = {

@@ -54,13 +54,12 @@ _ATTEMPTS = 100  # attempts to read two clocks without losing the core in betwee
 
 
 class UnwrittenError(FaultError):
-    """The output folder takes no row."""
+    """The row could not be written to the output folder."""
 
 
 def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
-    """Runs one configuration on all ranks, of which the last ones may learn; returns the exit code.
-
-    given: names of the flags that were given; K and the fan-out may be chosen here if they are not.
+    """Runs one configuration on all ranks, of which the last may be learners; returns the exit
+    code. given: names of the given flags; K and fan-out may be chosen here if they are not given.
     """
     sharpen_sleep()
     comms = LearnerComms(PIECE_BYTES) if config.learners else None
@@ -69,9 +68,11 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
             from mpissd.online.process import learn
 
             return learn(config, comms)
-        world, comparison = None if comms is None else comms.world, None
+        world = None if comms is None else comms.world
+        comparison = None
         with opened_machine(config, config.drafts, world) as machine, open_terminal() as terminal:
-            topology, is_watched = machine.topology, terminal is not None
+            topology = machine.topology
+            is_watched = terminal is not None
             is_shown = is_watched and config.show
             session = session_of(machine, choose(machine, config, given))
             machine.resources.callback(session.resources.close)
@@ -100,10 +101,8 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
 
 
 def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
-    """Whether other uses are measured after a run, the same on all ranks. Collective if it may be.
-
-    is_shown: on the lead, whether its answer was shown in a terminal.
-    """
+    """Whether other uses are measured after a run, the same on all ranks; collective. is_shown: on
+    the lead, whether a terminal showed the answer."""
     config = session.job.config
     is_able = config.groups == 1 and not config.learners and config.on_draft_loss == "abort"
     if config.beside != "auto" or not (is_able and config.is_text):
@@ -115,11 +114,9 @@ def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
 def measure(
     session: Session, sweep: dict[str, Any] | None = None, *, is_brief: bool = False
 ) -> Row | None:
-    """Measures one configuration; returns its row, already written, on the lead and None elsewhere.
-
-    Collective. sweep: the row's entry on its sweep. is_brief: see `calibrate`. Raises Refused on
-    every rank if the models do not fit in memory or the row contradicts itself.
-    """
+    """Measures one configuration and writes its row; returns the row on the lead, None elsewhere.
+    Collective. Raises Refused on every rank if memory is too small or the row contradicts itself.
+    sweep: what the row tells about its sweep. is_brief: calibrates each forward only once."""
     if session.topology.is_lead:
         tell_doubt(session.job)
     rank = Rank(session)
@@ -134,11 +131,10 @@ def measure(
 
 
 def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row | None:
-    """Runs the calibration and the measured pass, then writes the row; returns it on the lead.
-
-    Collective. Raises GateError on every rank if the row contradicts itself.
-    """
-    session, topology = rank.session, rank.session.topology
+    """Calibrates, runs the measured pass and writes the row; returns it on the lead. Collective.
+    Raises GateError on every rank if the row contradicts itself."""
+    session = rank.session
+    topology = session.topology
     config = session.job.config
     profile = calibrate(rank, is_brief=is_brief)
     drafters = rank.make_drafters()
@@ -155,10 +151,12 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         rest(topology)  # other groups may have more to decode
     guard.stage(Stage.GATHER)
     world = session.survivors(draft_lost=lead is not None and lead.draft_lost_round is not None)
-    own = [each.batch.digest for each in drafters] if topology.is_draft else [rank.digest]
-    digests: list[int | None] = list(chain(*world.gather(own) or ()))
-    known = world.allgather((lead.first_round, lead.last_round) if lead else None)
-    spans = [span for span in known if span is not None]  # of each target group
+    digests: list[int | None] = [rank.digest]
+    if topology.is_draft:
+        digests = [drafter.batch.digest for drafter in drafters]
+    digests = list(chain(*world.gather(digests) or ()))
+    rounds = world.allgather((lead.first_round, lead.last_round) if lead else None)
+    spans = [span for span in rounds if span is not None]  # of each target group
     drafts = world.gather(draft_report(drafters, spans, rank.updates))
     leads = [lead] if topology.groups == 1 else world.gather(lead)
     row = error = None
@@ -166,15 +164,14 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
         several = len(groups) > 1
-        expected = session.job.world_size - config.learners
-        digests += [None] * (expected - len(digests))
+        digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
             if not several and rank.device_rounds is None:  # these do not wait for the host
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
-            whole = joined_leads(groups) if several else groups[0]
-            measured = Measured(whole, draft, profile, digests, groups if several else ())
+            joined = joined_leads(groups) if several else groups[0]
+            measured = Measured(joined, draft, profile, digests, groups if several else ())
             row = _conclude(session, measured, sweep)
         except (GateError, UnwrittenError) as loss:
             error = loss
@@ -187,12 +184,10 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
 
 
 def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None) -> Row:
-    """Builds the row on rank 0, checks it against the gates, and writes the files.
-
-    Raises GateError if the row contradicts itself or physics; it then goes to OUT/flagged.jsonl.
-    Raises UnwrittenError if the row could not be written, after printing the row.
-    """
-    row, arrays = make_row(session, measured, sweep), round_arrays(measured)
+    """Builds the row on rank 0, checks it against the gates and writes the files. Raises GateError
+    if it contradicts itself, and UnwrittenError, after printing the row, if the disk refuses it."""
+    row = make_row(session, measured, sweep)
+    arrays = round_arrays(measured)
     faults = violations(row, arrays)
     try:
         write_row(session, row, measured, arrays, faults)
@@ -207,12 +202,11 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
 
 
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
-    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on a lead.
-
-    is_alone: whether this run is no part of a sweep; only then text is shown.
-    """
+    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on a lead rank.
+    is_alone: whether the run is no part of a sweep; then text is shown."""
     session = rank.session
-    config, group = session.job.config, session.group
+    config = session.job.config
+    group = session.group
     warm = warm_up(loop, rank, config.warmup_rounds)
     scheduler = session.workload.scheduler(session.topology.group_index)
     loop.admit(scheduler.turn().join)
@@ -227,9 +221,13 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         loop.tell()  # drops the warm-up's last round: no receiver yet
         sender = ExampleSender(oracle, learning.outlet)
         loop.observers.append(sender)
-    first, before, reduced = loop.round, rank.messages, group.spent_s
-    prefilled, proposed = loop.prefill_s, rank.proposals
-    records, limit = RoundRecords(session.job.lookahead), config.max_rounds
+    first = loop.round
+    before = rank.messages
+    reduced = group.spent_s
+    prefilled = loop.prefill_s
+    proposed = rank.proposals
+    records = RoundRecords(session.job.lookahead)
+    limit = config.max_rounds
     with shown(session.workload) if is_alone else nullcontext() as show:
         has_bar = not (show is not None and show.is_live) and session.topology.is_lead
         with progress_bar(config, limit) if has_bar else nullcontext() as advance:
@@ -244,7 +242,8 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
                 now = perf_counter()  # a second clock, against which the ledger's sum is checked
                 records.round_s.append(now - last)
                 last = now
-    count, lost = max(1, loop.round - first), loop.draft_lost_round
+    count = max(1, loop.round - first)
+    lost = loop.draft_lost_round
     learner = None
     if sender is not None and learning is not None:
         loop.tell()
@@ -272,10 +271,8 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
 
 
 def _begin(ledger: Ledger) -> float:
-    """Starts the ledger and returns the time of a second clock, read at the same instant.
-
-    If the rank loses its core between the two readings, it tries again.
-    """
+    """Starts the ledger; returns the time of a second clock at the same instant. If the rank loses
+    its core between the two readings, it tries again."""
     for _ in range(_ATTEMPTS):
         before = perf_counter()
         ledger.restart()

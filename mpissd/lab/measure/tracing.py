@@ -36,11 +36,8 @@ Clocks = list[tuple[int, int]]  # by rank: (ns ahead of rank 0's clock, its poss
 
 
 class Track(NamedTuple):
-    """One thread row of a rank.
-
-    slices: int64 [n, 4] = round, index into labels, start_ns, end_ns on the rank's own clock, in
-    the order of time.
-    """
+    """One row of a rank in the trace. slices: int64 [n, 4] = round, index into labels, start_ns,
+    end_ns on the rank's own clock, in the order of time."""
 
     name: str
     labels: Sequence[str]
@@ -52,18 +49,17 @@ Arrow = tuple[str, tuple[int, int], tuple[int, int]]
 
 
 def compare_clocks(comm: MPI.Comm, waiter: Waiter, exchanges: int = EXCHANGES) -> Clocks | None:
-    """Returns every rank's clock relative to rank 0's on rank 0, and None on the other ranks.
-
-    The shortest exchange counts. Collective over `comm`. Raises FaultError if a rank does not
-    answer within the waiter's deadline.
-    """
-    word, every, readings = np.zeros(1, np.int64), np.zeros(comm.size, np.int64), list[Any]()
+    """Returns every rank's clock relative to rank 0's, on rank 0, by the shortest of the exchanges.
+    Collective over `comm`. Raises FaultError if a rank does not answer in time."""
+    word = np.zeros(1, np.int64)
+    times = np.zeros(comm.size, np.int64)
+    readings = list[Any]()
     for _ in range(exchanges):
         sent = perf_counter_ns()
         waiter.until(comm.Ibcast(word).Test, "clocks: a question")
         word[0] = perf_counter_ns()
-        waiter.until(comm.Igather(word, every).Test, "clocks: the answers")
-        readings.append((perf_counter_ns() - sent, sent, every.tolist()))
+        waiter.until(comm.Igather(word, times).Test, "clocks: the answers")
+        readings.append((perf_counter_ns() - sent, sent, times.tolist()))
     if comm.rank:
         return None
     took, sent, answers = min(readings)
@@ -77,14 +73,13 @@ def write_trace(
     t_target_s: NDArray[np.float64] | None,
     clocks: Clocks | None,
 ) -> None:
-    """Writes the trace on rank 0, after Rank.run_pass; collective over the world.
-
-    draft: the log of a rank that runs a draft. rounds: the first measured round and the one after
-    the last. t_target_s: seconds of the lead's forward in each of them, on rank 0 as `clocks`.
-    Raises ConfigError if the file cannot be written.
-    """
-    session, (first, last) = rank.session, rounds
-    topology, config = session.topology, session.job.config
+    """Writes the trace on rank 0, after Rank.run_pass; collective. Raises ConfigError if it cannot.
+    draft: the log of this rank's draft. rounds: the first measured round, and the one after the
+    last. t_target_s, clocks: on rank 0, seconds of each forward, and the ranks' clocks."""
+    session = rank.session
+    first, last = rounds
+    topology = session.topology
+    config = session.job.config
     end = min(last, first + MOST_ROUNDS)
     assert rank.ledger is not None, "a trace before the pass"
     tracks = [Track("host", rank.ledger.names, rank.ledger.slices(first, end))]
@@ -93,10 +88,12 @@ def write_trace(
         if draft is not None:
             ledger = draft.ledger
             tracks.append(Track("draft's host (inline)", ledger.names, ledger.slices(first, end)))
-    every = topology.world.gather(tracks)
-    if every is None or clocks is None:
+    all_tracks = topology.world.gather(tracks)
+    if all_tracks is None or clocks is None:
         return
-    names, arrows, plan = list[str](), list[Arrow](), (0, int(LeadPhase.BROADCAST))
+    names = list[str]()
+    arrows = list[Arrow]()
+    plan = (0, int(LeadPhase.BROADCAST))
     for n, (host, info) in enumerate(zip(topology.hosts, session.infos, strict=True)):
         is_draft = n >= topology.first_draft
         role = "draft" if is_draft else "target" if n else "lead"
@@ -116,7 +113,7 @@ def write_trace(
         "ranks": [{"offset_ns": offset, "error_ns": error} for offset, error in clocks],
     }
     path = Path(str(config.trace))
-    lines = ",\n".join(json.dumps(event) for event in events(names, every, clocks, arrows))
+    lines = ",\n".join(json.dumps(event) for event in events(names, all_tracks, clocks, arrows))
     text = f'{{"otherData": {json.dumps(about)}, "traceEvents": [\n{lines}\n]}}\n'.encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,15 +124,14 @@ def write_trace(
 
 
 def _device_track(host: NDArray[np.int64], t_target_s: NDArray[np.float64]) -> Track:
-    """Returns the track of the lead's device, from its host's slices and its forwards' seconds.
-
-    Device events give durations but no time on the host's clock. A forward is therefore drawn to
-    end when the host noticed its end, which is the latest time possible.
-    """
+    """Returns the track of the lead's device. host: slices of its host. t_target_s: seconds of the
+    forwards. Device events give no time on the host's clock, so a forward is drawn to end when the
+    host noticed its end, which is the latest time possible."""
     waits = host[host[:, 1] == LeadPhase.DEVICE_WAIT]
     seconds = t_target_s[: len(waits)]
-    known = np.isfinite(seconds)
-    waits, lasted = waits[known], np.rint(seconds[known] * 1e9).astype(np.int64)
+    is_timed = np.isfinite(seconds)
+    waits = waits[is_timed]
+    lasted = np.rint(seconds[is_timed] * 1e9).astype(np.int64)
     ends = waits[:, 3]
     starts = np.maximum(ends - lasted, np.concatenate([ends[:1] - lasted[:1], ends[:-1]]))
     slices = np.column_stack([waits[:, 0], np.zeros_like(ends), starts, ends])
@@ -148,24 +144,24 @@ def events(
     clocks: Clocks,
     arrows: Sequence[Arrow] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yields the trace's events, with times in µs since the earliest slice.
-
-    names, tracks, clocks: by rank; times are moved to rank 0's clock.
-    """
+    """Yields the trace's events, in µs since the earliest slice. names, tracks, clocks: by rank.
+    arrows: messages to draw in every round."""
     first = (
         t.slices[:, 2].min() - ahead
         for (ahead, _), of in zip(clocks, tracks, strict=True)
         for t in of
         if len(t.slices)
     )
-    origin, began = int(min(first, default=0)), dict[tuple[int, int, int], float]()
+    origin = int(min(first, default=0))
+    began = dict[tuple[int, int, int], float]()
     for pid, (name, (ahead, _)) in enumerate(zip(names, clocks, strict=True)):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         for tid, track in enumerate(tracks[pid]):
             args: dict[str, Any] = {"name": track.name}
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
             for round_, label, start, end in track.slices.tolist():
-                ts, args = (start - ahead - origin) / 1e3, {"round": round_}
+                ts = (start - ahead - origin) / 1e3
+                args = {"round": round_}
                 place = {"pid": pid, "tid": tid, "ts": ts, "dur": (end - start) / 1e3}
                 yield {"ph": "X", "name": track.labels[label], **place, "args": args}
                 if not tid:

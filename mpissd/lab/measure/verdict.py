@@ -40,9 +40,10 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
-        """Returns the trimmed geometric mean of a value a turn; the interval of one turn is
-        unbounded."""
-        logs, count, half = np.sort(np.log(values)), len(values), 700.0
+        """Returns the trimmed geometric mean of values, one a turn; one turn has no bounds."""
+        logs = np.sort(np.log(values))
+        count = len(values)
+        half = 700.0
         trimmed = int(TRIMMED * count)
         inner = logs[trimmed : count - trimmed]
         if count > 1:
@@ -53,30 +54,25 @@ class Ratio:
         return cls(mean, mean * math.exp(-half), mean * math.exp(half), count)
 
     def interval(self, text: Callable[[float], str]) -> str:
-        """Returns the bounds as text; the number of turns if they tell nothing."""
+        """Returns the bounds as text; the number of turns if the bounds tell nothing."""
         if self.high > _TELLING * self.mean:
             return f"{self.turns} turn{'s' * (self.turns > 1)}"
         return f"{text(self.low)}–{text(self.high)}"
 
     def judgement(self, *, is_busy: bool) -> str:
-        """The verdict: a gain pays, and what is surely none does not. On a busy machine only an
-        interval that is all gain, or all loss, is a verdict."""
+        """Returns the verdict: a gain above 5% pays, a surely smaller one does not. On a busy
+        machine the whole interval has to be a gain, or a loss."""
         if self.turns < FEWEST_TURNS:
             return UNKNOWN
-        least_gain = WORTH if is_busy else 1
-        most_loss = 1 / WORTH if is_busy else WORTH
-        if self.low > least_gain and self.mean >= WORTH:
+        if self.low > (WORTH if is_busy else 1) and self.mean >= WORTH:
             return PAID
-        return LOST if self.high < most_loss else UNKNOWN
+        return LOST if self.high < (1 / WORTH if is_busy else WORTH) else UNKNOWN
 
 
 @dataclass
 class TimedUse:
-    """A use of the run's ranks, and its tokens a second in each turn.
-
-    unit: what a rank is: core or GPU. speeds: None in a turn that was not measured. refused: why it
-    cannot run here.
-    """
+    """A use of the run's ranks, and its tokens a second by turn (None: not measured). unit: what a
+    rank is, core or GPU. refused: why it cannot run here."""
 
     family: Family
     unit: str
@@ -86,19 +82,18 @@ class TimedUse:
 
     @property
     def method(self) -> str:
-        """The method without ranks: SD inline K=2."""
+        """The method without the ranks, such as SD inline K=2."""
         return self.family.name + (f" K={self.lookahead}" if self.lookahead else "")
 
     def __str__(self) -> str:
-        """Returns SD inline K=2 on 1 core."""
         count = self.family.gpus
         return f"{self.method} on {count} {self.unit}{'s' * (count > 1)}"
 
     @property
     def speed(self) -> Ratio | None:
         """Its tokens a second; None if no turn measured it."""
-        known = [speed for speed in self.speeds if speed]
-        return Ratio.of(known) if known else None
+        speeds = [speed for speed in self.speeds if speed]
+        return Ratio.of(speeds) if speeds else None
 
     @property
     def mean(self) -> float:
@@ -106,7 +101,7 @@ class TimedUse:
         return self.speed.mean if self.speed else 0.0
 
     def over(self, other: TimedUse) -> Ratio | None:
-        """Returns the ratio to another use, over the turns that measured both; None without any."""
+        """Returns the ratio to another use over the turns that measured both, if any."""
         pairs = zip(self.speeds, other.speeds, strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
         return Ratio.of(ratios) if ratios else None
@@ -114,10 +109,8 @@ class TimedUse:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question's answer: what may pay, the use that does it, and the strongest without.
-
-    candidates: the uses of which one of the two is the fastest.
-    """
+    """The answer to whether `use` pays, against the strongest use without it. candidates: the uses
+    among which `use` or `rival` is the fastest."""
 
     what: str
     use: TimedUse
@@ -129,11 +122,9 @@ class Answer:
 
 @dataclass
 class UseComparison:
-    """The uses, the run's own first.
-
-    busy: why the machine was too busy to compare them. notes: how they were measured. num_rounds:
-    the fewest of a pass. prompts: how many of a run's the turns decoded, if each took others.
-    """
+    """The uses, the run's own first. busy: why the machine was too busy to compare. notes: how they
+    were measured. num_rounds: of the shortest pass. prompts: how many of the run's prompts were
+    decoded, if turns took different ones."""
 
     uses: list[TimedUse]
     busy: list[str] = field(default_factory=list)
@@ -144,18 +135,17 @@ class UseComparison:
     FEWEST_ROUNDS = 6  # of a pass, for a verdict
 
     def answers(self) -> list[Answer]:
-        """Answers what can be judged. The strongest rival has the fastest mean."""
-        own, pairs = self.uses[0], list[tuple[str, TimedUse, TimedUse, Sequence[TimedUse]]]()
+        """Returns the answers that can be judged; the strongest rival has the fastest mean."""
+        first = self.uses[0]
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
-        narrow = [use for use in plain if use.family.tp == own.family.tp]
-        inline = [use for use in narrow if use.family.mode != "ar"] or [own]
+        narrow = [use for use in plain if use.family.tp == first.family.tp]
+        inline = [use for use in narrow if use.family.mode != "ar"] or [first]
         drafted = max(inline, key=lambda use: use.mean)
-        ranks = f"{own.family.tp} {own.unit}{'s' * (own.family.tp > 1)}"
-        plain_ar = [use for use in narrow if use.family.mode == "ar"]
-        pairs += [(f"Speculation on {ranks}", drafted, use, inline) for use in plain_ar]
-        if own.family.num_drafts and plain:
-            what = f"{'An' if own.unit[0] in 'aeiou' else 'A'} {own.unit} for the draft"
-            pairs.append((what, own, max(plain, key=lambda use: use.mean), plain))
+        what = f"Speculation on {first.family.tp} {first.unit}{'s' * (first.family.tp > 1)}"
+        pairs = [(what, drafted, use, inline) for use in narrow if use.family.mode == "ar"]
+        if first.family.num_drafts and plain:
+            what = f"{'An' if first.unit[0] in 'aeiou' else 'A'} {first.unit} for the draft"
+            pairs.append((what, first, max(plain, key=lambda use: use.mean), plain))
         answers = []
         for what, use, rival, candidates in pairs:
             if use is not rival and (ratio := use.over(rival)) is not None:
@@ -165,7 +155,7 @@ class UseComparison:
         return answers
 
     def needed(self, width: float) -> list[TimedUse]:
-        """Returns the uses that a further turn needs: of answers that do not tell or are wider than
+        """Returns the uses that need another turn: those of answers that are open or wider than
         ±width, and of their candidates those that may be the fastest."""
         is_long = self.num_rounds >= self.FEWEST_ROUNDS  # more turns tell nothing of short answers
         needed = list[TimedUse]()
@@ -196,11 +186,12 @@ class UseComparison:
         return [part for x in lines for part in textwrap.wrap(x, _COLUMNS, subsequent_indent="  ")]
 
     def sentence(self, answer: Answer) -> str:
-        """Returns an answer in words."""
-        use, rival, ratio = answer.use, answer.rival, answer.ratio
+        use = answer.use
+        rival = answer.rival
+        ratio = answer.ratio
         name = use.method if use.family.gpus == rival.family.gpus else str(use)
         makes = f"{name} makes {ratio.mean:.2f}× ({ratio.interval(bound)}) of {rival}"
-        kinds = list(dict.fromkeys(each.family.name for each in answer.candidates))
+        kinds = list(dict.fromkeys(candidate.family.name for candidate in answer.candidates))
         if rival in answer.candidates and len(kinds) > 1:
             makes += f", best of {', '.join(kinds[:-1])} and {kinds[-1]}"
         makes += f", on {self.prompts}" * bool(self.prompts)
@@ -219,7 +210,7 @@ class UseComparison:
         return f"Cannot tell{state} whether {later} pays:{why} {makes}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as an object of the result's JSON."""
+        """Returns the comparison as it stands in the result's JSON."""
         uses: list[dict[str, Any]] = [
             {"name": str(use), **asdict(use), "tok_per_s": use.speed and asdict(use.speed)}
             for use in self.uses
@@ -229,5 +220,5 @@ class UseComparison:
             | asdict(a.ratio)
             for a in self.answers()
         ]
-        told = {"busy": self.busy, "notes": self.notes, "prompts": self.prompts or None}
-        return {"verdicts": verdicts, **told, "uses": uses}
+        about = {"busy": self.busy, "notes": self.notes, "prompts": self.prompts or None}
+        return {"verdicts": verdicts, **about, "uses": uses}

@@ -8,12 +8,13 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, contained, flag, integer, words
 
-_RECORDED, _PRINTED = 8, 4  # the default K of a recording, and of printed models
+_RECORDED = 8  # the default K of a recording
+_PRINTED = 4  # the default K whose laws are printed
 
 
 @dataclass(frozen=True)
 class PairConfig(Checked):
-    """Flags of `pair`; those with the name of a flag of `run` mean the same."""
+    """Flags of `pair`; a flag with the name of one of `run` means the same."""
 
     sources: str | None = flag(
         None,
@@ -46,16 +47,15 @@ class PairConfig(Checked):
 
     @property
     def steps(self) -> int:
-        """K: recorded, or printed."""
+        """K that is recorded, or whose laws are printed."""
         return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
 
     def check(self) -> None:
-        """Raises ConfigError unless the flags name one pair and its prompts, or only sources."""
+        """Raises ConfigError unless the flags name one pair with prompts, or only sources."""
         super().check()
         run = self.run
-        named = run.target is not None and run.draft is not None
-        whole = (run.target is None) == (run.draft is None)
-        if self.sources is None and (named == (run.pair is not None) or not whole):
+        named = (run.target is not None) + (run.draft is not None)  # none, one or both
+        if self.sources is None and named != (2 if run.pair is None else 0):
             raise ConfigError(
                 "needed: sources (recordings), or one pair to record: pair=NAME, or target and "
                 "draft"

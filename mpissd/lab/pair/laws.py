@@ -21,9 +21,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import reduce
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -45,7 +44,8 @@ from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]
-BEYOND, OUTSIDE = 0, -1  # instead of a rank
+BEYOND = 0  # in place of a rank: beyond the candidates kept
+OUTSIDE = -1  # outside the draft's vocabulary
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
 GROUPS = 20  # the most groups of sequences that are left out in turn
 _FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
@@ -53,51 +53,49 @@ _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licenc
 
 
 class Ranks(NamedTuple):
-    """Ranks of bonus tokens, counted by sequence.
-
-    counts: [S, F + 2]; columns: rank 1 … F, beyond the F candidates kept, outside the draft's
-    vocabulary. knows_vocabulary: whether the last two are counted separately.
-    """
+    """Ranks of bonus tokens among the draft's candidates, counted by sequence. counts: [S, F + 2]:
+    rank 1 … F, beyond the F candidates kept, outside the draft's vocabulary. knows_vocabulary:
+    whether the last two columns are told apart."""
 
     counts: Array
     knows_vocabulary: bool
 
     @classmethod
     def of(cls, sequence: Array, rank: Array, num_sequences: int, limit: int, knows: bool) -> Ranks:
-        """Counts ranks [n] (from 1, BEYOND or OUTSIDE) of these sequences [n]; limit: F."""
+        """Counts ranks [n] (from 1, or BEYOND, or OUTSIDE) by sequence [n]; limit: F."""
         counts = np.zeros((num_sequences, limit + 2), np.int64)
         np.add.at(counts, (sequence, np.where(rank > 0, rank - 1, limit - rank)), 1)
         return cls(counts, knows)
 
 
 class Outcomes(NamedTuple):
-    """The rounds of one source at one K.
-
-    accepted: counts of k = 0 … K by sequence, [S, K + 1]. ranks: of bonus tokens after a rejection
-    and after K accepted tokens; None if the source lacks them. fast: the counts by kind of lookup
-    if only that drafts; {} if the source lacks them.
-    """
+    """The rounds of one source at one K. accepted: counts of k = 0 … K by sequence, [S, K + 1].
+    ranks: of bonus tokens after a rejection, and after K accepted tokens; None if unknown. fast: by
+    kind of lookup, `accepted` if only that lookup drafts; {} if unknown."""
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
     fast: Mapping[str, Array] = {}
 
     def without(self, group: int, groups: int) -> Outcomes:
-        """Returns the rounds of all sequences but every `groups`-th one, from the `group`-th on."""
+        """Returns the rounds of all sequences but group, group + groups, group + 2 · groups, …"""
 
         def kept(table: Array) -> Array:
             return np.compress(np.arange(len(table)) % groups != group, table, axis=0)
 
         ranks = None
         if self.ranks is not None:
-            rejected, complete = (one._replace(counts=kept(one.counts)) for one in self.ranks)
-            ranks = rejected, complete
+            rejected, complete = self.ranks
+            ranks = (
+                rejected._replace(counts=kept(rejected.counts)),
+                complete._replace(counts=kept(complete.counts)),
+            )
         return Outcomes(kept(self.accepted), ranks, {k: kept(of) for k, of in self.fast.items()})
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A recording, or the rounds of one row: its origin, and its outcomes by K."""
+    """A recording, or the rounds of one row: where it is from, and its outcomes by K."""
 
     about: dict[str, Any]
     outcomes: Mapping[int, Outcomes]
@@ -112,12 +110,12 @@ def new_file(out: str) -> Path:
 
 
 def print_laws(config: PairConfig) -> None:
-    """Prints the models of the sources at K; writes the models of every K if `out` is given."""
+    """Prints the laws of the sources at K; writes the laws of every K if `out` is given."""
     path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
-    every = (document["laws"], *document["without"])
-    at = [laws for of in every for laws in of if laws["lookahead"] == config.steps]
+    variants = (document["laws"], *document["without"])
+    at = [laws for of in variants for laws in of if laws["lookahead"] == config.steps]
     print("\n".join(_text(document["about"], *at)))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,15 +125,15 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Dataset]:
-    """Yields the sources of a name; raises ConfigError if there is none."""
+    """Yields the sources that a name stands for; raises ConfigError if there is none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
         # Tokens before a forward, in the mean over the answers.
-        whole = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
+        total = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
         file["tokens"] = sum(p.end for p in recording.sequences)
-        file["context"] = round(whole / file["tokens"])
+        file["context"] = round(total / file["tokens"])
         by_k = {k: _of_recording(recording, k) for k in range(1, recording.lookahead + 1)}
         yield Dataset({**file, **about}, by_k)
         return
@@ -161,8 +159,10 @@ def read(name: str) -> Iterator[Dataset]:
 
 
 def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
-    """Returns the rounds of SD and SSD with K tokens after hits and jit backups."""
-    known, widest, num = recording.known, recording.widest, len(recording.sequences)
+    """Returns the rounds of SD and SSD in which the draft model drafts K tokens."""
+    vocabulary = None if recording.known is None else set(recording.known.tolist())
+    widest = recording.widest
+    num = len(recording.sequences)
     accepted = np.zeros((num, lookahead + 1), np.int64)
     ranked: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     for n, part in enumerate(recording.sequences):
@@ -171,18 +171,21 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             at = c + k
             if at + 1 >= part.end:
                 continue  # the answer ends: its bonus token is not looked up
-            token, kept = part.tokens[at], part.top[at]
+            token = part.tokens[at]
+            kept = part.top[at]
             if k < lookahead:
                 kept = kept[kept != part.rollout[c, k]]
             places = np.flatnonzero(kept[:widest] == token)
             rank = BEYOND
             if len(places):
                 rank = int(places[0]) + 1
-            elif known is not None and known[np.searchsorted(known, token) % len(known)] != token:
+            elif vocabulary is not None and token not in vocabulary:
                 rank = OUTSIDE
             ranked[k == lookahead].append((n, rank))
     tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
-    rejected, complete = (Ranks.of(of[0], of[1], num, widest, known is not None) for of in tables)
+    rejected, complete = (
+        Ranks.of(of[0], of[1], num, widest, vocabulary is not None) for of in tables
+    )
     fast = {kind: np.zeros((num, lookahead + 1), np.int64) for kind in LOOKUPS}
     for kind, counts in fast.items():
         for n, part in enumerate(recording.sequences):
@@ -192,18 +195,19 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
-    """Yields (c, k) of each round of an answer: the tokens before it, and how many it accepts of
-    these drafts [≥ end, K]."""
-    end, lookahead = part.end, drafts.shape[1]
-    same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(lookahead)]
-    runs, c = np.cumprod(same, axis=1).sum(axis=1).tolist(), 0
+    """Yields (c, k) of each round of an answer: c tokens come before it, and it accepts k of the
+    drafts. drafts: [≥ end, K], by the number of tokens before them."""
+    end = part.end
+    same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(drafts.shape[1])]
+    runs = np.cumprod(same, axis=1).sum(axis=1).tolist()
+    c = 0
     while c < end:
         yield c, runs[c]
         c += runs[c] + 1
 
 
 def _of_row(row: Row, rounds: Path) -> Outcomes:
-    """Returns the measured rounds of a row of text; raises ConfigError if they are not kept."""
+    """Returns the measured rounds of a row of text; raises ConfigError if they were not kept."""
     try:
         check_regular(rounds)
         with np.load(rounds, allow_pickle=False) as archive:
@@ -211,10 +215,10 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
     # Shorter speculations, and in SSD those from a fast backup, have other acceptance rates.
-    whole = lines[:, 7] == row.lookahead
+    is_full = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
-        whole &= lines[:, 5] != Source.FAST
-    lines = lines[whole]
+        is_full &= lines[:, 5] != Source.FAST
+    lines = lines[is_full]
     if not len(lines):
         what = f"row {row.run_id!r}: no round of {row.lookahead} tokens by the draft"
         raise ConfigError(f"{what}: allowed: longer answers")
@@ -232,8 +236,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
 
 
 def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
-    """Returns the document of a --laws file; raises ConfigError for several pairs, temperatures or
-    C, or a K that is not measured."""
+    """Returns the content of a --laws file; raises ConfigError for unlike sources or another K."""
     for name in ("target_sha256", "draft_sha256"):
         files = {source.about[name]: source.about["file"] for source in sources}
         if len(files) > 1:
@@ -242,40 +245,42 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
             )
     sampled: dict[str, str] = {}
     for about in (source.about for source in sources):
-        warmth, c = about["temperature"] or 0.0, about.get("saguaro_c")
+        warmth = about["temperature"] or 0.0
+        c = about.get("saguaro_c")
         # Saguaro's C has no effect at temperature 0.
         shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
         sampled.setdefault(f"T = {warmth:g}{shaped}", about["file"])
     if len(sampled) > 1:
-        each = "; ".join(f"{file}: {how}" for how, file in sampled.items())
-        raise ConfigError(f"sources of unlike sampling ({each}): allowed: one temperature and C")
-    known = sorted({k for source in sources for k in source.outcomes})
-    if lookahead not in known:
-        had = ", ".join(map(str, known))
+        files_of = "; ".join(f"{file}: {how}" for how, file in sampled.items())
+        raise ConfigError(
+            f"sources of unlike sampling ({files_of}): allowed: one temperature and C"
+        )
+    levels = sorted({k for source in sources for k in source.outcomes})
+    if lookahead not in levels:
+        had = ", ".join(map(str, levels))
         raise ConfigError(f"lookahead={lookahead}: allowed with these sources: {had}")
-    every = {k: [s.outcomes[k] for s in sources if k in s.outcomes] for k in known}
-    groups = min(GROUPS, *(len(of.accepted) for here in every.values() for of in here))
+    by_k = {k: [s.outcomes[k] for s in sources if k in s.outcomes] for k in levels}
+    groups = min(GROUPS, *(len(of.accepted) for here in by_k.values() for of in here))
     without = [
-        [_laws(k, [of.without(n, groups) for of in here]) for k, here in every.items()]
+        [_laws(k, [of.without(n, groups) for of in here]) for k, here in by_k.items()]
         for n in range(groups if groups > 1 else 0)
     ]
     about = {
         "sources": [source.about for source in sources],
-        "prompts": min(sum(len(of.accepted) for of in here) for here in every.values()),
+        "prompts": min(sum(len(of.accepted) for of in here) for here in by_k.values()),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "tool": f"mpissd {mpissd.__version__} pair",
     }
-    laws = [_laws(k, here) for k, here in every.items()]
+    laws = [_laws(k, here) for k, here in by_k.items()]
     return {"kind": "laws", "schema": SCHEMA, "about": about, "laws": laws, "without": without}
 
 
 def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
-    """Returns the models at one K: acceptance by position, hits after both ends, and lookups.
-
-    alpha is accepted / (accepted + rejected): the mean acceptance rate of the judged tokens.
-    """
+    """Returns the laws at one K: acceptance by position, hits, and lookups. alpha: accepted /
+    (accepted + rejected), the mean acceptance rate of judged tokens."""
     total = np.sum([of.accepted.sum(axis=0) for of in outcomes], axis=0)
-    accepted, rounds = int(total @ np.arange(lookahead + 1)), int(total.sum())
+    accepted = int(total @ np.arange(lookahead + 1))
+    rounds = int(total.sum())
     judged = accepted + int(total[:-1].sum())
     ranked = [of.ranks for of in outcomes if of.ranks is not None]
     looked_up = [of.fast for of in outcomes if of.fast]
@@ -287,8 +292,8 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
         "alpha": accepted / judged if judged else 0.0,
         "marginal": (total[::-1].cumsum()[::-1][1:] / rounds).tolist(),
         "conditional": list(hazards_of_counts(total.tolist(), lookahead)),
-        "rejected": _hits([one for one, _ in ranked]),
-        "complete": _hits([one for _, one in ranked]),
+        "rejected": _hits([rejected for rejected, _ in ranked]),
+        "complete": _hits([complete for _, complete in ranked]),
         "fast": {
             kind: np.sum([of[kind].sum(axis=0) for of in looked_up], axis=0).tolist()
             for kind in (LOOKUPS if looked_up else ())
@@ -297,17 +302,17 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
 
 
 def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
-    """Returns counts of ranks, the miss rate by fan-out, and the fit, of all sources' sequences.
-
-    They have the F of the source that kept the fewest candidates.
-    """
+    """Returns counts of ranks, the miss rate by fan-out, and the fitted law; F is that of the
+    source that kept the fewest candidates."""
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2
     total = np.zeros(limit + 2, np.int64)
-    for each in (table.counts.sum(axis=0) for table in tables):
-        total += [*each[:limit], each[limit:-1].sum(), each[-1]]
-    fit, outcomes = _fitted(total), int(total.sum())
+    for table in tables:
+        counts = table.counts.sum(axis=0)
+        total += [*counts[:limit], counts[limit:-1].sum(), counts[-1]]
+    fit = _fitted(total)
+    outcomes = int(total.sum())
     misses = {}
     for width in (f for f in WIDTHS if f <= limit and outcomes):
         law = None if fit is None else power_law_miss(width, *fit)
@@ -323,8 +328,9 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
 
 
 def _fitted(total: Array) -> tuple[float, float, float] | None:
-    """Returns (A, r, floor) of counts [F + 2], or None if they do not determine a fit."""
-    limit, outcomes = len(total) - 2, int(total.sum())
+    """Returns (A, r, floor) of counts [F + 2]; None if they do not determine a fit."""
+    limit = len(total) - 2
+    outcomes = int(total.sum())
     ranks = np.repeat([*range(1, limit + 1), 0], total[:-1])
     law = most_likely(ranks, np.full(len(ranks), limit))
     if law is None:
@@ -333,17 +339,19 @@ def _fitted(total: Array) -> tuple[float, float, float] | None:
     return (1.0 - floor) * law[0], law[1], floor
 
 
-def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the counts and the models at one K as lines of text; every: of all sequences, without
-    each group."""
-    at = every[0]
+def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the counts and laws at one K as lines of text. variants: the laws of all sequences,
+    then those without each group, for the intervals."""
+    at = variants[0]
 
     def read(*keys: str | int) -> tuple[float, float]:
-        """Returns a number, and the half-width of its interval (nan if it is not known)."""
-        walked = (reduce(lambda of, key: of and of[key], keys, cast("Any", each)) for each in every)
-        value, *others = cast("Iterator[Any]", walked)
-        is_known = len(others) > 1 and None not in others
-        return value, float(jackknife(np.array(others, float))) if is_known else math.nan
+        """Returns the number at this path, and the half-width of its interval (nan: unknown)."""
+        values = list[Any](variants)
+        for key in keys:
+            values = [value and value[key] for value in values]
+        value, *others = values
+        is_certain = len(others) > 1 and None not in others
+        return value, float(jackknife(np.array(others, float))) if is_certain else math.nan
 
     def bounded(*keys: str | int) -> str:
         value, half = read(*keys)
@@ -355,7 +363,7 @@ def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
     tokens = sum(of.get("tokens") or 0 for of in about["sources"])
     terms = [f"{about['prompts']} prompts", *([f"{tokens:,} answered tokens"] if tokens else [])]
     terms.append(f"{at['rounds']} rounds of SD at K = {at['lookahead']}")
-    part = "a prompt" if len(every) > about["prompts"] else f"1 in {GROUPS} prompts"
+    part = "a prompt" if len(variants) > about["prompts"] else f"1 in {GROUPS} prompts"
     yield ", ".join(terms)
     reached = [read("conditional", n) for n in range(at["lookahead"])]
     rates = ", ".join(f"{value:.2f} ±{half:.2f}" for value, half in reached)
@@ -369,8 +377,10 @@ def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
     yield f"   reached         {cells(at['marginal'])}"
     yield f"   given the last  {cells(at['conditional'])}"
     ends = {"rejected": "a rejection", "complete": "K accepted tokens"}
-    for end, ranks in ((end, at[end]) for end in ends):
-        title, fit = f"bonus after {ends[end]}", ranks["fit"]
+    for end, cause in ends.items():
+        ranks = at[end]
+        title = f"bonus after {cause}"
+        fit = ranks["fit"]
         if fit is None:
             yield f"{title}: {ranks['outcomes']} outcomes determine no law"
             continue
@@ -381,12 +391,12 @@ def _text(about: Mapping[str, Any], *every: Mapping[str, Any]) -> Iterator[str]:
         )
         misses = ranks["misses"]
         yield f"   F       {cells(misses)}"
-        yield f"   miss    {cells(one['miss'] for one in misses.values())}"
-        yield f"   law     {cells(one['law'] for one in misses.values())}"
+        yield f"   miss    {cells(at_width['miss'] for at_width in misses.values())}"
+        yield f"   law     {cells(at_width['law'] for at_width in misses.values())}"
         failed = []
-        for width, one in misses.items():
+        for width, at_width in misses.items():
             miss, half = read(end, "misses", width, "miss")
-            failed += [width] if abs(one["law"] - miss) > max(_FAILS * miss, half) else []
+            failed += [width] if abs(at_width["law"] - miss) > max(_FAILS * miss, half) else []
         if failed:
             yield f"   the law fails at F = {', '.join(failed)}: off by over 10%"
     for kind, counts in at["fast"].items():

@@ -39,10 +39,8 @@ Tokens = Sequence[int]
 
 
 def pair(config: PairConfig) -> int:
-    """Writes a recording and prints a summary, or prints the models measured from `sources`.
-
-    Raises ConfigError if a model, the prompts or a source cannot be read, or the file exists.
-    """
+    """Writes a recording and prints a summary, or prints the laws measured from `sources`. Raises
+    ConfigError if a model, the prompts or a source cannot be read, or if the file exists."""
     if config.sources is not None:
         print_laws(config)
         return 0
@@ -61,19 +59,23 @@ def pair(config: PairConfig) -> int:
 
 
 def make(config: PairConfig) -> Recording:
-    """Records a pair; raises ConfigError if its models or the prompts cannot be read."""
+    """Records a pair; raises ConfigError if its models or prompts cannot be read."""
     given = replace(config.run, workload="text")
     target, draft = split_pair(given.pair) if given.pair else (given.target, given.draft)
     assert target is not None and draft is not None, "a pair without a model"
-    shape, tokenizer = config_of(target), None
-    vocab, limit, steps = shape.shape.vocab_size, config.num_tokens, config.steps
+    architecture = config_of(target)
     config_of(draft, target)
+    vocab = architecture.shape.vocab_size
+    limit = config.num_tokens
+    steps = config.steps
+    tokenizer = None
     if not given.prompt_ids:
         files = files_of(target)
         if files is None:
             raise ConfigError(f"target={target} has no tokenizer: allowed: weights, or prompt_ids")
         tokenizer = load_tokenizer(str(files))
-    room = None if shape.max_positions is None else shape.max_positions - limit - steps
+    room = architecture.max_positions
+    room = None if room is None else room - limit - steps
     prompts = read_prompts(given, tokenizer, context=room, vocab=vocab)[: config.count]
     asked = [prompt.tokens for prompt in prompts]
     stops = {given.stop_token} - {None} | (tokenizer.stop_ids if tokenizer else set())
@@ -90,7 +92,8 @@ def make(config: PairConfig) -> Recording:
             answers += answered(model, asked[start : start + batch], limit, stops, steps)
 
     parts = []
-    top_k, source = config.fan_out + 1, ModelSource(draft, target)
+    top_k = config.fan_out + 1
+    source = ModelSource(draft, target)
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
     with (
@@ -104,8 +107,7 @@ def make(config: PairConfig) -> Recording:
         for prompt, (tokens, end) in zip(asked, answers, strict=True):
             rollout, top = drafted(model, prompt, tokens[:end], steps)
             stopped = tokens[end - 1] in stops
-            whole = np.array(prompt), np.array(tokens)
-            parts.append(Recorded(*whole, end, stopped, rollout, top))
+            parts.append(Recorded(np.array(prompt), np.array(tokens), end, stopped, rollout, top))
 
     models = open_checkpoint(target), open_checkpoint(draft, target=target)
     about = {
@@ -138,20 +140,17 @@ def _opened(
 
 
 @contextmanager
-def _counted(model: Model, verb: str, most: int) -> Iterator[None]:
-    """Counts a model's rows in a bar on stderr every few seconds; most: their number at most."""
+def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
+    """Shows a model's rows in a progress bar on stderr. rows: their largest number."""
     with tqdm(
-        total=most, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
+        total=rows, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
     ) as bar:
         model.advance = bar.update
         yield
 
 
 class Model:
-    """A whole model on one device; `feed` runs a forward and returns the likeliest tokens.
-
-    advance: receives the number of rows of each forward.
-    """
+    """A whole model on one device. advance: is called with the number of rows of each forward."""
 
     advance: Callable[[int], Any] = staticmethod(lambda rows: None)
 
@@ -165,8 +164,9 @@ class Model:
         slots: int,
         seed: int,
     ) -> None:
-        """Reads the weights. rows: of the largest forward. slots: sequences in the cache."""
-        self.rows, self._waiter = rows, Waiter(math.inf, spin=False)
+        """Reads the weights. rows: of the largest forward. slots: sequences in the KV cache."""
+        self.rows = rows
+        self._waiter = Waiter(math.inf, spin=False)
         self._stepper = Stepper(
             backend,
             SoloGroup(),
@@ -177,10 +177,11 @@ class Model:
             seed=seed,
             model=source,
         )
-        self.release, self.close = self._stepper.release, self._stepper.close
+        self.release = self._stepper.release
+        self.close = self._stepper.close
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
-        """Runs a forward of these rows; returns the likeliest tokens after each, [n, top_k]."""
+        """Runs a forward of these rows; returns the likeliest next tokens of each, [n, top_k]."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
@@ -189,7 +190,7 @@ class Model:
         return ids
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
-        """Fills a slot with tokens; returns the likeliest after positions first … , [n, top_k]."""
+        """Fills a slot; returns the likeliest next tokens from position `first` on, [n, top_k]."""
         likeliest = []
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
@@ -201,12 +202,10 @@ class Model:
 
 
 def answered(
-    model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], more: int
+    model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], extra: int
 ) -> list[tuple[list[int], int]]:
-    """Returns (tokens, end) of the greedy answer to each prompt; at most one prompt a cache slot.
-
-    end: tokens up to the stop token or the limit; `more` tokens follow it.
-    """
+    """Returns (tokens, end) of the greedy answer to each prompt; each prompt has a slot of the KV
+    cache. end: tokens up to a stop token or `limit`; `extra` tokens follow."""
     answers: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
 
@@ -217,11 +216,11 @@ def answered(
 
     for slot, prompt in enumerate(prompts):
         add(slot, int(model.read(slot, prompt, len(prompt) - 1)[0, 0]))
-    while live := [slot for slot, end in enumerate(ends) if len(answers[slot]) < end + more]:
+    while live := [slot for slot, end in enumerate(ends) if len(answers[slot]) < end + extra]:
         length = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in live]
-        slots, positions = np.array(live, np.int32), np.array(length, np.int32)
         none = np.full(len(live), -1, np.int32)
-        ids = model.feed([answers[s][-1] for s in live], Places(slots, positions, none, none))
+        places = Places(np.array(live, np.int32), np.array(length, np.int32), none, none)
+        ids = model.feed([answers[slot][-1] for slot in live], places)
         for slot, token in zip(live, ids[:, 0].tolist(), strict=True):
             add(slot, token)
     model.release(range(len(prompts)))
@@ -229,16 +228,14 @@ def answered(
 
 
 def drafted(model: Model, prompt: Tokens, answer: Tokens, lookahead: int) -> tuple[Ints, Ints]:
-    """Returns (rollout [n, K], top [n, top_k]) after each prefix of an answer of n tokens.
-
-    The whole answer is no prefix. Prefixes grow together, a lane of the cache each.
-    """
+    """Returns (rollout [n, K], top [n, top_k]): the draft's continuation, and its likeliest next
+    tokens, after each proper prefix of an answer of n tokens. A prefix has a cache row."""
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):
         part = rollout[start : start + model.rows]
-        count = len(part)
-        slots, lanes = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+        slots = np.zeros(len(part), np.int32)
+        lanes = np.arange(len(part), dtype=np.int32)
         trunks = len(prompt) + start + lanes
         for step in range(lookahead - 1):
             places = Places(slots, trunks + np.int32(step), lanes, trunks)

@@ -17,11 +17,9 @@ from mpissd.lab.sweep.plan import Point, SweepConfig, SweepPlan, planned, read_g
 def check_sweep(
     config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None
 ) -> SweepPlan:
-    """Checks a whole sweep before MPI starts and a device is opened; returns its plan.
-
-    given: the flags that the user gave. num_ranks: ranks of the job (None: from world_size or the
-    launcher). Raises ConfigError for wrong flags or a wrong grid, a flag given in both, too few
-    ranks, or a plan in which no configuration can be measured.
+    """Checks a sweep before MPI starts and a device is opened; returns its plan. Raises ConfigError
+    for a wrong flag or grid, a flag in both, too few ranks, or if no configuration can be measured.
+    given: names of the given flags. num_ranks: of the job (None: from world_size or the launcher).
     """
     # --num_drafts is the job's D; a grid may vary it.
     twice = {name for block in read_grid(str(config.grid)) for name in block} - {"num_drafts"}
@@ -46,10 +44,8 @@ def _tp(config: SweepConfig, plan: SweepPlan, num_ranks: int | None = None) -> i
 
 
 def why_not(point: Point, tp: int) -> str | None:
-    """Returns why a configuration cannot be measured on T = tp ranks; None if it can.
-
-    Only its flags and prompts are checked, not the machine.
-    """
+    """Returns why a configuration cannot be measured on T = tp ranks, or None; only its flags and
+    prompts are checked, not the machine."""
     if point.config is None:
         return point.error
     try:
@@ -64,7 +60,8 @@ def why_not(point: Point, tp: int) -> str | None:
 def list_plan(config: SweepConfig) -> None:
     """Prints the configurations of a sweep, and why some cannot be measured."""
     plan = planned(config)
-    tp, count = _tp(config, plan), len(plan.points)
+    tp = _tp(config, plan)
+    count = len(plan.points)
     for number, point in enumerate(plan.points, 1):
         reason = why_not(point, tp)
         print(f"{number:>5}  {point.digest}  {point}" + (f"  FAILS: {reason}" if reason else ""))

@@ -62,7 +62,7 @@ Block = dict[str, tuple[str, ...]]  # a block's flags and their values
 
 @dataclass(frozen=True)
 class SweepConfig(Checked):
-    """The configuration of `sweep`: a grid, and the flags of a run that all its points share."""
+    """Flags of `sweep`: the grid, and the flags of a run that all its configurations share."""
 
     run: RunConfig = contained(RunConfig, is_unchecked=True)
     grid: str | None = flag(
@@ -76,10 +76,8 @@ class SweepConfig(Checked):
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
 
     def check(self) -> None:
-        """Refuses a sweep without a grid, and flags of single runs.
-
-        Contradictions of its other flags are refused with each configuration that has them.
-        """
+        """Refuses a sweep without a grid, and flags of single runs. Other contradictions are
+        refused for each configuration that has them."""
         super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
@@ -91,12 +89,12 @@ class SweepConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags implied by a prompt, or a pair with weights."""
+        """Adds the flags implied by a prompt, or by a pair with weights."""
         return with_text(super().completed(flags))
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """The shard (I, N), with 1 <= I <= N."""
+        """The shard (I, N), with 1 <= I <= N; raises ConfigError."""
         first, _, count = self.shard.partition("/")
         shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
         if not 1 <= shard[0] <= shard[1]:
@@ -105,11 +103,8 @@ class SweepConfig(Checked):
 
 
 def read_grid(grid: str) -> list[Block]:
-    """Returns the blocks of an inline grid, or of the file that `grid` names.
-
-    Raises ConfigError for a missing file, an unknown or repeated flag, a flag without values, a
-    value that the flag never takes, or an open quotation.
-    """
+    """Returns the blocks of an inline grid, or of the file that `grid` names. Raises ConfigError
+    for a missing file, an unknown or repeated flag, no or wrong values, or an open quotation."""
     try:
         is_file = Path(grid).is_file()
     except OSError:  # e.g. an inline grid that is too long for a file name
@@ -164,7 +159,7 @@ def _block(axes: Mapping[str, str]) -> Block:
 
 
 def _expanded(name: str, item: str) -> list[str]:
-    """Returns the values of a range such as 2..8; quoted or other text unchanged."""
+    """Returns the values of a range such as 2..8, or another text as the only value."""
     if item[0] in "\"'":
         return [item[1:-1]]
     match = _RANGE.fullmatch(item)
@@ -179,10 +174,7 @@ def _expanded(name: str, item: str) -> list[str]:
 
 
 def _split(text: str, separator: str, what: str) -> list[str]:
-    """Splits text at separators outside quotes; drops empty parts.
-
-    what: names the text in error messages.
-    """
+    """Splits text at separators outside quotes; drops empty parts. what: named in messages."""
     if not re.search(f"^{_QUOTED}", text):
         raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
     parts = (part.strip() for part in re.split(separator + _QUOTED, text))
@@ -191,7 +183,7 @@ def _split(text: str, separator: str, what: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration of a grid: the flags that the grid gives, and the whole configuration."""
+    """One configuration of a grid. flags: those that the grid and the command line give."""
 
     flags: tuple[tuple[str, str], ...]
     config: RunConfig | None
@@ -208,16 +200,14 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One measurement: a configuration and the number of its repeat."""
+    """One measurement: a configuration, and which repeat of it."""
 
     point: Point
     repeat: int  # counted from 0
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Returns a digest of the configuration, repeat and machine; the task's name in files.
-
-        Two tasks with equal digests need only one measurement.
-        """
+        """Returns the task's name in files: a digest of configuration, repeat and machine. Two
+        tasks of equal digests need one measurement."""
         return _digest([self.point.digest, self.repeat, tp, backend, device_name])
 
 
@@ -227,10 +217,7 @@ def _digest(named: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The configurations of a sweep, or of one shard of it, in the grid's order.
-
-    A shard has every num_shards-th configuration.
-    """
+    """The configurations of a sweep, or of one shard of it, in the grid's order."""
 
     points: tuple[Point, ...]
     repeats: int
@@ -238,7 +225,7 @@ class SweepPlan:
     num_drafts: int  # D of the job: the largest D of any configuration
 
     def tasks(self) -> Iterator[SweepTask]:
-        """Yields the measurements in order: repeat by repeat, shuffled within each repeat."""
+        """Yields the measurements: repeat by repeat, each in a random order."""
         import numpy as np  # not at import: --help needs no NumPy
 
         for repeat in range(self.repeats):
@@ -247,51 +234,53 @@ class SweepPlan:
 
     @property
     def drafts(self) -> list[int]:
-        """The numbers of draft ranks that configurations have, in increasing order."""
+        """The numbers of draft ranks of the configurations, increasing."""
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
 def planned(config: SweepConfig) -> SweepPlan:
-    """Makes the plan of a sweep, the same on every rank; its other flags hold if a block does not
-    set them.
+    """Returns the plan of a sweep, the same on every rank. Other flags of `config` hold where a
+    block does not set them; --num_drafts is D of the whole job.
 
-    --num_drafts is D of the whole job. Raises ConfigError if the grid is wrong or has more draft
-    ranks than the job, the shard has no configuration, or the grid has more combinations than a
-    sweep could ever measure.
+    Raises ConfigError if the grid is wrong, needs more draft ranks than the job has or more
+    combinations than a sweep could measure, or if the shard has no configuration.
     """
-    blocks, (first, step) = read_grid(str(config.grid)), config.shard_of
+    blocks = read_grid(str(config.grid))
+    first, step = config.shard_of
     count = sum(math.prod(map(len, block.values())) for block in blocks)
     if count > _MOST_COMBINATIONS:
         raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
     given = said(config.run)
     job = {n: text for n, text in given.items() if n in _ONE_A_JOB and n not in _SWEEPS_OWN}
     job["progress"] = "off"  # the sweep shows a bar of its own
-    most = given.pop("num_drafts", None)
+    num_drafts = given.pop("num_drafts", None)
     shared = {name: text for name, text in given.items() if name not in _ONE_A_JOB}
     by_digest: dict[str, Point] = {}
     for block in blocks:
         for values in itertools.product(*block.values()):
-            flags = {n: v for n, v in zip(block, values, strict=True) if v != "none"}
-            flags = shared | flags
-            if most is not None and int(most) != 1:
-                flags = {"num_drafts": most, **flags}
+            flags = shared | {n: v for n, v in zip(block, values, strict=True) if v != "none"}
+            if num_drafts is not None and int(num_drafts) != 1:
+                flags = {"num_drafts": num_drafts, **flags}
             point = _point(flags, job)
             by_digest.setdefault(point.digest, point)
     used = max((p.config.drafts for p in by_digest.values() if p.config is not None), default=0)
-    if most is not None and used > int(most):
-        raise ConfigError(f"num_drafts={used} in the grid: allowed: at most {most}, as said")
+    if num_drafts is not None and used > int(num_drafts):
+        raise ConfigError(f"num_drafts={used} in the grid: allowed: at most {num_drafts}, as said")
     points = tuple(by_digest.values())[first - 1 :: step]
     if not points:
         raise ConfigError(f"shard={config.shard}: {len(by_digest)} configurations leave it none")
-    return SweepPlan(points, config.repeats, config.run.seed, used if most is None else int(most))
+    return SweepPlan(
+        points, config.repeats, config.run.seed, used if num_drafts is None else int(num_drafts)
+    )
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
-    """Makes a configuration of these flags, without those that change nothing for its method."""
+    """Makes a configuration of flags that affect its method. job: flags of the whole job."""
     try:
         mode = flags.get("mode", RunConfig.mode)
-        known = _FLAGS if mode in MODES else {}
-        unseen = {name for name, field in known.items() if mode not in field.metadata["modes"]}
+        unseen = set[str]()
+        if mode in MODES:
+            unseen = {name for name, field in _FLAGS.items() if mode not in field.metadata["modes"]}
         if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" both parse as zero
             unseen.add("draft_device")
         if flags.get("backup", "jit") == "jit":

@@ -1,9 +1,8 @@
 """The command `sweep`: measures many configurations in one job, each as `run` would.
 
-Ranks, devices, weights, programs and calibrations are kept from one configuration to the next.
-Ranks that a configuration does not use are idle. If a configuration fails, its ranks agree on the
-error, record it, and the sweep continues. A fault (a rank is lost) ends the whole job, as it ends a
-run.
+Ranks, devices, weights, programs and calibrations are kept from one configuration to the next. If
+one fails, its ranks agree on the error, record it, and the sweep continues; a fault (a rank is
+lost) ends the whole job.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ from mpissd.lab.tables.load import LeftOut, load_rows
 
 
 def execute_sweep(config: SweepConfig) -> int:
-    """Runs a sweep on all ranks.
-
-    Returns the exit code: 0, or the worst failure's (3 is worse than 2).
-    """
+    """Runs a sweep on all ranks; returns 0, or the worst failure's exit code (3 before 2)."""
     sharpen_sleep()
     plan = planned(config)
     with opened_machine(config.run, plan.num_drafts) as machine:
@@ -42,11 +38,13 @@ def execute_sweep(config: SweepConfig) -> int:
 
 
 class Sweep:
-    """One rank's part in running a sweep."""
+    """One rank's part in a sweep."""
 
     def __init__(self, machine: Machine, plan: SweepPlan, config: SweepConfig) -> None:
-        """Divides the ranks and makes all configurations' models; collective over the world."""
-        self._machine, self._plan, self._config = machine, plan, config
+        """Divides the ranks, and makes the models of all configurations; collective."""
+        self._machine = machine
+        self._plan = plan
+        self._config = config
         self._is_lead = machine.topology.is_lead
         self._out = Path(config.run.out)
         self._id = machine.topology.world.bcast(f"{time.time_ns() // 1000:x}")
@@ -68,13 +66,15 @@ class Sweep:
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
     def measure(self) -> int:
-        """Measures the tasks without a row, in the plan's order; returns the exit code."""
-        tasks, world = list(self._plan.tasks()), self._machine.topology.world
-        known: set[str] = world.bcast({*self._rows()} if self._is_lead else None)
-        todo = [task for task in tasks if self._digest(task) not in known]
+        """Measures the tasks that have no row yet, in the plan's order; returns the exit code."""
+        tasks = list(self._plan.tasks())
+        world = self._machine.topology.world
+        digests: set[str] = world.bcast({*self._rows()} if self._is_lead else None)
+        todo = [task for task in tasks if self._digest(task) not in digests]
         if self._is_lead:
             self._print_card(len(todo), len(tasks) - len(todo))
-        codes, began = [], time.monotonic()
+        codes = []
+        began = time.monotonic()
         for number, task in enumerate(todo, 1):
             result = self._one(task)
             codes.append(result.exit_code if isinstance(result, MpissdError) else 0)
@@ -89,14 +89,14 @@ class Sweep:
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
     def _rows(self) -> dict[str, Row]:
-        """Returns {task: row} of the folder's file, which several jobs may share."""
+        """Returns {task: row} of OUT/runs.jsonl, which several jobs may share."""
         file = self._out / "runs.jsonl"
         with LeftOut() as left_out:
             rows = load_rows([file], left_out) if file.exists() else []
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: SweepTask) -> Row | MpissdError | None:
-        """Measures one task; returns its row (None on ranks other than the lead) or its error."""
+        """Measures one task; returns its row (None except on the lead) or its error."""
         job = self._jobs[task.point.digest]
         if isinstance(job, ConfigError):
             return job
@@ -116,29 +116,26 @@ class Sweep:
         return row
 
     def _named(self, task: SweepTask) -> dict[str, Any]:
-        """Returns a task's name, repeat and flags, as rows and failed.jsonl have them."""
-        flags = dict(task.point.flags)
-        return {"task": self._digest(task), "repeat": task.repeat, "flags": flags}
+        """Returns a task's digest, repeat and flags, which rows and failed.jsonl have."""
+        return {"task": self._digest(task), "repeat": task.repeat, "flags": dict(task.point.flags)}
 
     def _record(self, task: SweepTask, result: Row | MpissdError | None) -> str:
         """Writes a failure to failed.jsonl; returns a line on the task's outcome. On the lead."""
         name = f"{task.point}  #{task.repeat + 1}"
         if not isinstance(result, MpissdError):
             assert result is not None, "a lead without a row"
-            rate, each = result.tok_per_s, result.tok_per_s_per_gpu
-            return f"{rate:>10.1f} tok/s {each:>9.1f} a {unit(result)}  {name}"
+            rates = f"{result.tok_per_s:>10.1f} tok/s {result.tok_per_s_per_gpu:>9.1f}"
+            return f"{rates} a {unit(result)}  {name}"
         if result.exit_code != GateError.exit_code:  # after a GateError its row is in flagged.jsonl
             failed = {"error": str(result), "exit_code": result.exit_code, "sweep": self._id}
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
         return f"    FAILED  {name}: {result}"
 
-    def _print_card(self, todo: int, known: int) -> None:
-        """Prints which sweep runs on which machine, and how many measurements are left (stdout).
-
-        known: measurements that exist already.
-        """
-        machine, plan = self._machine, self._plan
-        there = f", {known} there already" if known else ""
+    def _print_card(self, todo: int, done: int) -> None:
+        """Prints the sweep, the machine, and how many measurements are left or already there."""
+        machine = self._machine
+        plan = self._plan
+        there = f", {done} there already" if done else ""
         lines = [
             ("sweep", f"{self._id}: {len(plan.points)} configurations x {plan.repeats}{there}"),
             ("", f"{todo} to measure"),
@@ -149,14 +146,13 @@ class Sweep:
 
     def _print_end(self, tasks: list[SweepTask], codes: list[int], seconds: float) -> None:
         """Prints the best methods of all rows of this plan, then a JSON object as the last line.
-
-        codes: the exit code of each measurement.
-        """
-        known = self._rows()
-        rows = [known[name] for task in tasks if (name := self._digest(task)) in known]
+        codes: exit codes of the measurements."""
+        by_digest = self._rows()
+        rows = [by_digest[name] for task in tasks if (name := self._digest(task)) in by_digest]
         if comparisons := compare_methods(rows):
             print(f"\n{render(comparisons)}\n")
-        done, failed = codes.count(0), len(codes) - codes.count(0)
+        done = codes.count(0)
+        failed = len(codes) - done
         rate = 60 * done / seconds if done and seconds > 0 else None
         at = "" if rate is None else f" in {seconds:.1f} s, {rate:.0f} a minute"
         there = f"{len(rows)} rows of this sweep are there"
