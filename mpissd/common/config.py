@@ -1,9 +1,8 @@
 """The configuration of a run: its flags in groups, each declared once.
 
-A group is a dataclass whose fields are the flags: default, parser with bounds, and help. The
-command line, its help, the axes of a grid, the digest and the refusals derive from these fields, so
-a flag is added in one place. A flag's group decides how a sweep treats it: MachineFlags and
-OutputFlags hold for a whole job.
+A group is a dataclass whose fields are the flags: default, parser with bounds, and help. Command
+line, help, axes of a grid, digest and refusals derive from these fields. A flag's group decides how
+a sweep treats it: MachineFlags and OutputFlags hold for a whole job.
 """
 
 from __future__ import annotations
@@ -41,9 +40,12 @@ from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
 AUTO_TREE = Auto()  # --tree=auto: a run, a sweep and `plan` choose the tree
 # Flags that only some modes or workloads read.
-drafting, growing = partial(flag, modes=DRAFTING), partial(flag, modes=GROWING)
-imposed, imposed_hits = partial(drafting, workloads="gemm"), partial(growing, workloads="gemm")
-of_markov, of_text = partial(flag, workloads="markov"), partial(flag, workloads="text")
+drafting = partial(flag, modes=DRAFTING)
+growing = partial(flag, modes=GROWING)
+imposed = partial(drafting, workloads="gemm")
+imposed_hits = partial(growing, workloads="gemm")
+of_markov = partial(flag, workloads="markov")
+of_text = partial(flag, workloads="text")
 MOST_GROUPS = 64
 FORWARDS = ("gemm", "transformer")
 DEFAULT_VOCAB = 64
@@ -54,12 +56,9 @@ _ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # of that pair: results/c
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds workload=text for a prompt or a target with weights, and pair=smollm2 for a text prompt
-    without models.
-
-    Adds nothing if --workload or --forward is given. Raises ConfigError if a target's weights
-    belong to a package that is not installed.
-    """
+    """Adds workload=text for a prompt or a target with weights, unless --workload or --forward is
+    given, and pair=smollm2 to a text prompt without models. Raises ConfigError if a target's
+    weights belong to a package that is not installed."""
     given = dict(flags)
     if not {"workload", "forward"} & given.keys() and _wants_text(given):
         given["workload"] = "text"
@@ -70,20 +69,19 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds K at which the shipped pair was not slower than AR on any measured CPU, and its fan-out,
-    if a CPU runs its text and the flags give neither."""
-    mode, is_text = flags.get("mode", "ssd"), flags.get("workload") == "text"
-    is_shipped = flags.get("pair", "").lower() == DEFAULT_PAIR
+    """Adds the shipped pair's K, at which it was not slower than AR on any measured CPU, and its
+    fan-out, where a CPU runs its text and the flags give neither."""
+    is_shipped = flags.get("workload") == "text" and flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
-    if not (is_text and is_shipped and on_cpu) or flags.get("tree", "auto") != "auto":
+    if not (is_shipped and on_cpu) or flags.get("tree", "auto") != "auto":
         return dict(flags)
-    names = {"ssd": [*_ON_CPUS], "sd": ["lookahead"]}.get(mode, [])
+    names = {"ssd": [*_ON_CPUS], "sd": ["lookahead"]}.get(flags.get("mode", "ssd"), [])
     return {**{name: _ON_CPUS[name] for name in names}, **flags}
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:
-    """Returns whether flags give a prompt, or a target with weights, fetched or not."""
+    """Returns whether flags give a prompt, or a target with weights, on this machine or not."""
     if any(name in flags for name in PROMPTS):
         return True
     try:
@@ -174,18 +172,17 @@ class MethodFlags(Checked):
 
     @property
     def drafts(self) -> int:
-        """Number of draft ranks D; by default 0 for ar, 1 for sd and ssd."""
+        """Number of draft ranks D; the default is 0 for ar, and 1 for sd and ssd."""
         if self.num_drafts is not None:
             return self.num_drafts
         return 0 if self.mode == "ar" else 1
 
     @property
     def is_lookup(self) -> bool:
-        """Whether only prompt lookup drafts, without a draft model (sd with backup=fast)."""
+        """Whether only a lookup drafts, without a draft model (sd with backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
     def effective(self, name: str) -> Any:
-        """Returns the value of a flag, with the default that the mode gives it."""
         return self.drafts if name == "num_drafts" else super().effective(name)
 
     def check(self) -> None:
@@ -199,7 +196,7 @@ class MethodFlags(Checked):
 
 @dataclass(frozen=True)
 class WorkloadFlags(Checked):
-    """Flags of the workload: the number of sequences, and imposed or real token models."""
+    """Flags of the workload: sequences, imposed laws, prompts and sampling."""
 
     workload: str = flag(
         "gemm",
@@ -319,7 +316,7 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_text(self) -> str:
-        """The acceptance model as text, with its default."""
+        """The text of the acceptance law, or of its default."""
         if self.acceptance is not None:
             return self.acceptance
         if self.laws is not None and self.alpha is None:
@@ -328,7 +325,7 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_fast_text(self) -> str:
-        """The acceptance model of a fast backup's tokens as text: from its flag, or from --laws."""
+        """The text of the acceptance law of a lookup's tokens, from its flag or from --laws."""
         if self.laws is None or self.acceptance_fast != type(self).acceptance_fast:
             return self.acceptance_fast
         return f"{self.lookup}:{self.laws}"
@@ -342,7 +339,7 @@ class WorkloadFlags(Checked):
             stops = json.loads(self.stop)
         except (ValueError, RecursionError):
             return (self.stop,)  # a string that begins with a bracket
-        if not stops or not all(isinstance(each, str) and each for each in stops):
+        if not stops or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop={self.stop}: allowed: a list of strings that are not empty")
         return tuple(stops)
 
@@ -361,7 +358,7 @@ class WorkloadFlags(Checked):
 
 @dataclass(frozen=True)
 class MachineFlags(Checked):
-    """Flags of devices and communication; they are the same for a whole job."""
+    """Flags of devices and communication; a whole job has one value of each."""
 
     backend: str = flag(
         "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
@@ -394,12 +391,8 @@ class MachineFlags(Checked):
 
 @dataclass(frozen=True)
 class Learning(Checked):
-    """The values of --learn.
-
-    rate: the learning rate. batch: sequences of a step. steps: for each finished sequence, which is
-    seen batch · steps times. publish_s: shortest time between two versions of the draft. device:
-    where it computes; cuda: the GPU of its place on the host, or the last one.
-    """
+    """The values of --learn. A sequence is seen batch · steps times; device=cuda is the GPU of the
+    learner's place on its host, or the last one."""
 
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")
@@ -441,7 +434,7 @@ class OutputFlags(Checked):
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MachineFlags, WorkloadFlags, MethodFlags
 ):
-    """All flags of a run; None means not given, and is resolved when the machine is known."""
+    """All flags of a run. None: not given, and resolved when the machine is known."""
 
     rounds: int | None = flag(
         None, integer(1), "number of measured rounds (default 200 without num_tokens)"
@@ -465,13 +458,12 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags implied by a prompt or a pair with weights, and a shipped pair's own K and
-        fan-out."""
+        """Adds the flags implied by a prompt or a pair, and the shipped pair's K and fan-out."""
         return with_measured(with_text(super().completed(flags)))
 
     @property
     def is_text(self) -> bool:
-        """Whether the models' own logits decide."""
+        """Whether the models' own logits decide the tokens."""
         return self.workload == "text"
 
     @property
@@ -481,31 +473,31 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def fast_lookup(self) -> str | None:
-        """The kind of lookup of a fast backup; None without one."""
+        """The kind of lookup that drafts after cache misses; None if the draft model does."""
         return self.lookup if self.mode != "ar" and self.backup == "fast" else None
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of a sequence; an answer that nothing limits has 256."""
+        """Most tokens of a sequence: 256 for text that nothing else limits; None: unlimited."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None
         return _ANSWER_TOKENS if unlimited else self.num_tokens
 
     @property
     def max_rounds(self) -> int | None:
-        """Most measured rounds; None: rounds continue until every sequence has ended."""
+        """Most measured rounds; None: as many as the sequences need."""
         is_limited = self.is_text or self.num_tokens is not None
         return 200 if self.rounds is None and not is_limited else self.rounds
 
     @property
     def learning(self) -> Learning:
-        """The values of --learn, with their defaults."""
         return mapped(Learning, self.learn, "learn")
 
     def check(self) -> None:
-        """Refuses flags of other workloads, a wrong --learn, and what `exclusions.FLAGS` states."""
+        """Refuses flags of other workloads, and what `learning` or exclusions.FLAGS refuse."""
         super().check()
         for name, field in flags_of(RunConfig).items():
-            value, allowed = getattr(self, name), readers(name, field.metadata["workloads"])
+            value = getattr(self, name)
+            allowed = readers(name, field.metadata["workloads"])
             if value != field.default and self.workload not in allowed:  # it would change nothing
                 raise ConfigError(
                     f"{name}={value} with workload={self.workload}: allowed: "
@@ -516,7 +508,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def digest(self) -> str:
-        """Hash that names the configuration: equal flags in any order have equal digests."""
+        """Hash that names the configuration; equal flags in any order have equal digests."""
         named = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
@@ -547,5 +539,4 @@ _RETIRED: dict[str, Any] = {
 
 
 def parse_flags(flags: Mapping[str, str]) -> RunConfig:
-    """Parses flags into a RunConfig; raises ConfigError, with a suggestion for unknown names."""
     return parse_into(RunConfig, flags)

@@ -1,10 +1,4 @@
-"""The errors that mpissd raises on purpose. Each class is one cause with one exit code.
-
-ConfigError    the user's flags or machine; one line that names the value and what is allowed (2)
-GateError      a measured row that contradicts itself or physics (3)
-ProtocolError  two ranks that disagree; the message names the round and both values (4)
-FaultError     a rank that is gone, or a wait that outlasted its deadline (5)
-"""
+"""The errors that mpissd raises on purpose. Each class is one cause with one exit code."""
 
 from __future__ import annotations
 
@@ -13,31 +7,29 @@ from collections.abc import Iterable
 
 
 class MpissdError(Exception):
-    """Base class of the errors in this module."""
-
     exit_code = 1
 
 
 class ConfigError(MpissdError):
-    """A usage or configuration error. The user sees only the message."""
+    """A fault of the user's flags or machine: one line that names the value and what is allowed."""
 
     exit_code = 2
 
 
 class GateError(MpissdError):
-    """A row that failed a consistency gate: it goes to flagged.jsonl and is no result."""
+    """A measured row that contradicts itself or physics: it goes to flagged.jsonl."""
 
     exit_code = 3
 
 
 class ProtocolError(MpissdError):
-    """Two ranks disagree about a round, a version or a shape."""
+    """Two ranks disagree about a round, a version or a shape; the message has both values."""
 
     exit_code = 4
 
 
 class FaultError(MpissdError):
-    """A wait outlasted its deadline, or a peer is gone."""
+    """A rank is gone, or a wait outlasted its deadline."""
 
     exit_code = 5
 
@@ -47,16 +39,13 @@ class DivergedError(FaultError):
 
 
 def line_of(error: ConfigError) -> str:
-    """Returns an error's line for a user, who may have given lookahead as make's K."""
+    """Returns an error's line for the user, who may have given lookahead by make's variable K."""
     return f"{error} (lookahead: K)" if "lookahead" in str(error) else str(error)
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
-    """Returns the ConfigError for a name that is not among `allowed`.
-
-    kind: the sort of name, for example "flag". The message lists all allowed names and suggests
-    the closest one.
-    """
+    """Returns the ConfigError for a name that is not allowed; it lists the allowed names and
+    suggests the closest. kind: what the name is of, such as "flag"."""
     names = sorted(allowed)
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
     # top_k is no mistyped top_p: their last words have nothing in common.

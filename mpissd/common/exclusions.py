@@ -16,11 +16,9 @@ from mpissd.common.errors import ConfigError
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two features that exclude each other, what is allowed instead, and why.
-
-    The texts are formats of the values that `refuse` gets. is_asked: returns from these values, as
-    attributes, whether a configuration asks for both features.
-    """
+    """Two features that exclude each other, what is allowed instead, and why. The texts are formats
+    of the values that `refuse` gets. is_asked: returns from these values, as attributes, whether a
+    configuration asks for both features."""
 
     feature: str
     other: str
@@ -31,9 +29,7 @@ class Exclusion:
 
 def refusal(exclusions: Iterable[Exclusion], **values: Any) -> str | None:
     """Returns the message of the first exclusion that a configuration asks for; None without one.
-
-    values: what the exclusions read, as the comment above them states.
-    """
+    values: what the exclusions read, as the comment above them states."""
     for row in exclusions:
         if row.is_asked(SimpleNamespace(**values)):
             other = row.other if row.other.startswith("without ") else f"with {row.other}"

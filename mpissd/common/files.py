@@ -9,10 +9,8 @@ from pathlib import Path
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """Returns the status of a regular file, or of the one that a link leads to.
-
-    Raises OSError, which says so, for a pipe, a device, a socket or a folder.
-    """
+    """Returns the status of a regular file, also through a link. Raises OSError that says what it
+    is for a pipe, device, socket or folder."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from mpissd.common.errors import ConfigError, unknown
@@ -24,30 +25,20 @@ ANY = "any value"
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
 
 
-def integer(minimum: int, maximum: float = math.inf) -> Parse:
-    """Parses a whole number in [minimum, maximum]."""
-    return _bounded(int, minimum, maximum, "a whole number")
-
-
 class Auto(int):
-    """A number that is still to be chosen, 0; its text is `auto`."""
+    """A number that is still to be chosen: it equals 0, and its text is `auto`."""
 
     def __str__(self) -> str:
         return "auto"
 
 
 def integer_or_auto(minimum: int, maximum: float) -> Parse:
-    """Parses a whole number in [minimum, maximum], or `auto`."""
     parse = integer(minimum, maximum)
     return lambda flag, text: Auto() if text == str(Auto()) else parse(flag, text)
 
 
-def number(low: float, high: float = math.inf) -> Parse:
-    """Parses a finite number in [low, high]."""
-    return _bounded(float, low, high, "a number")
-
-
-def _bounded(kind: type[int] | type[float], low: float, high: float, name: str) -> Parse:
+def _bounded(kind: type[int] | type[float], name: str, low: float, high: float = math.inf) -> Parse:
+    """Returns the parser of numbers in [low, high]; name: what a message calls them."""
     limit = f">= {low:.15g}" if high == math.inf else f"in [{low:.15g}, {high}]"
 
     def parse(flag: str, text: str) -> float:
@@ -62,9 +53,11 @@ def _bounded(kind: type[int] | type[float], low: float, high: float, name: str) 
     return parse
 
 
-def choice(*allowed: str) -> Parse:
-    """Parses one of a few names."""
+integer = partial(_bounded, int, "a whole number")  # integer(low, high) makes a parser
+number = partial(_bounded, float, "a number")
 
+
+def choice(*allowed: str) -> Parse:
     def parse(name: str, text: str) -> str:
         if text not in allowed:
             raise unknown(name, text, allowed)
@@ -82,21 +75,21 @@ def switch(name: str, text: str) -> bool:
 
 
 def ranks_or_switch(name: str, text: str) -> bool | int:
-    """Parses a switch, or a number of ranks in its place."""
+    """Parses a number of ranks, or a switch."""
     if text.isdecimal() and text != "0":
         return int(integer(1)(name, text))
     return switch(name, text)
 
 
 def words(name: str, text: str) -> str:
-    """Returns the text unchanged; raises ConfigError for a flag without a value."""
+    """Returns the text; raises ConfigError for a flag without a value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
 
 
 def mapped(kind: type[Config], text: str | None, name: str) -> Config:
-    """Returns the configuration that a flag's name=value pairs make; raises ConfigError."""
+    """Makes a configuration from a flag's name=value pairs; raises ConfigError. name: the flag."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     if bad := [key for key, is_said, _ in pairs if not is_said]:
         raise ConfigError(f"{name}={text}: {bad[0]!r}: allowed: {name}=name=value,name=value")
@@ -108,15 +101,14 @@ def mapped(kind: type[Config], text: str | None, name: str) -> Config:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on another flag: `mode=sd|ssd` (one of these values), `temperature>0`, or
-    `target` (it is given)."""
+    """A condition on another flag: `mode=sd|ssd`, `temperature>0`, or `target` (it is given)."""
 
     name: str
     allowed: str
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Reads a condition; it is made of names and values without spaces."""
+        """Parses a condition without spaces."""
         name, is_equal, values = text.partition("=")
         if is_equal:
             return cls(name, values)
@@ -124,7 +116,6 @@ class Condition:
         return cls(name, f">{bound}" if is_above else "")
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value meets the condition."""
         if not self.allowed:
             return value is not None
         if self.allowed.startswith(">"):
@@ -132,7 +123,7 @@ class Condition:
         return str(value) in self.allowed.split("|")
 
     def __str__(self) -> str:
-        """Returns what is allowed, for a message."""
+        """Returns what is allowed, for an error message."""
         if self.allowed.startswith(">"):
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
@@ -153,10 +144,10 @@ def flag(
 ) -> Any:
     """Makes a dataclass field that is a flag.
 
-    text: its help. modes: the modes in which the flag has an effect; in other modes a sweep
-    measures one value of it. workloads: those that read it ("": all); others refuse it. needs: what
-    other flags have to be (Condition), separated by spaces, if the value is neither the default nor
-    `neutral`; as a mapping, for each value.
+    text: its help. modes: in which it has an effect; in others a sweep measures one value of it.
+    workloads: that read it ("": all); others refuse it. needs: conditions on other flags
+    (Condition), separated by spaces, for values other than the default and `neutral`; a mapping
+    gives them by value.
     """
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
     return field(
@@ -166,7 +157,9 @@ def flag(
             "help": text,
             "modes": modes,
             "workloads": tuple(workloads.split()),
-            "needs": {v: tuple(map(Condition.parse, each.split())) for v, each in of_value.items()},
+            "needs": {
+                v: tuple(map(Condition.parse, needed.split())) for v, needed in of_value.items()
+            },
             "neutral": (default, neutral),
         },
     )
@@ -179,15 +172,12 @@ def contained(
     is_unchecked: bool = False,
     **instead: dataclasses.Field[Any],
 ) -> Any:
-    """Makes a dataclass field that holds another configuration, whose flags the holder also has.
-
-    only: the flags that the holder takes (None: all). is_unchecked: whether the holder checks its
-    combination of values itself. instead: flags of the holder that replace the contained flags of
-    the same name, with another default and help.
-    """
+    """Makes a dataclass field that holds another configuration, whose flags the holder has too.
+    only: the flags that the holder takes (None: all). is_unchecked: whether the combination of
+    values is left to the holder to check. instead: fields that replace flags of the same name."""
     flags = {**flags_of(kind), **instead}
-    flags = {name: known for name, known in flags.items() if only is None or name in only}
-    defaults = {name: known.default for name, known in instead.items()}
+    flags = {name: f for name, f in flags.items() if only is None or name in only}
+    defaults = {name: f.default for name, f in instead.items()}
     return field(
         default_factory=lambda: kind(**defaults),
         metadata={"contains": kind, "flags": flags, "is_unchecked": is_unchecked},
@@ -195,40 +185,36 @@ def contained(
 
 
 def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    """Returns {name: field} of a configuration's flags, with the flags of contained
-    configurations."""
+    """Returns {name: field} of the flags of a configuration and of those that it contains."""
     flags: dict[str, dataclasses.Field[Any]] = {}
-    for known in dataclasses.fields(kind):
-        flags |= known.metadata.get("flags") or {known.name: known}
+    for f in dataclasses.fields(kind):
+        flags |= f.metadata.get("flags") or {f.name: f}
     return flags
 
 
 def said(config: Checked) -> dict[str, str]:
-    """Returns a configuration's own flags that are not their defaults, as text."""
+    """Returns the flags that a configuration has at other values than their defaults, as text."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     return {name: str(value) for name, (value, default) in values.items() if value != default}
 
 
 class Checked:
-    """The base of every configuration: checks each one that is made, in whichever way.
-
-    Parsing, a constructor call and dataclasses.replace all end in __post_init__.
-    """
+    """The base of configurations, which checks every one that is made: parsing, a constructor call
+    and dataclasses.replace all end in __post_init__."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError for a value that its flag does not take, or other flags rule out.
-
-        Subclasses call this first, and then refuse what no declaration states.
-        """
+        """Raises ConfigError for a value that its flag does not take, or that contradicts another
+        flag. Subclasses extend it by what no declaration states."""
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if "parse" in f.metadata and value != f.default:
                 f.metadata["parse"](f.name, str(value))
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, needs = getattr(self, f.name), f.metadata.get("needs", {})
+            value = getattr(self, f.name)
+            needs = f.metadata.get("needs", {})
             is_set = ANY in needs and value not in f.metadata["neutral"]
             for need in needs.get(ANY if is_set else value, ()):
                 other = self.effective(need.name)
@@ -237,21 +223,23 @@ class Checked:
                     raise ConfigError(f"{f.name}={value} {given}: allowed: {need}")
 
     def effective(self, name: str) -> Any:
-        """Returns the value of a flag, with the default that other flags give it."""
+        """Returns a flag's value, or the default that other flags give it."""
         return getattr(self, name)
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns flags together with the flags that they imply; all values are text."""
+        """Returns the flags and those that they imply; all values are text."""
         return dict(flags)
 
 
 def without(arguments: Sequence[str], name: str) -> list[str]:
-    """Returns a command's arguments without a flag and its value, in every form that is read:
-    --name=…, --name …, and with hyphens."""
-    kept, was_flag = list[str](), False
+    """Returns a command's arguments without a flag and its value, in every accepted form."""
+    kept = list[str]()
+    was_flag = False
     for word in arguments:
-        flag, is_value, was_flag = word.lstrip("-"), was_flag, False
+        flag = word.lstrip("-")
+        is_value = was_flag
+        was_flag = False
         if word.startswith("-") and flag.partition("=")[0].replace("-", "_") == name:
             was_flag = "=" not in flag
         elif not is_value or word.startswith("--"):
@@ -260,20 +248,20 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
 
 
 def read(
-    arguments: Sequence[str], known: Collection[str], positional: Sequence[str] = ()
+    arguments: Sequence[str], names: Collection[str], positional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Returns a command's flags as text, read by fire: --name=value, --name value or --noname.
+    Raises ConfigError for a word that is no flag.
 
-    positional: the flags that words without -- give, in order. fire would call a command with its
-    defaults before it reports an unknown flag, so the command that it calls takes any flag, and
-    parse_into refuses them. Raises ConfigError for a word that is no flag.
+    positional: flags that words without -- give, in order. fire calls a command before it reports
+    an unknown flag, so the command it calls here takes any; parse_into refuses them.
     """
     import fire
     from fire.decorators import SetParseFn
 
     @SetParseFn(str)  # type: ignore[untyped-decorator]
     def command(*words: str, **flags: str) -> dict[str, str]:
-        for name in [n for n in flags if n not in known and n.startswith("no") and n[2:] in known]:
+        for name in [n for n in flags if n not in names and n.startswith("no") and n[2:] in names]:
             flags[name[2:]] = str(flags.pop(name) != "True")
         free = [name for name in positional if name not in flags]
         if len(words) > len(free):
@@ -287,28 +275,24 @@ def read(
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Makes a validated configuration of this kind, with those it contains, from flags as text."""
-    known = flags_of(kind)
-    texts = {}
-    for name, text in flags.items():
-        if name not in known:
-            raise unknown("flag", f"--{name}", (f"--{n}" for n in known))
-        texts[name] = str(text)
-    values = {
-        name: known[name].metadata["parse"](name, text)
-        for name, text in kind.completed(texts).items()
-    }
-    return _filled(kind, values)
+    """Makes a checked configuration, and those that it contains, from flags as text."""
+    fields = flags_of(kind)
+    for name in flags:
+        if name not in fields:
+            raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
+    completed = kind.completed({name: str(text) for name, text in flags.items()})
+    return _filled(
+        kind, {name: fields[name].metadata["parse"](name, text) for name, text in completed.items()}
+    )
 
 
 def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """Makes a configuration from typed values, putting each into the configuration that has its
-    flag."""
+    """Makes a configuration, and those that it contains, from typed values of their flags."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     arguments = {f.name: values[f.name] for f in fields if f.name in values}
     for f in fields:
         if flags := f.metadata.get("flags"):
-            inner = {name: values.get(name, known.default) for name, known in flags.items()}
+            inner = {name: values.get(name, declared.default) for name, declared in flags.items()}
             held = f.metadata["contains"]
             is_unchecked = f.metadata["is_unchecked"]
             arguments[f.name] = unchecked(held, **inner) if is_unchecked else held(**inner)

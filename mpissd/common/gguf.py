@@ -28,9 +28,12 @@ _KEYS = {
     "ffn": "feed_forward_length",
 }
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _HEADER = Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
-_LENGTH, _KIND, _ARRAY_HEAD = Struct("<Q"), Struct("<I"), Struct("<IQ")
+_LENGTH = Struct("<Q")
+_KIND = Struct("<I")
+_ARRAY_HEAD = Struct("<IQ")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
@@ -48,8 +51,8 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's place. shape: in ggml's order, the contiguous dimension first. kind: ggml's number
-    of its type. start: bytes before it in the file `path`, which is a shard of a split model."""
+    """A tensor's place. shape: in ggml's order, contiguous dimension first. kind: ggml's number of
+    its type. start: bytes before it in the file `path`."""
 
     shape: tuple[int, ...]
     kind: int
@@ -59,8 +62,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata and tensors of a GGUF file, by name. paths: the file, or all shards of a split
-    model, whose first has the metadata."""
+    """The metadata of a GGUF file, and its tensors by name. paths: the file, or all shards of a
+    split model, whose first has the metadata."""
 
     path: Path
     metadata: dict[str, Any]
@@ -80,19 +83,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns a file's metadata; raises ConfigError if it is unreadable, cut off or no GGUF.
-
-    Given the first shard of a split model, returns the tensors of all shards. A file that has not
-    changed since the last call is not read again.
-    """
+    """Returns a file's metadata and tensors, those of all shards for the first of a split model. An
+    unchanged file is not read again. Raises ConfigError if it is damaged or no GGUF."""
     first = _read(path)
     count = first.metadata.get("split.count", 1)
     return first if count in (0, 1) else _joined(first, count)
 
 
 def _joined(first: GgufFile, count: Any) -> GgufFile:
-    """Returns a split model, with the tensors of its `count` shards, which are named as llama.cpp
-    names them; raises ConfigError if the file is not the first, or if one is missing or foreign."""
+    """Returns a split model with the tensors of its `count` shards, which have llama.cpp's names;
+    raises ConfigError if `first` is not the first, or if a shard is missing or of another model."""
     where = repr(str(first.path))
     name = first.path.name
     ending = "-{:05d}-of-{:05d}.gguf"
@@ -118,7 +118,7 @@ def _joined(first: GgufFile, count: Any) -> GgufFile:
 
 
 def _read(path: Path) -> GgufFile:
-    """Returns one file, whichever shard it is."""
+    """Returns one file of a model; raises ConfigError."""
     try:
         state = check_regular(path)
         return _read_once(path, state.st_mtime_ns, state.st_size)
@@ -134,15 +134,15 @@ def _read_once(path: Path, *state: int) -> GgufFile:
         return _Reader(path, data).read()
 
 
+@dataclass
 class _Reader:
-    """Reads the values of a file in their order."""
-
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data, self._at = path, data, 0
+    path: Path
+    data: mmap.mmap
+    at: int = 0  # bytes read so far
 
     def read(self) -> GgufFile:
         magic, version, num_tensors, num_entries = self._next(_HEADER)
-        where = repr(str(self._path))
+        where = repr(str(self.path))
         if magic != _MAGIC:
             raise ConfigError(f"{where}: is no GGUF file")
         if version not in _VERSIONS:
@@ -159,38 +159,38 @@ class _Reader:
                 raise ValueError(f"tensor {name!r} of {num_dims} dimensions")
             shape = self._next(Struct(f"<{num_dims}Q"))
             kind, offset = self._next(Struct("<IQ"))
-            tensors[name] = TensorInfo(shape, kind, offset, self._path)
+            tensors[name] = TensorInfo(shape, kind, offset, self.path)
         align = int(metadata.get("general.alignment", 32))
-        start = -(-self._at // align) * align
+        start = -(-self.at // align) * align
         for name, info in tensors.items():
             if info.start % align:
                 raise ValueError(f"tensor {name!r} at {info.start}, not aligned to {align}")
-            if start + info.start >= len(self._data):
+            if start + info.start >= len(self.data):
                 raise ConfigError(f"{where}: cut off before tensor {name!r}")
             tensors[name] = replace(info, start=start + info.start)
-        return GgufFile(self._path, metadata, tensors, (self._path,))
+        return GgufFile(self.path, metadata, tensors, (self.path,))
 
     def _next(self, form: Struct) -> tuple[Any, ...]:
-        values = form.unpack_from(self._data, self._at)
-        self._at += form.size
+        values = form.unpack_from(self.data, self.at)
+        self.at += form.size
         return values
 
     def _string(self) -> str:
         (length,) = self._next(_LENGTH)
-        end = self._at + length
-        if end > len(self._data):
+        end = self.at + length
+        if end > len(self.data):
             raise ValueError("a string beyond the end of the file")
-        text = self._data[self._at : end].decode(errors="replace")
-        self._at = end
+        text = self.data[self.at : end].decode(errors="replace")
+        self.at = end
         return text
 
     def _name(self, what: str, others: Collection[str]) -> str:
-        """Returns the name of a key or a tensor, which a message may contain."""
+        """Reads the name of a key or a tensor, which a message can contain."""
         name = self._string()
         if not name.isprintable():
             raise ValueError(f"the name {name!r}")
         if name in others:
-            raise ConfigError(f"{str(self._path)!r}: the {what} {name} is there twice")
+            raise ConfigError(f"{str(self.path)!r}: the {what} {name} is there twice")
         return name
 
     def _value(self, kind: int) -> Any:
@@ -199,7 +199,7 @@ class _Reader:
         if kind != _ARRAY:
             return self._next(Struct(f"<{_SCALARS[kind]}"))[0]
         item, count = self._next(_ARRAY_HEAD)
-        if count > len(self._data):
+        if count > len(self.data):
             raise ValueError("an array beyond the end of the file")
         if item in _SCALARS:
             return list(self._next(Struct(f"<{count}{_SCALARS[item]}")))
@@ -207,12 +207,10 @@ class _Reader:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape by name.
-
-    Raises ConfigError, one line naming the file and the key, if it is unreadable or incomplete, or
-    of an architecture that is not supported.
-    """
-    file, where = read_gguf(path), repr(str(path))
+    """Returns the fields of a presets.ModelShape. Raises ConfigError that names the file and the
+    key if it is unreadable or incomplete, or if its architecture is not supported."""
+    file = read_gguf(path)
+    where = repr(str(path))
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise ConfigError(f"{where}: general.type={kind!r} is not supported: allowed: model")

@@ -34,15 +34,12 @@ _MOST = 1000  # characters of a rank's report that are kept
 
 
 class _Guard:
-    """One rank's connection to the warden of its host."""
+    """One rank's connection to the watchdog of its host."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Starts the thread that receives the warden's messages.
-
-        C's signal handler sends the number of each signal that ends this rank, also during a
-        library's call. The warden then distinguishes a rank that the launcher ended from one that
-        was killed.
-        """
+        """Starts the thread that receives the watchdog's messages. Python's C signal handler sends
+        the number of each signal that ends this rank, even during a library call. From it the
+        watchdog knows a rank that the launcher ended from one that was killed."""
         self._link = link
         link.setblocking(False)
         signal.set_wakeup_fd(link.fileno(), warn_on_full_buffer=False)
@@ -54,7 +51,7 @@ class _Guard:
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
     def tell(self, kind: str, **fields: Any) -> bool:
-        """Sends a message to the warden; returns whether it was sent."""
+        """Sends a message to the watchdog; returns whether it was sent."""
         self.has_spoken = self.has_spoken or kind != "hangs"
         try:
             self._link.send(json.dumps({"kind": kind, **fields}).encode())
@@ -86,11 +83,9 @@ _guard: _Guard | None = None
 def join(
     rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
 ) -> None:
-    """Joins this host's warden, and starts it if there is none. Called once, before MPI starts.
-
-    rank, size: of MPI's world. deadline_s: longest time without progress. may_lose: ranks that the
-    job can do without while it measures. hint: text for the line that reports a user's signal.
-    """
+    """Joins this host's watchdog before MPI starts; starts it if there is none. rank, size: of
+    MPI's world. deadline_s: longest time without progress. may_lose: ranks that the job can go on
+    without while it measures. hint: ends the line that reports a user's signal."""
     global _guard
     if not sys.platform.startswith("linux"):
         return
@@ -120,15 +115,14 @@ def join(
 
 
 def _connect() -> socket.socket | None:
-    """Returns a connection to this job's warden on this host, which is started if needed.
-
-    Its socket is abstract: it has no file and ends with its users. None if 50 attempts failed.
-    Raises OSError if sockets are refused.
-    """
+    """Returns a connection to this job's watchdog on this host, started if needed; None after 50
+    vain attempts. Its abstract socket ends with its users. Raises OSError if sockets are
+    refused."""
     job = [os.environ.get(name, "") for name in _JOB_NAMES]
     job = job if any(job) else [str(os.getppid())]
     digest = sha256("\n".join([*job, str(os.getuid())]).encode()).hexdigest()
-    name, root = f"\0mpissd-{digest[:24]}", str(Path(__file__).resolve().parents[2])
+    name = f"\0mpissd-{digest[:24]}"
+    root = str(Path(__file__).resolve().parents[2])
     for _ in range(_ATTEMPTS):
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -156,19 +150,14 @@ def _connect() -> socket.socket | None:
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
-    """Has the warden print an uncaught exception, then prints the traceback.
-
-    Installed as sys.excepthook; mpi4py.run aborts the job afterwards.
-    """
+    """Has the watchdog print an uncaught exception, as sys.excepthook; mpi4py.run then aborts."""
     failed(f"{kind.__name__}: {error}".splitlines()[0])
     sys.__excepthook__(kind, error, where)
 
 
 def _at_exit() -> None:
-    """Ends the process with exit code 5 if it exits without having called `leave`.
-
-    Otherwise MPI_Finalize would wait for the other ranks, and they would wait for this one.
-    """
+    """Ends the process with exit code 5 if it exits without `leave`: MPI_Finalize would wait for
+    the other ranks, which wait for this one."""
     if _guard is not None and not _guard.has_spoken:
         failed("sys.exit, while the others still need it")
         sys.stdout.flush()
@@ -176,45 +165,39 @@ def _at_exit() -> None:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without launchers' variables: MPI would take the child for a rank."""
+    """Returns the environment without launchers' variables: a child is no rank of this job."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 
 def stage(now: Stage) -> None:
-    """Reports to the warden which stage of the job this rank has reached."""
+    """Tells the watchdog which stage of the job this rank has reached."""
     OWN.bytes[STAGE] = now
 
 
 def failed(text: str, kind: str = "failed") -> bool:
-    """Reports a fault of this rank; returns whether the warden has printed it, within 5 s.
-
-    If it returns False, the rank has to print the line.
-    """
+    """Reports a fault of this rank; returns whether the watchdog printed it within 5 s."""
     if _guard is None or not _guard.tell(kind, text=text[:_MOST]):
         return False
     return _guard.printed.wait(_ANSWER_S)
 
 
 def waited(text: str) -> bool:
-    """Reports a wait that timed out; the warden looks for the missing rank and prints its number.
-
-    Returns whether it has printed a line.
-    """
+    """Reports a wait that timed out; returns whether the watchdog printed the missing rank."""
     return failed(text, "waited")
 
 
 def hangs(rank: int, text: str) -> None:
-    """Reports a rank that does not answer; the warden ends it if the job can go on without it."""
+    """Reports a rank that does not answer; the watchdog kills it if the job can do without it."""
     if _guard is not None:
         _guard.tell("hangs", rank=rank, text=text[:_MOST])
 
 
 def leave(code: int) -> None:
-    """Reports that this rank is finished and will end with exit code `code`."""
+    """Reports that this rank is finished and will end with this exit code."""
     if _guard is not None:
         _guard.tell("leave", code=code)
 
 
 def lost() -> frozenset[int]:
-    """Returns the world ranks that are gone while the job goes on (--on_draft_loss=ar)."""
+    """Returns the ranks that are gone while the job goes on (--on_draft_loss=ar)."""
     return frozenset() if _guard is None else _guard.lost

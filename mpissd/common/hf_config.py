@@ -40,10 +40,8 @@ _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape by name; a multi-modal model's text_config counts.
-
-    The name is the repository's in a hub cache, or the directory's or file's. Raises ConfigError,
-    one line naming the file and the key, if it is unreadable, incomplete or refused.
+    """Returns the fields of a presets.ModelShape; of a multi-modal model those of its text_config.
+    Raises ConfigError that names the file and the key if it is unreadable, incomplete or refused.
     """
     config = load(path)
     # Layers that are not softmax attention and one dense FFN.
@@ -61,7 +59,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     model_type = str(config.get("model_type"))
 
     def integer(field: str, default: int | None = None) -> int:
-        """Returns the first name's value that is not null, or `default`."""
+        """Returns a field's value under the first of its names that is not null, or `default`."""
         for key in _NAMES[field]:
             value = config.get(key)
             if value is None:
@@ -73,7 +71,8 @@ def read_fields(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{str(path)!r}: {' or '.join(_NAMES[field])} is missing")
         return default
 
-    hidden, num_heads = integer("hidden"), integer("num_heads")
+    hidden = integer("hidden")
+    num_heads = integer("num_heads")
     parents = [part for part in path.absolute().parts if part.startswith("models--")]
     folder = path.absolute().parent.name if path.name == "config.json" else path.stem
     return {
@@ -90,10 +89,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """Returns the JSON object in the file, or the text_config inside a multi-modal model's.
-
-    Absent keys are there with the family's value, where that is not the same for all families.
-    """
+    """Returns the file's JSON object, or the text_config in a multi-modal model's. Absent keys have
+    the family's own default where families differ."""
     try:
         config = json.loads(read_file(path).decode())
     except OSError as error:
@@ -109,11 +106,8 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def _is_gated(path: Path, model_type: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether the feed-forward block has a gate, by model_type, or by its activation.
-
-    For an unknown model silu means a gate (as in all known models) and relu none; gelu can be
-    either.
-    """
+    """Returns whether the feed-forward block has a gate, by model_type or, in an unknown model, by
+    its activation: with silu it has, with relu not, as in all known models; gelu can be either."""
     if model_type in _PLAIN_FFN or model_type in _GATED_FFN:
         return model_type in _GATED_FFN
     activation = config.get("hidden_act", config.get("activation_function"))

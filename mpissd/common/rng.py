@@ -16,7 +16,7 @@ _WORDS = 4  # 64-bit words from one value of Philox's counter
 
 
 class Purpose(IntEnum):
-    """The use of a random number. Each purpose has a stream of its own."""
+    """What a random number is used for; each purpose has its own stream."""
 
     TOKEN = 1
     ACCEPT = 2
@@ -32,21 +32,15 @@ class Purpose(IntEnum):
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
-    """Returns U(purpose, sequence, p) for p = start … start+count-1.
-
-    float64 [count], in [0, 1), 53 random bits each.
-    """
+    """Returns U(purpose, sequence, p) for p = start … start+count-1, float64 [count] in [0, 1)."""
     return stream(seed, (int(purpose) << 32) | sequence, start, count)
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns numbers start … start+count-1 of the stream whose key is (seed, word).
-
-    seed, word: 64 bits each. Returns float64 [count] in [0, 1).
-    """
+    """Returns numbers start … start+count-1, float64 in [0, 1), of the stream of key (seed,
+    word)."""
     first = start // _WORDS
-    key = np.array([seed, word], dtype=np.uint64)
-    bits = np.random.Philox(key=key, counter=first)
+    bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS
     raw = bits.random_raw(skip + count)[skip:]
     return np.asarray((raw >> np.uint64(11)) * 2.0**-53, dtype=np.float64)

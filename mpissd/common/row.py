@@ -59,10 +59,8 @@ _OTHER_KEYS = {  # that are read, too
 
 
 def key(meaning: str, unit: str = "", *, is_set: bool = False) -> Any:
-    """Makes a field of the row from its meaning, as docs/row.md prints it, and its unit.
-
-    is_set: whether the flags set it; in a line it is then in the object `configuration`.
-    """
+    """Makes a field of the row. meaning: as docs/row.md prints it. is_set: whether flags set the
+    value, which a line then has in the object `configuration`."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": is_set})
 
 
@@ -306,15 +304,14 @@ class Row(Mapping[str, Any]):
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
-        """Makes a row from a line, nested or flat: missing keys are None, unknown ones go to
-        `extra`."""
+        """Makes a row from a line: missing keys are None, and unknown ones go to `extra`."""
         line = flat(line)
-        known = {name: line[name] for name in KEYS if name in line}
+        values = {name: line[name] for name in KEYS if name in line}
         extra = {name: value for name, value in line.items() if name not in FIELDS}
-        return cls(**known, absent=frozenset(KEYS).difference(known), extra=extra)
+        return cls(**values, absent=frozenset(KEYS).difference(values), extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the line as a dict: keys in the order of the fields, then `extra`."""
+        """Returns the line: keys in the order of the fields, then `extra`."""
         line: dict[str, Any] = {}
         for name, value in self.items():
             is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
@@ -328,7 +325,8 @@ class Row(Mapping[str, Any]):
             return None
         if "draft_device_name" not in self.absent:
             return self.draft_device_name
-        ranks, place = self._origin("ranks"), self.tp
+        ranks = self._origin("ranks")
+        place = self.tp
         if not isinstance(ranks, list) or type(place) is not int or not 0 <= place < len(ranks):
             return None
         return ranks[place].get("device") if isinstance(ranks[place], Mapping) else None
@@ -377,10 +375,8 @@ class Row(Mapping[str, Any]):
 
 
 def fault_of(line: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the key of the first value of a flat line that no row can have, and why not.
-
-    Null and missing keys are unknown values, which every row may have.
-    """
+    """Returns the key of the first value of a flat line that no row can have, and why not; None if
+    all are possible. Null and missing keys are unknown, which is possible."""
     for path, kind in _kinds().items():
         value: Any = line
         for name in path.split("."):
@@ -398,7 +394,7 @@ def _kinds() -> dict[str, Any]:
 
 
 def _unless_of(path: str, value: Any, kind: Any) -> str | None:
-    """Returns None if a value is of a type, else what is allowed."""
+    """Returns what is allowed if a value is not of a type; None if it is."""
     if get_origin(kind) is UnionType:  # a type, or None
         kind = get_args(kind)[0]
     base = get_origin(kind) or kind

@@ -31,12 +31,9 @@ _MOST = 2**31 - 1  # the largest width, depth or vocabulary
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The products of a head-sized draft in addition to its decoder layers.
-
-    fused: hidden vectors that a first product joins into one (0: no such product). widths: columns
-    of each head's product on the hidden state; such a head has its own LM head. lm_heads: the
-    number of LM heads.
-    """
+    """What a head-sized draft computes besides its decoder layers. fused: hidden vectors that a
+    first product joins into one (0: no such product). widths: columns of each head's product on the
+    hidden state; such a head has its own LM head. lm_heads: number of LM heads."""
 
     fused: int = 0
     widths: tuple[int, ...] = ()
@@ -45,12 +42,9 @@ class DraftHead:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths and depth of a decoder-only transformer.
-
-    hidden: width of the residual stream. ffn: inner width of the feed-forward block, which has
-    three products if gated (gate, up, down) and two if not (up, down). head: set for a head-sized
-    draft, which may have no decoder layers. Raises ConfigError naming a field that is out of range.
-    """
+    """Widths and depth of a decoder-only transformer; raises ConfigError for a field out of range.
+    ffn: inner width of the feed-forward block, of three products if gated (gate, up, down), else
+    two. head: of a head-sized draft, which may have no layers."""
 
     name: str
     num_layers: int
@@ -105,7 +99,7 @@ class ModelShape:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that one forward drafts."""
+        """The number of tokens that one forward of a head-sized draft drafts."""
         return max(1, len(self.head_widths))
 
     def scaled(self, num_layers: int) -> ModelShape:
@@ -116,11 +110,9 @@ class ModelShape:
         return replace(self, name=f"{base}@{num_layers}L", num_layers=num_layers)
 
     def headed(self, kind: str, number: int | None) -> ModelShape:
-        """Returns this target's head-sized draft, which does not depend on the target's depth.
-
-        kind: eagle, mtp, medusa or mlp. number: heads of Medusa, inner width of an MLPSpeculator.
-        Raises ConfigError for a number that is not allowed, and for a draft of a draft.
-        """
+        """Returns this target's head-sized draft. kind: eagle, mtp, medusa or mlp. number: of
+        Medusa's heads, or inner width of an MLPSpeculator. Raises ConfigError for a number that is
+        not allowed, and for a draft of a draft."""
         if self.head is not None:
             raise ConfigError(
                 f"{kind}:{self.name}: allowed: {kind} on a whole model, not on {self.name}"
@@ -128,13 +120,16 @@ class ModelShape:
         if kind in ("eagle", "mtp"):
             if number is not None:
                 raise ConfigError(f"{kind}{number}: allowed: {kind}:TARGET, without a number")
-            prefix, layers, head = kind, 1, DraftHead(fused=2)
+            prefix = kind
+            layers = 1
+            head = DraftHead(fused=2)
         elif number == 0:
             raise ConfigError(f"{kind}0: allowed: a number from 1")
         else:
             count = (number or _MEDUSA_HEADS) if kind == "medusa" else 1
             width = self.hidden if kind == "medusa" else number or self.hidden
-            prefix, layers = f"{kind}{count if kind == 'medusa' else width}", 0
+            prefix = f"{kind}{count if kind == 'medusa' else width}"
+            layers = 0
             head = DraftHead(widths=(width,) * count, lm_heads=count)
         name = f"{prefix}-{SCALED.sub('', self.name)}"
         return replace(self, name=name, num_layers=layers, head=head)

@@ -11,7 +11,9 @@ import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
-STAGE, DOING, WAITING = 0, 1, 2  # offsets of the three bytes in the page
+STAGE = 0  # offsets of the three bytes in the page
+DOING = 1
+WAITING = 2
 
 
 class Stage(IntEnum):
@@ -42,10 +44,7 @@ _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardow
 
 
 def words(stage: int, doing: int) -> str:
-    """Returns the phase as the user reads it: "growth", "growth (warm-up)", "gather".
-
-    stage, doing: the values of Stage and Doing.
-    """
+    """Returns an activity as the user reads it: "growth", "growth (warm-up)", "gather"."""
     in_round = Stage.WARM_UP <= stage <= Stage.ROUNDS and doing != Doing.NOTHING
     if not in_round:
         return _STAGES[stage]
@@ -54,16 +53,14 @@ def words(stage: int, doing: int) -> str:
 
 
 class Page:
-    """The page of one rank. After `share` the warden can map the same bytes."""
+    """The three bytes of one rank; after `share` the watchdog can map them."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(bytearray(SIZE))
 
     def share(self) -> int:
-        """Moves the page into memory that another process can map; returns its file descriptor.
-
-        The caller closes the descriptor. The memory is freed with the last process that maps it.
-        """
+        """Moves the page into memory that another process can map, freed with the last process that
+        maps it; returns its file descriptor, which the caller closes."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
         else:  # a Python that was built for an older glibc, as conda's and uv's

@@ -14,17 +14,15 @@ from collections.abc import Sequence
 
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
-    """Returns the mean tokens of a round with the bonus: (1 − alpha^{K+1}) / (1 − alpha) [L, eq.
-    1].
-
-    It sums the series, so that alpha = 1 gives K+1 and no precision is lost near it.
-    """
+    """Returns the mean tokens of a round: (1 − alpha^{K+1}) / (1 − alpha) [L, eq. 1], as a sum, so
+    that alpha = 1 gives K+1 and no precision is lost near it."""
     return math.fsum(alpha**k for k in range(lookahead + 1))
 
 
 def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
     """Returns P(k accepted), k = 0..K: Π_{j≤k} a_j · (1 − a_{k+1}), with a_{K+1} = 0."""
-    reached, probabilities = 1.0, []
+    reached = 1.0
+    probabilities = []
     for rate in hazards:
         probabilities.append(reached * (1.0 - rate))
         reached *= rate
@@ -33,9 +31,7 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
     """Returns miss(F) = min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11: A = 1, no floor].
-
-    floor: the probability of a token that the draft does not know, which no fan-out reaches.
-    """
+    floor: the probability of tokens that the draft does not know."""
     if fan_out <= 0:
         return 1.0
     return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep r underflows to 0.

@@ -15,12 +15,10 @@ _NORMAL = 1  # a GGUF token type: neither control nor padding
 
 def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None:
     """Raises ConfigError if target and draft have unequal numbers of ordinary tokens, or if a token
-    means another text in each.
-
-    sizes: rows of their embeddings, compared if one has no tokenizer. With the same tokenizer they
-    may differ, as padding does.
-    """
-    left, right = tokens_of(target), tokens_of(draft)
+    is another text in each. sizes: rows of their embeddings, which are compared if one has no
+    tokenizer; with equal tokenizers they may differ by padding."""
+    left = tokens_of(target)
+    right = tokens_of(draft)
     if left and right:
         sizes = max(left) + 1, max(right) + 1
     if sizes[0] != sizes[1]:
@@ -38,11 +36,9 @@ def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None
 
 
 def tokens_of(path: Path) -> dict[int, str]:
-    """Returns the ordinary tokens by their id, of a .gguf or a folder's tokenizer.json.
-
-    Added and special tokens are left out, since models of one vocabulary rename them. Empty if
-    there is no tokenizer. Raises ConfigError if the file is damaged.
-    """
+    """Returns {id: token} of a .gguf or a folder's tokenizer.json; {} without one. Added and
+    special tokens are left out, as models of one vocabulary rename them. Raises ConfigError if it
+    is damaged."""
     if is_gguf(path):
         metadata = read_gguf(path).metadata
         tokens = metadata.get("tokenizer.ggml.tokens", [])
@@ -59,8 +55,8 @@ def tokens_of(path: Path) -> dict[int, str]:
 
 
 def _ordinary(tokenizer: Any) -> dict[int, str]:
-    known, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
-    if isinstance(known, list):  # of a unigram model: [token, score]
-        known = {entry[0]: number for number, entry in enumerate(known)}
-    special = {entry["id"] for entry in added}
-    return {number: token for token, number in known.items() if number not in special}
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of a unigram model: [token, score]
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    special = {entry["id"] for entry in tokenizer.get("added_tokens") or []}
+    return {number: token for token, number in vocabulary.items() if number not in special}

@@ -36,16 +36,13 @@ def sharpen_sleep() -> None:
 
 
 class Overdue(FaultError):
-    """A wait that outlasted its deadline, because of the rank that was waited for."""
+    """A wait that outlasted its deadline because of another rank."""
 
 
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """Ends the process with exit code 5 and one line if the block takes longer than `seconds`.
-
-    Used around calls that cannot be polled, such as the teardown of a library. A thread counts the
-    time; when it ends the process, the launcher ends the other ranks. what: named in the line.
-    """
+    """Ends the process with exit code 5 and one line about `what` if the block takes longer: for
+    calls that cannot be polled, as a library's teardown. The launcher then ends the other ranks."""
 
     def give_up() -> None:
         text = f"{what}: not over after {seconds:.0f} s (--deadline_s)"
@@ -64,18 +61,11 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 
 class Waiter:
-    """Waits until a condition holds, by spinning or by polling with naps.
-
-    Spinning answers soonest and needs a core for each rank: five ranks that spin on two cores
-    stretch a 12.5 ms round to 18.7 ms. Ranks that nap between polls keep it at 12.9 ms.
-    """
+    """Waits by spinning, or by polling with naps. Spinning answers soonest but needs a core for
+    each rank: five on two cores stretch a 12.5 ms round to 18.7 ms; with naps it takes 12.9 ms."""
 
     def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
-        """Sets how to wait.
-
-        deadline_s: the longest wait. spin: poll without sleeping; otherwise poll for spin_s seconds
-        and then nap between polls.
-        """
+        """deadline_s: the longest wait. spin: poll without naps; else only for spin_s seconds."""
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s
@@ -83,15 +73,12 @@ class Waiter:
         self.alarm: Callable[[], None] | None = None
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true.
-
-        what: named in the error. Raises Overdue when deadline_s have passed in which this process
-        ran.
-        """
+        """Returns once test() is true; raises Overdue about `what` after running for deadline_s."""
         if test():
             return
         start = last = time.perf_counter()
-        is_long, alarm_s = False, _ALARM_S
+        is_long = False
+        alarm_s = _ALARM_S
         asleep = 0.0  # seconds in which this process was stopped; they don't count as waiting
         while True:
             for _ in range(_POLLS_BETWEEN_CLOCK_READS if self.spin else 4):
@@ -102,7 +89,8 @@ class Waiter:
             now = time.perf_counter()
             if now - last > _ASLEEP_S:
                 asleep += now - last
-            last, waited = now, now - start
+            last = now
+            waited = now - start
             if waited > _LONG_S:
                 is_long = True
                 OWN.bytes[WAITING] = 1
@@ -117,7 +105,7 @@ class Waiter:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:
-        """Returns when perf_counter() reaches `end`; sleeps until shortly before, then polls."""
+        """Returns when perf_counter() reaches `end`: sleeps until shortly before, then polls."""
         while (left := end - time.perf_counter()) > 0:
             if left > _NAP_S:
                 time.sleep(left - _NAP_S / 2 if left > 1e-3 else left / 2)

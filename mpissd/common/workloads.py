@@ -28,18 +28,15 @@ LOOKUPS = {
 
 
 def register(name: str, where: str, flags: str = "") -> None:
-    """Adds a workload; raises ValueError if the name is taken.
-
-    where: "module:class" of the Workload. flags: the flags of some workloads (`workloads` in
-    mpissd.common.config) that it reads too, separated by spaces.
-    """
+    """Adds a workload; raises ValueError if the name is taken. where: "module:class". flags: of
+    some workloads (`workloads` in common.config) that it reads too, separated by spaces."""
     if name in _KNOWN:
         raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name][0]}")
     _KNOWN[name] = where, frozenset(flags.split())
 
 
 def class_of(name: str) -> Any:
-    """Imports and returns a workload's class; raises ConfigError, which lists them, for others."""
+    """Imports and returns a workload's class; raises ConfigError for an unknown name."""
     return imported(_KNOWN[parse_name("workload", name)][0])
 
 
@@ -50,14 +47,12 @@ def imported(where: str) -> Any:
 
 
 def parse_name(flag: str, text: str) -> str:
-    """Parses the name of a workload, as the flags' parsers do."""
     if text not in _KNOWN:
         raise unknown(flag, text, _KNOWN)
     return text
 
 
 def readers(flag: str, declared: Collection[str]) -> list[str]:
-    """Returns the workloads that read a flag: those that its field declares (none: every one), and
-    registered ones that name it."""
+    """Returns the workloads that read a flag: those declared (if none, all) and registered ones."""
     others = (name for name, (_, flags) in _KNOWN.items() if flag in flags)
     return sorted({*declared, *others} if declared else _KNOWN)
