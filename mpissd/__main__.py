@@ -70,7 +70,7 @@ ALONE = {  # without MPI
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code, and 141 if stdout's reader is gone (`| head`)."""
+    """Runs a command; returns its exit code: 141 if nobody reads stdout any more (`| head`)."""
     open_streams()
     is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
     try:
@@ -95,16 +95,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def execute(arguments: list[str] | None) -> int:
-    """Judges the arguments and runs their command; returns its exit code."""
+    """Checks the arguments and runs their command; returns its exit code."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
-        size, is_sweep = launcher_size(), isinstance(command.config, SweepConfig)
+        size = launcher_size()
+        is_sweep = isinstance(command.config, SweepConfig)
         if size is None and os.environ.get(ONE_HOST) and command.name in FRONTS | RANKS:
             imported("mpissd.engine.backend.registry:check_here")(command.run.backend)
         if isinstance(command.config, RanksFlags) and size is None:
-            more = [arguments] if command.name == "serve" else []
-            return int(imported(FRONTS[command.name])(command.config, *more))
+            words = [arguments] if command.name == "serve" else []
+            return int(imported(FRONTS[command.name])(command.config, *words))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
         if command.run.learners and command.name in ("serve", "probe", "sweep"):
@@ -162,7 +163,7 @@ def check_before_mpi(config: RunConfig) -> None:
 
 
 def launch(command: cli.Command) -> int:
-    """Starts MPI and runs the command; prints an error as one line, if the warden has not."""
+    """Starts MPI and runs the command; prints an error that the watchdog has not printed."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
@@ -170,10 +171,10 @@ def launch(command: cli.Command) -> int:
     guard.stage(Stage.OPEN)
     PatientComm.deadline_s = command.run.deadline_s
     try:
-        more: list[Any] = [command.given] if command.name == "run" else []
-        more += [command.config.name, command.config.brief] if command.name == "probe" else []
+        extra: list[Any] = [command.given] if command.name == "run" else []
+        extra += [command.config.name, command.config.brief] if command.name == "probe" else []
         config = command.config if command.name != "probe" else command.run
-        code = int(imported(RANKS[command.name])(config, *more))
+        code = int(imported(RANKS[command.name])(config, *extra))
     except Refused as refused:  # raised on every rank, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:

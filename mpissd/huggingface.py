@@ -10,38 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpissd.engine.features.draft_client import DraftClient
 
 
+@dataclass
 class Candidates:
     """A CandidateGenerator of transformers 5.19: greedy candidates, without logits."""
 
-    requires_model_outputs = False
-
-    def __init__(self, client: DraftClient, longest: int) -> None:
-        self._client, self._longest, self._seen = client, longest, 0
+    client: DraftClient
+    longest: int  # tokens of the prompt and the answer
+    seen: int = 0  # tokens at the last call
+    requires_model_outputs: ClassVar[bool] = False
 
     def get_candidates(self, input_ids: Any, **_: object) -> tuple[Any, None]:
         """Returns input_ids [1, n] with up to K drafted tokens after them."""
         (tokens,) = input_ids.tolist()
-        added, self._seen = len(tokens) - self._seen if self._seen else 1, len(tokens)
-        ((*drafted,),) = self._client.drafts([(np.array(tokens, np.int32), added)])
-        room = max(0, self._longest - len(tokens) - 1)
+        added = len(tokens) - self.seen if self.seen else 1
+        self.seen = len(tokens)
+        ((*drafted,),) = self.client.drafts([(np.array(tokens, np.int32), added)])
+        room = max(0, self.longest - len(tokens) - 1)
         return input_ids.new_tensor([[*tokens, *drafted[:room]]]), None
 
     def update_candidate_strategy(self, *_: object) -> None:
-        """Changes nothing: the next tokens say what was accepted."""
+        """Does nothing: the next input_ids tell what was accepted."""
 
 
 @contextmanager
 def drafted(
     model: Any, where: str, lookahead: int, patience_s: float = 0.2, longest: int = 4096
 ) -> Iterator[DraftClient]:
-    """Lets `generate` of a model ask a draft; the other arguments are DraftClient's."""
+    """Lets a model's `generate` ask a draft inside the block; arguments: as in DraftClient."""
     client = DraftClient(where, lookahead, patience_s, 1, longest)
 
     def generator(generation_config: Any, **_: object) -> Candidates:

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from mpissd.engine.features.draft_client import LOG, DraftClient
 
-_PATIENCE_MS, _REPORT_S = "200", 60.0
-_MOST_ROWS, _MOST_TOKENS = 16, 4096  # of a draft whose flags say nothing else
+_PATIENCE_MS = "200"
+_REPORT_S = 60.0
+_MOST_ROWS = 16  # of a draft whose flags say nothing else
+_MOST_TOKENS = 4096
 
 
 @cache  # a process has it once
@@ -34,17 +36,17 @@ def _metric() -> Any:
 
 
 class Proposer:
-    """Proposes what a draft process drafts: greedy tokens, without probabilities.
-
-    client: None on a rank whose drafts vLLM does not read.
-    """
+    """Proposes to vLLM the greedy tokens that a draft process drafts, without probabilities.
+    client: None on a rank whose drafts vLLM does not read."""
 
     client: DraftClient | None = None
 
     def __init__(self, vllm_config: Any) -> None:
         """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
-        parallel, self._reported = vllm_config.parallel_config, perf_counter()
-        self._published, self._publishes = Counter[str](), True
+        parallel = vllm_config.parallel_config
+        self._reported = perf_counter()
+        self._published = Counter[str]()
+        self._publishes = True
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
         if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
@@ -67,11 +69,9 @@ class Proposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Returns the drafts of each row; an empty list for a row that sampled nothing.
-
-        sampled_token_ids: by row, the accepted tokens and the bonus token. num_tokens_no_spec:
-        int32 [≥ rows], the tokens of a row, these included. token_ids_cpu: int32 [≥ rows, length].
-        """
+        """Returns the drafts of each row; none for a row that sampled nothing. sampled_token_ids:
+        by row, the tokens accepted last and the bonus token. num_tokens_no_spec: int32 [≥ rows],
+        tokens of a row, these included. token_ids_cpu: int32 [≥ rows, length]."""
         answers: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.client is None:
             return answers
@@ -84,8 +84,8 @@ class Proposer:
             answers[row] = tokens
         if self._publishes and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             try:
-                for name, more in (self.client.counts - self._published).items():
-                    _metric().labels(name).inc(more)
+                for name, count in (self.client.counts - self._published).items():
+                    _metric().labels(name).inc(count)
             except Exception as error:  # noqa: BLE001  (none may reach vLLM)
                 self._publishes = False
                 LOG.warning("mpissd: counts are not published: %s", error)

@@ -101,13 +101,12 @@ class PlanConfig(Checked):
 
     @property
     def device(self) -> str:
-        """The profile of an advice or a prediction."""
         return self.profile or "h100"
 
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Flags of `compare`: the results."""
+    """Flags of `compare`: one result or two, and where they are."""
 
     a: str | None = flag(
         None,
@@ -120,7 +119,7 @@ class CompareConfig(Checked):
 
 
 class Spec(NamedTuple):
-    """Description of a command: its configuration class, help, and positional flags."""
+    """A command's configuration class and help; words: flags given by arguments without --."""
 
     config: type[Checked]
     about: str
@@ -155,7 +154,7 @@ _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
 
 @dataclass(frozen=True)
 class Command:
-    """A validated request: the command's name, its configuration, and the flags that were given."""
+    """A parsed command line: the command, its configuration, and the names of the given flags."""
 
     name: str
     config: Any
@@ -163,18 +162,16 @@ class Command:
 
     @property
     def run(self) -> RunConfig:
-        """The run's configuration, or its defaults for a command that has none."""
+        """The run's configuration; its defaults if the command has none."""
         if isinstance(self.config, RunConfig):
             return self.config
         return getattr(self.config, "run", None) or RunConfig()
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Returns the command that the arguments name.
-
-    Help and versions go to stdout and end with SystemExit(0). Raises ConfigError: an unknown
-    command or flag, a value of the wrong type, a device that would not be emulated.
-    """
+    """Returns the command that the arguments name; prints help or versions and raises SystemExit(0)
+    if they ask. Raises ConfigError for a wrong command, flag or value, or --device without
+    emulation."""
     if list(arguments) in (["--version"], ["version"]):
         print("\n".join(imported("mpissd.cli.version:lines")()))
         sys.exit(0)
@@ -202,13 +199,13 @@ def _help() -> Iterator[str]:
 
 
 def _help_of(name: str) -> Iterator[str]:
-    """Yields a command's help: its words, and each flag with its default."""
+    """Yields a command's help: how to call it, what it does, and each flag with its default."""
     spec = SPECS[name]
     yield " ".join(
         ["python -m mpissd", name, *(f"[{w.upper()}]" for w in spec.words), "[--flag …]"]
     )
     yield f"  {spec.about}"
-    for flag_name, known in flags_of(spec.config).items():
-        default = "" if known.default is None else f"={known.default}"
-        yield f"  --{flag_name}{default}\n      {known.metadata['help']}"
+    for flag_name, field in flags_of(spec.config).items():
+        default = "" if field.default is None else f"={field.default}"
+        yield f"  --{flag_name}{default}\n      {field.metadata['help']}"
     yield from (f"  {word.upper()} is the value of --{word}" for word in spec.words)

@@ -1,8 +1,4 @@
-"""The commands `plan` and `compare`, without MPI.
-
-`plan` advises, or predicts one configuration. `compare` prints tables and comparisons of result
-rows.
-"""
+"""The commands `plan`, which advises or predicts, and `compare`, which prints tables of results."""
 
 from __future__ import annotations
 
@@ -30,10 +26,8 @@ from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the best configuration for at most --gpus GPUs; a pipe's last line is JSON.
-
-    With `mode` it predicts the one configuration that the flags fix.
-    """
+    """Prints the best configuration for at most --gpus GPUs or, if `mode` is given, a prediction of
+    the one configuration that the flags fix. A pipe's last line is JSON."""
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
@@ -51,7 +45,7 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
 
 
 def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
-    """Prints the predicted row of a run with these flags."""
+    """Prints the predicted speed of a run with these flags."""
     profile, drafts = role_profiles(config.device, config.run.draft_device)
     run = _planned(config, profile, given)
     if run.tree == AUTO_TREE:
@@ -69,8 +63,7 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     if job.draft_shard is not None:
         drafts = with_derived(drafts, job.draft_shard, batch, job.draft_options)
     check_device(profile, job, drafts)
-    device, host = DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job)
-    row = predict_row(job, device, host)
+    row = predict_row(job, DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job))
     rate = row["expected_tok_per_s"]
     print(heading(run, profile, job.world_size))
     print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}   (long-run mean)")
@@ -80,8 +73,9 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
-    """Prints the advice; a line after five seconds tells a terminal that it is not ready."""
-    profile, gpus = load_profile(config.device), config.gpus
+    """Prints the advice; after five seconds a terminal gets a line that says it is not ready."""
+    profile = load_profile(config.device)
+    gpus = config.gpus
     news = Timer(5, sys.stderr.write, ["plan: still weighing the uses\n"])
     news.daemon = True
     if sys.stderr.isatty():
@@ -99,21 +93,20 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
 def _planned(
     config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
 ) -> RunConfig:
-    """Returns the run's configuration; flags not given take the values of the profile's probe.
-
-    is_advice: runs are of whole transformers, unless flags or the probe are of products alone.
+    """Returns the run's configuration; flags that were not given get the values of the profile's
+    probe. is_advice: forwards are whole transformers unless flags or probe ask for products alone.
     """
-    known, run = covered(profile, config.run.forward), config.run
+    flags = covered(profile, config.run.forward)
     is_whole = not profile.forwards or profile.models_others
     is_whole |= any(key.sequences for key in profile.forwards)
     if is_advice and not given & {"forward", "fuse", "lm_head"} and is_whole:
-        known = {**covered(profile, "transformer"), "forward": "transformer"}
-    probed = {k: v for k, v in known.items() if k not in given}
+        flags = {**covered(profile, "transformer"), "forward": "transformer"}
+    probed = {k: v for k, v in flags.items() if k not in given}
     if given & {"target", "draft"}:
         probed.pop("pair", None)
     elif "pair" not in given:
         probed = {"pair": "8b/1b", **probed}
-    run = dataclasses.replace(run, **probed)
+    run = dataclasses.replace(config.run, **probed)
     if run.laws is not None:
         return with_laws(run, "context" in given)
     if is_advice and run.is_transformer and "context" not in given:
@@ -122,10 +115,8 @@ def _planned(
 
 
 def compare(config: CompareConfig) -> int:
-    """Prints one result over another, or the best methods.
-
-    Raises ConfigError for results that are missing or cannot be compared.
-    """
+    """Prints one result over another, or the fastest methods; raises ConfigError for results that
+    are missing or cannot be compared."""
     places_of = config.a or config.out
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
     with LeftOut() as left_out:
@@ -140,5 +131,6 @@ def compare(config: CompareConfig) -> int:
     comparisons = best.compare_methods(rows)
     if not comparisons:
         raise ConfigError(f"results {places_of!r}: no rows there")
-    print(best.render(comparisons, claims.claims([one.setting for one in comparisons], rows)))
+    settings = [comparison.setting for comparison in comparisons]
+    print(best.render(comparisons, claims.claims(settings, rows)))
     return 0

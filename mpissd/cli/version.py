@@ -13,12 +13,13 @@ _PACKAGES = "numpy numba cupy-cuda12x cupy-cuda13x nvmath-python tokenizers torc
 
 
 def lines() -> Iterator[str]:
-    """Yields what this installation is and computes and sends with; starts neither MPI nor CUDA."""
-    found, error = installed()
-    (version, place), (python, interpreter) = found["mpissd"], found["python"]
+    """Yields versions and places of mpissd, Python, MPI and libraries, without starting MPI."""
+    libraries, error = installed()
+    version, place = libraries["mpissd"]
+    python, interpreter = libraries["python"]
     yield f"mpissd {version} ({', '.join(filter(None, [commit(), place]))})"
     yield f"Python {python} ({interpreter})"
-    yield f"MPI: {error or ' '.join(found['MPI library'])}"
+    yield f"MPI: {error or ' '.join(libraries['MPI library'])}"
     packages = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
