@@ -41,7 +41,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from configparser import ConfigParser, SectionProxy
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,10 +122,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 def disturbed(out: Path, count: int) -> list[str]:
     """Returns what disturbed the machine in the worst step, and for how many of `count` rows it is
     unknown."""
-    steps = read(out / BUSY) if (out / BUSY).exists() else []
-    worst = max(steps, key=lambda step: max(step["busy"].values(), default=0), default={"busy": {}})
-    busy = [f"{text} (step {worst['step']})" for text in worst["busy"]]
-    left = count - sum(step["rows"] for step in steps)
+    steps = []
+    lines = (out / BUSY).read_bytes().splitlines() if (out / BUSY).exists() else []
+    for line in lines:
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # of a cut-off line
+            step = json.loads(line)
+            largest = max(map(float, step["busy"].values()), default=0.0)
+            steps.append((largest, str(step["step"]), int(step["rows"]), [*step["busy"]]))
+    _, name, _, texts = max(steps, default=(0.0, "", 0, []))
+    busy = [f"{text} (step {name})" for text in texts]
+    left = count - sum(rows for _, _, rows, _ in steps)
     unknown = f"what disturbed {left} of {count} rows is unknown (their step was killed)"
     return busy + [unknown] * (left > 0)
 
@@ -158,7 +164,15 @@ def chosen(uses: list[TimedUse]) -> TimedUse:
 
 
 def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
-    """Yields what pays in each setting with SSD, and what these sentences rest on.
+    """Yields what pays in each setting with SSD, and what it rests on, for each kind of device."""
+    for device in sorted({row["device_name"] for rows in cells.values() for row in rows}):
+        own = {name: [row for row in rows if row["device_name"] == device]
+               for name, rows in cells.items()}  # fmt: skip
+        yield from _verdicts({name: rows for name, rows in own.items() if rows}, busy)
+
+
+def _verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
+    """Yields the sentences on the rows of one kind of device.
 
     The fastest SSD on G ranks is compared with the fastest use on at most G that has no draft rank.
     busy: what disturbed the machine.
@@ -196,8 +210,7 @@ def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
     state = "nothing disturbed the machine while these rows were measured"
     if busy:
         state = f"{' and '.join(busy)}, so only an interval beyond 5% is a verdict"
-    devices = " and ".join(sorted({row["device_name"] for row in first}))
-    rests = f"{runs} turn{'s' * (runs != '1')} of {len(cells)} uses on {devices}"
+    rests = f"{runs} turn{'s' * (runs != '1')} of {len(cells)} uses on {first[0]['device_name']}"
     how = "intervals of 95%, each turn compares the uses that are fastest in the other turns"
     yield f"Trust: {rests}; {how}; {state}."
     if counts[0] < FEWEST_TURNS:

@@ -279,6 +279,9 @@ def test_a_study_answers_in_sentences(speeds: list[Any], busy: list[str], senten
     said, trust, *more = study.verdicts(cells, busy)
     alone, *_ = study.verdicts({key: cells[key] for key in "013"}, busy)  # no use of both cores
     assert alone.startswith("Trust: ")
+    others = [row | {"device_name": "a faster CPU", "tok_per_s": 1e3} for row in cells["2"]]
+    merged = {**cells, "2": others + cells["2"] + others}
+    assert said in [*study.verdicts(merged, busy)]  # of one folder, but of another machine
     assert said.startswith(sentence) and said.endswith(" of AR on 2 cores.")
     counts = {1: "1 turn", 3: "3 turns", 4: "3 to 4 turns"}[len(turns)]
     assert trust.startswith(f"Trust: {counts} of 5 uses on a CPU; ")
@@ -295,3 +298,8 @@ def test_no_turn_of_a_study_judges_the_use_that_it_chose(tmp_path: Path) -> None
     (tmp_path / study.BUSY).write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert study.disturbed(tmp_path, 2) == ["load (step a)"]
     assert study.disturbed(tmp_path, 3)[1].startswith("what disturbed 1 of 3 rows is unknown")
+    for damage in ('{"step": "c", "ro', "\n[]\n", '{"step": "c"}', "\0\0"):
+        with (tmp_path / study.BUSY).open("a") as file:
+            file.write(damage)
+        assert study.disturbed(tmp_path, 3)[0] == "load (step a)"
+        assert study.disturbed(tmp_path, 3)[1].startswith("what disturbed 1 of 3 rows is unknown")
