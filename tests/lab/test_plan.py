@@ -23,6 +23,7 @@ from mpissd.cli.arguments import parse
 from mpissd.common.config import AUTO_TREE, RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rivals import Family
+from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
 from mpissd.lab.pair.laws import Dataset, Outcomes, Ranks, measured
@@ -38,6 +39,7 @@ from mpissd.lab.plan.candidates import (
 )
 from mpissd.lab.plan.plan import (
     Plan,
+    _ssd_gains,
     by_speed,
     firsts,
     number,
@@ -49,6 +51,7 @@ from mpissd.lab.plan.screen import Screen, is_assumed
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
 from mpissd.lab.predict.simulation import expected
+from mpissd.lab.tables.load import load_rows
 from tests.needs import has_smollm2, needs
 from tests.scripts import printed_command
 
@@ -458,6 +461,29 @@ def test_an_assumed_alpha_gives_way_to_measured_rows(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "With other acceptance, a GPU of its own" in out and "is assumed" not in out
     assert json.loads(out.splitlines()[-1])["best"]["mode"] == "ssd"
+
+
+def test_rows_of_one_visit_and_of_fewer_gpus_judge_ssd() -> None:
+    """An older commit's SSD beside newer rivals says nothing, and one GPU may be enough for one."""
+    run = RunConfig(pair="8b/1b", forward="transformer", context=512)
+    rows = load_rows(["results/extra-gpu/runs_8b.jsonl"])
+    rows = [row for row in rows if "smollm2-chat" in (row.recording or "")]
+    (gain, _), *more = _ssd_gains(run, 2, rows).values()
+    assert gain == pytest.approx(0.9616, abs=1e-4) and not more
+
+    def old(row: Row) -> Row:
+        origin = {**row.provenance, "commit": "older", "started_at": "2025-01-01T00:00:00+00:00"}
+        return row | {"provenance": origin, "tok_per_s": 1.5 * row.tok_per_s}
+
+    ssd, others = (
+        [row for row in rows if (row.mode == "ssd") is is_ssd] for is_ssd in (True, False)
+    )
+    assert _ssd_gains(run, 2, [*map(old, ssd), *others]) == {}
+    assert _ssd_gains(run, 2, [*map(old, ssd), *rows]) == _ssd_gains(run, 2, rows)
+    narrow = [
+        row | {"tp": 1, "world_size": 1, "tok_per_s": 900.0} for row in others if row.mode == "ar"
+    ]
+    assert _ssd_gains(run, 2, [*rows, *narrow])["smollm2-chat"][1] == "AR"
 
 
 def test_the_first_line_and_the_details_name_what_is_assumed(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpissd.common.compare import jackknife
+from mpissd.common.compare import jackknife, same_visit
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.exclusions import BEST_TREES, refuse
@@ -454,25 +454,33 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
-    """Returns `Plan.ssd_gains`, by rows of whole transformers on so many GPUs.
+    """Returns `Plan.ssd_gains`, by rows of whole transformers: of SSD on so many GPUs, and of
+    other uses on at most as many.
 
-    Acceptance was measured in a recording, or by laws. Of each prompts the newest visit counts.
+    Acceptance was measured in a recording, or by laws. Of each prompts SSD's newest visit counts.
     Where no tree ran beside SSD, only a gain that does not pay counts: more uses could but lower
     it.
     """
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
-    case = job.target.name, gpus, run.batch_size, run.context
+    case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)
-    visits: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=_visit):
+    alike: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=_began):
         source = row.recording or row.laws
-        is_alike = (row.target, row.world_size, row.batch_size, row.context) == case
+        is_alike = (row.target, row.batch_size, row.context) == case
+        is_alike &= row.world_size == gpus if row.mode == "ssd" else row.world_size <= gpus
         is_pair = row.draft in drafts or mode_of(row) in LOOKUPS
         if source and is_alike and is_pair and run.is_transformer and row.schedule is None:
-            visits.setdefault((str(source), _visit(row)[1]), []).append(row)
+            alike.setdefault(str(source), []).append(row)
     gains = {}
-    for (source, _), visit in visits.items():
-        uses = sorted(uses_of(visit), key=lambda use: -use.tok_per_s)
+    for source, known in alike.items():
+        newest = next((row for row in reversed(known) if row.mode == "ssd"), None)
+        if newest is None:
+            continue
+        visit = [row for row in known if same_visit(row, newest)]
+        sizes = {row.world_size for row in visit}
+        uses = [use for n in sizes for use in uses_of(row for row in visit if row.world_size == n)]
+        uses.sort(key=lambda use: -use.tok_per_s)
         ssd = next((use for use in uses if use.family.mode == "ssd"), None)
         others = [use for use in uses if use.family.mode != "ssd"]
         if ssd is None or not others:
@@ -486,8 +494,6 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
     return dict(sorted(gains.items()))
 
 
-def _visit(row: Row) -> tuple[str, str]:
-    """Returns when a row was measured, and on which devices."""
-    origin = row.provenance or {}
-    devices = sorted(str(rank.get("uuid")) for rank in origin.get("ranks") or ())
-    return str(origin.get("started_at")), " ".join(devices)
+def _began(row: Row) -> str:
+    """Returns when a row was measured."""
+    return str((row.provenance or {}).get("started_at"))
