@@ -39,7 +39,7 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser, SectionProxy
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -55,7 +55,13 @@ from mpissd.common.rivals import Family  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
 from mpissd.engine.comm.topology import usable_cores  # noqa: E402
 from mpissd.lab.measure.load import counters, reasons  # noqa: E402
-from mpissd.lab.measure.verdict import FEWEST_TURNS, TimedUse, UseComparison  # noqa: E402
+from mpissd.lab.measure.verdict import (  # noqa: E402
+    FEWEST_TURNS,
+    PAID,
+    Answer,
+    TimedUse,
+    UseComparison,
+)
 from mpissd.lab.tables.best import mode_of  # noqa: E402
 
 BUSY = "busy.jsonl"  # of OUT: how many rows each step measured, and what disturbed it
@@ -163,15 +169,23 @@ def chosen(uses: list[TimedUse]) -> TimedUse:
     return replace(max(uses, key=lambda use: use.mean), speeds=speeds)
 
 
-def verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
-    """Yields what pays in each setting with SSD, and what it rests on, for each kind of device."""
+def verdicts(
+    cells: Mapping[str, list[Row]], busy: list[str], failed: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yields what pays in each setting with SSD, and what it rests on, for each kind of device.
+
+    failed: steps that did not end. SSD may be slower than what they would have measured, so that
+    nothing pays.
+    """
     for device in sorted({row["device_name"] for rows in cells.values() for row in rows}):
         own = {name: [row for row in rows if row["device_name"] == device]
                for name, rows in cells.items()}  # fmt: skip
-        yield from _verdicts({name: rows for name, rows in own.items() if rows}, busy)
+        yield from _verdicts({name: rows for name, rows in own.items() if rows}, busy, failed)
 
 
-def _verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
+def _verdicts(
+    cells: Mapping[str, list[Row]], busy: list[str], failed: Sequence[str]
+) -> Iterator[str]:
     """Yields the sentences on the rows of one kind of device.
 
     The fastest SSD on G ranks is compared with the fastest use on at most G that has no draft rank.
@@ -203,8 +217,9 @@ def _verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
             own = chosen([use for use in uses if use.family == family])
             comparison = UseComparison([own, chosen(rivals)], busy, num_rounds=min(rounds))
             place = f"{name}: " if len(names) > 1 else ""
-            answers = [each for each in comparison.answers() if "for the draft" in each.what]
-            yield from (place + comparison.sentence(answer) for answer in answers)
+            for answer in comparison.answers():
+                if "for the draft" in answer.what:
+                    yield place + _lacking(comparison.sentence(answer), answer, failed)
     counts = sorted({len(speeds) for speeds in turns})
     runs = " to ".join(map(str, (counts[0], counts[-1])[: len(counts)]))
     state = "nothing disturbed the machine while these rows were measured"
@@ -215,6 +230,15 @@ def _verdicts(cells: Mapping[str, list[Row]], busy: list[str]) -> Iterator[str]:
     yield f"Trust: {rests}; {how}; {state}."
     if counts[0] < FEWEST_TURNS:
         yield f"A verdict needs {FEWEST_TURNS} turns: the same command again adds what is missing."
+
+
+def _lacking(sentence: str, answer: Answer, failed: Sequence[str]) -> str:
+    """Returns the sentence of an answer; one that SSD pays is unknown where steps failed."""
+    if answer.verdict != PAID or not failed:
+        return sentence
+    asked = f"Cannot tell whether {answer.what[0].lower()}{answer.what[1:]} pays"
+    why = f"step {', '.join(failed)} did not end, and a use of it may be faster"
+    return f"{asked}: {why}: {sentence.partition(': ')[2]}"
 
 
 def table(folder: Path, out: Path) -> Iterator[str]:
@@ -295,6 +319,7 @@ class Runner:
         self._flags = [f"--backend={backend}", *shlex.split(os.path.expandvars(flags))]
         self._is_dry = bool(os.environ.get("DRY"))
         self._turns, self._turn = int(study.get("turns", "1")), 1
+        self.lacking: list[str] = []  # steps that did not succeed in the first turn
 
     def run(self, names: list[str]) -> int:
         """Runs the named steps, or all; returns how many did not succeed."""
@@ -302,15 +327,16 @@ class Runner:
         if unknown := set(names) - set(steps):
             raise SystemExit(f"no step {', '.join(unknown)}: allowed: {', '.join(steps)}")
         self._out.mkdir(parents=True, exist_ok=True)
-        failed = 0
+        failed = list[str]()
         while self._turn <= self._turns and not failed:
             begun = time.monotonic()
-            failed = sum(not self._step(name, steps[name]) for name in names or steps)
+            failed = [name for name in names or steps if not self._step(name, steps[name])]
+            self.lacking += failed * (self._turn == 1)
             self._turn += 1
             now = time.monotonic()
             if self._is_dry or 2 * now - begun > self._begun + self._budget_s:
                 break
-        return failed
+        return len(failed)
 
     def _step(self, name: str, step: SectionProxy) -> bool:
         needed = f"{self._config['study'].get('needs', '')} {step.get('needs', '')}".split()
@@ -417,11 +443,13 @@ def main(words: list[str]) -> int:
     """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
     if words[:1] == ["run"] and len(words) > 2:
         folder, out = Path(words[1]).resolve(), Path(words[2])
-        failed = Runner(folder, out).run(words[3:])
+        runner = Runner(folder, out)
+        failed = runner.run(words[3:])
         if not os.environ.get("DRY"):
             print("\n".join(table(folder, out)))
             cells = cells_in(out)
-            for sentence in verdicts(cells, disturbed(out, sum(map(len, cells.values())))):
+            busy = disturbed(out, sum(map(len, cells.values())))
+            for sentence in verdicts(cells, busy, runner.lacking):
                 print(textwrap.fill(sentence, 100, subsequent_indent="  "))
         return int(failed > 0)
     if words[:1] == ["table"] and len(words) in (2, 3):
