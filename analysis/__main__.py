@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 from analysis.figures import FIGURES
-from analysis.rows import Data, Notes, NothingLeft, load, tidy
+from analysis.rows import Data, NothingLeft, load, tidy
 from analysis.select import by_pair, machines, on_machine
 from analysis.style import FORMATS, NO_ROWS, Poster, save, themed
 from mpissd.common.errors import MpissdError, unknown
@@ -94,7 +94,7 @@ class Drawn:
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
     """Draws one figure of one machine; several if the figure is drawn for each pair."""
     spec = FIGURES[name]
-    here = on_machine(replace(data, notes=Notes()), device)
+    here = on_machine(replace(data, notes=[]), device)
     machine = str(here.rows["device_name"].iloc[0])
     parts = {"": here}
     if spec.per_pair:
@@ -108,7 +108,7 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
         except NothingLeft as nothing:
             yield Drawn(machine, name + suffix, None, str(nothing))
         else:
-            yield Drawn(machine, name + suffix, poster, notes=here.notes.lines)
+            yield Drawn(machine, name + suffix, poster, notes=tuple(here.notes))
 
 
 _shared: list[Data] = []  # data of a worker process
@@ -122,47 +122,36 @@ def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> tuple[li
     return lines, "" if lines else items[-1].why
 
 
-def parse(arguments: list[str]) -> tuple[str, Options]:
-    """Returns the figure's name, or "all", and the flags.
-
-    Raises ConfigError for an unknown figure or flag, or a bad value.
-    """
-    what, *rest = arguments
-    if what not in ABOUT:
-        raise unknown("figure", what, ABOUT)
-    return what, parse_into(Options, read(rest, flags_of(Options)))
-
-
-def needs(name: str) -> str:
-    """Returns which rows a figure needs, as it says itself if there are none."""
-    try:
-        FIGURES[name].draw(Data(tidy([])))
-    except NothingLeft as nothing:
-        return str(nothing).removeprefix(NO_ROWS)
-    return ""
-
-
 def usage(name: str) -> int:
     """Prints the help: the figures, or what the named one shows and needs, and the flags."""
     print(f"python -m analysis {name if name in FIGURES else 'FIGURE'} [--name=value …]\n")
     if name in FIGURES:
         text = inspect.cleandoc(FIGURES[name].draw.__doc__ or "")
-        print(textwrap.indent(f"{ABOUT[name]}\n\n{text}\nIt needs {needs(name)}.\n", "  "))
+        try:  # a figure says itself which rows it needs
+            FIGURES[name].draw(Data(tidy([])))
+        except NothingLeft as nothing:
+            text += f"\nIt needs {str(nothing).removeprefix(NO_ROWS)}."
+        print(textwrap.indent(f"{ABOUT[name]}\n\n{text}\n", "  "))
     else:
         print("\n".join(f"  {name:14} {about}" for name, about in ABOUT.items()) + "\n")
     print("\n".join(f"  --{n:12} {of.metadata['help']}" for n, of in flags_of(Options).items()))
     return 0
 
 
-def execute(what: str, options: Options) -> int:
+def execute(what: str, *flags: str) -> int:
     """Draws a figure or all of them, and returns the exit code.
 
-    Notes go to stderr, the names of written files to stdout.
+    Notes go to stderr, the names of written files to stdout. Raises ConfigError for an unknown
+    figure or flag, or a bad value.
     """
+    if what not in ABOUT:
+        raise unknown("figure", what, ABOUT)
+    options = parse_into(Options, read(list(flags), flags_of(Options)))
     data = load([path for path in options.results.split(",") if path])
-    for line in data.notes.lines:
+    for line in data.notes:
         print(f"analysis: {line}", file=sys.stderr)
-    out, kinds = Path(options.out), options.formats.split(",")
+    out = Path(options.out)
+    kinds = options.formats.split(",")
     if what == "all":
         data = data if options.device is None else on_machine(data, options.device)
         jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
@@ -181,10 +170,12 @@ def execute(what: str, options: Options) -> int:
     items = list(draw(data, what, options.device))
     for note in dict.fromkeys(note for item in items for note in item.notes):
         print(f"analysis: {note}", file=sys.stderr)
-    saved = [item.saved(out, kinds) for item in items]
-    for item, line in zip(items, saved, strict=True):
-        print(line or f"analysis: {item.name}: {item.why}", file=sys.stdout if line else sys.stderr)
-    return 0 if any(saved) else 2
+    for item in items:
+        if item.poster is None:
+            print(f"analysis: {item.name}: {item.why}", file=sys.stderr)
+        else:
+            print(item.saved(out, kinds))
+    return 0 if any(item.poster for item in items) else 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if wants_help:
             return unless_unread(partial(usage, next(iter(given), "")))
-        return unless_unread(lambda: execute(*parse(given)))
+        return unless_unread(lambda: execute(*given))
     except MpissdError as error:
         print(f"analysis: {error}", file=sys.stderr)
         return error.exit_code

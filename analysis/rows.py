@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +31,10 @@ import pandas as pd
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import KEYS, NEEDED, RETIRED, Row
-from mpissd.lab.tables.best import fan_out_text, flags_of
-from mpissd.lab.tables.load import LeftOut, Malformed, read_lines
+from mpissd.lab.tables.load import LeftOut, placed_rows
+from mpissd.lab.tables.uses import Family, fan_out_text, flags_of, number_of
 
 Line = dict[str, Any]
-_NEEDED = (*NEEDED, "round_us")
 _DEFAULTS: Line = {  # None for the other keys
     **dict.fromkeys(("num_drafts", "context", "seed"), 0),
     **dict.fromkeys(("lm_head", "fuse", "graph", "inline_draft"), False),
@@ -44,15 +42,12 @@ _DEFAULTS: Line = {  # None for the other keys
     "workload": "gemm",
     "batch_size": 1,
 }
-
 _NUMBERS = (
     "hit_rate t_target_s t_draft_s t_growth_s T_SD floor_fraction acceptance_length saguaro_c "
     "prediction_error expected_tok_per_s branch_budget tok_per_s temperature divergence "
     "round_s forward_s all_reduce_s wait_s other_s step_s alpha p_hit per_gpu per_sequence low high"
 ).split()
 _OTHERS = "row folder method gpus policy backup_cut other_draft commit".split()
-
-
 _OF_CELLS = ["device_name", "pair", "law", "batch_size", "host"]
 
 
@@ -60,37 +55,17 @@ class NothingLeft(ConfigError):
     """Raised if no row can be drawn; names the rows that are needed."""
 
 
-class Notes:
-    """A set of lines in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, None] = {}
-
-    def add(self, line: str) -> None:
-        """Adds a line, unless it was added before."""
-        self._lines[line] = None
-
-    def left_out(self, count: int, what: str, why: str) -> None:
-        """Adds "left out N rows …" if N is not 0."""
-        if count:
-            self.add(f"left out {count} row{'s' if count > 1 else ''} {what}: {why}")
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """All lines."""
-        return tuple(self._lines)
-
-
 @dataclass(frozen=True)
 class Data:
-    """Result rows, one a line, and probed profiles, with notes on the lines that were left out.
+    """Result rows, one a line, and probed profiles.
 
-    cells: predicted uses, one a line (results/extra-gpu/cells.py).
+    notes: on the rows that were left out; a list that grows while figures select rows. cells:
+    predicted uses, one a line (results/extra-gpu/cells.py).
     """
 
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
-    notes: Notes = field(default_factory=Notes)
+    notes: list[str] = field(default_factory=list)
     cells: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_OF_CELLS))
 
 
@@ -99,60 +74,37 @@ def load(paths: Iterable[str | Path]) -> Data:
 
     Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
     """
-    notes, places = Notes(), [Path(path) for path in paths]
-    rows: dict[str, Line] = {}
+    places = [Path(path) for path in paths]
     for path in places:
         if not os.path.exists(path):  # also if no file can have this name
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
-        for file in sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]:
-            for where, line in _completed(file, notes):
-                kept = rows.setdefault(str(line["run_id"]), line)
-                if kept is not line and repr(dict(kept["row"])) != repr(dict(line["row"])):
-                    run_id = line["run_id"]
-                    notes.add(f"{where}: left out: run_id {run_id!r} is that of another row, too")
+    left_out = LeftOut()
+    rows = placed_rows(places, left_out, (*NEEDED, "round_us"))
+    notes = left_out.lines
     if not rows:
-        why = "; ".join(notes.lines[-3:]) or "no runs*.jsonl there"
+        why = "; ".join(notes[-3:]) or "no runs*.jsonl there"
         raise NothingLeft(f"results {', '.join(map(str, places))}: no row is left: {why}")
     files = [file for path in places for file in sorted(path.rglob("cells.jsonl"))]
-    cells = [pd.read_json(file, lines=True) for file in files]
-    every = {"cells": pd.concat(cells)} if cells else {}
-    return Data(tidy(rows.values()), tuple(_profiles(places, notes)), notes, **every)
+    cells = [pd.read_json(file, lines=True) for file in files] or [pd.DataFrame(columns=_OF_CELLS)]
+    frame = tidy(complete(row, file.parent) for file, row in rows)
+    return Data(frame, tuple(_profiles(places, notes)), notes, pd.concat(cells))
 
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
     """Makes a frame of complete lines; it has all columns also without a line."""
     names = dict.fromkeys((*_OTHERS, *KEYS, *RETIRED, *_NUMBERS))
-    every = [{**names, **line} for line in lines]
-    frame = pd.DataFrame(every) if every else pd.DataFrame(columns=list(names))
+    frame = pd.DataFrame([{**names, **line} for line in lines], columns=list(names))
     numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in _NUMBERS}
     return frame.assign(**{name: of.astype(float) for name, of in numbers.items()}).copy()
 
 
-def _completed(file: Path, notes: Notes) -> Iterable[tuple[str, Line]]:
-    """Yields (FILE:LINE, columns) of a file's usable lines, and notes the others."""
-    left_out = LeftOut()
-    for where, line in read_lines(file):
-        try:
-            if isinstance(line, ConfigError):
-                raise line
-            yield where, complete(line, file.parent)
-        except Malformed as fault:
-            left_out.append(fault)
-        except ConfigError as error:
-            notes.add(f"{error}: left out")
-        except ValueError as error:
-            left_out.append(Malformed(where, str(error), str(error)))
-    for text in left_out.lines:
-        notes.add(text)
-
-
-def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:
+def _profiles(places: Iterable[Path], notes: list[str]) -> Iterable[Line]:
     """Yields the probed device profiles, which are those with tables."""
     for file in (file for place in places for file in sorted(place.rglob("profiles/*.json"))):
         try:
             profile = json.loads(file.read_text())
         except (OSError, ValueError, RecursionError):
-            notes.add(f"{file}: left out: cut off, or no JSON object")
+            notes.append(f"{file}: left out: cut off, or no JSON object")
             continue
         is_device = isinstance(profile, dict) and profile.get("kind") == "device"
         if is_device and isinstance(profile.get("tables"), dict):
@@ -160,52 +112,40 @@ def _profiles(places: Iterable[Path], notes: Notes) -> Iterable[Line]:
 
 
 def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
-    """Returns a row's columns, with defaults for keys that the line lacks or has null for.
-
-    line: from read_lines, which checks the values. Raises ValueError if a needed key is missing.
-    """
-    if missing := [name for name in _NEEDED if line.get(name) is None]:
-        raise ValueError(f"it has no {missing[0]}")
+    """Returns a row's columns, with defaults for keys that the line lacks or has null for."""
     row = Row.from_dict({**line, **{k: v for k, v in _DEFAULTS.items() if line.get(k) is None}})
-    rate, gpus = float(row.tok_per_s), int(row.world_size)
+    rate = float(row.tok_per_s)
+    gpus = int(row.world_size)
     policy = ""
     if row.mode == "ssd" and row.fan_out:
-        given = str(flags_of(row).get("fan_out"))
-        is_geometric = given.startswith("geometric")
+        is_geometric = str(flags_of(row).get("fan_out")).startswith("geometric")
         policy = f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
     # Mean parts of the lead's round, in µs.
-    mean, device = row.round_us.get("mean"), row.device_us or {}
-    forward, reduce = device.get("forward"), device.get("all_reduce") or 0.0
+    mean = row.round_us.get("mean")
+    forward = (row.device_us or {}).get("forward")
+    reduce = (row.device_us or {}).get("all_reduce") or 0.0
     wait = ((row.phases_us or {}).get("lead") or {}).get("draft_wait")
     parts = {"round_s": mean}
     if mean is not None and forward is not None and wait is not None:
         other = max(0.0, mean - forward - reduce - wait)
-        parts |= {"forward_s": forward, "all_reduce_s": reduce, "wait_s": wait}
-        parts["other_s"] = other
-    drafts = bool(row.t_draft_s and row.lookahead)
+        parts |= {"forward_s": forward, "all_reduce_s": reduce, "wait_s": wait, "other_s": other}
     return {
         **dict.fromkeys((*KEYS, *RETIRED)),
         **row,
         "row": row,
         "folder": str(folder),
-        "method": "SD inline" if row.mode == "sd" and not row.num_drafts else row.mode.upper(),
+        "method": Family(row.mode, row.tp, row.num_drafts).name,
         "gpus": gpus,
-        "alpha": _number(row.acceptance, "alpha"),
-        "p_hit": _number(row.hit_law, "p_hit"),
+        "alpha": number_of(row.acceptance, "alpha"),
+        "p_hit": number_of(row.hit_law, "p_hit"),
         "policy": policy,
         "per_gpu": rate / gpus,
         "per_sequence": rate / int(row.batch_size),
         "low": rate,
         "high": rate,
-        "step_s": (row.t_draft_s or 0.0) / row.lookahead if drafts else None,
+        "step_s": row.t_draft_s / row.lookahead if row.t_draft_s and row.lookahead else None,
         "backup_cut": row.backup_lookahead not in (None, row.lookahead),
         "other_draft": row.other_draft_device,
         "commit": str((row.provenance or {}).get("commit") or ""),
         **{name: None if us is None else us / 1e6 for name, us in parts.items()},
     }
-
-
-def _number(text: str | None, name: str) -> float:
-    """Returns the number of a model `name:number`, or NaN for another model."""
-    match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", text or "")
-    return float(match[1]) if match else float("nan")

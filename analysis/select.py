@@ -1,21 +1,20 @@
 """Selects the rows of one figure, and compares them: one machine, one folder, one configuration.
 
 Rows that do not match are left out and noted, never mixed in. Gains are computed as by `mpissd
-compare` (mpissd/common/compare.py).
+compare` (mpissd/lab/tables/compare.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis.rows import Data, Notes, NothingLeft
-from mpissd.common.compare import Comparison, compare_rows
-from mpissd.common.errors import ConfigError, unknown
-from mpissd.lab.tables.best import are_predicted
+from analysis.rows import Data, NothingLeft
+from mpissd.common.errors import unknown
+from mpissd.lab.tables.compare import Comparison, claim_or_ratio, gain_of
+from mpissd.lab.tables.uses import are_predicted
 
 # The conditions that a figure's rows share besides the machine.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
@@ -36,6 +35,12 @@ def machines(rows: pd.DataFrame) -> list[str]:
     return sorted(counts.index, key=lambda n: (n in cpus, "emulated" in n, -counts[n], n))
 
 
+def left_out(notes: list[str], count: int, what: str, why: str) -> None:
+    """Notes that rows were left out, if there are any."""
+    if count:
+        notes.append(f"left out {count} row{'s' if count > 1 else ''} of {what}: {why}")
+
+
 def on_machine(data: Data, device: str | None = None) -> Data:
     """Returns the rows and profiles of one machine (None: the first of `machines`)."""
     names = machines(data.rows)
@@ -44,18 +49,18 @@ def on_machine(data: Data, device: str | None = None) -> Data:
     if device is not None and device not in names:
         raise unknown("device", device, names)
     name = device or names[0]
-    others = data.rows.loc[data.rows["device_name"] != name, "device_name"]
+    others = data.rows["device_name"][data.rows["device_name"] != name]
     for other, count in others.value_counts().items():
-        data.notes.left_out(count, f"of {other}", f"a figure shows one machine, here {name}")
+        left_out(data.notes, count, other, f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
-    rows, cells = (where(frame, device_name=name) for frame in (data.rows, data.cells))
-    return Data(rows, profiles, data.notes, cells)
+    cells = where(data.cells, device_name=name)
+    return Data(where(data.rows, device_name=name), profiles, data.notes, cells)
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:
     """Marks the rows of imposed outcomes, whole targets, no named schedule and fixed lists."""
-    whole = ~rows["target"].str.contains("@", na=False)  # llama-3.1-70b@64L has fewer layers
-    return (rows["workload"] == "gemm") & whole & rows["schedule"].isna() & rows["learned"].isna()
+    is_cut = rows["target"].str.contains("@", na=False)  # llama-3.1-70b@64L has fewer layers
+    return (rows["workload"] == "gemm") & ~is_cut & rows["schedule"].isna() & rows["learned"].isna()
 
 
 def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
@@ -65,16 +70,14 @@ def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
     return pd.Series(tuples, rows.index, object)
 
 
-def usual(rows: pd.DataFrame, columns: Sequence[str], notes: Notes, what: str) -> pd.DataFrame:
-    """Returns the rows with the most common combination of `columns`."""
-    if rows.empty:
-        return rows
-    keys = key(rows, columns)
-    counts = Counter(keys)
-    best = min(counts, key=lambda value: (-counts[value], str(value)))
-    values = ", ".join(f"{c}={v}" for c, v in zip(columns, best, strict=True))
-    notes.left_out(int((keys != best).sum()), f"of {what}", f"the figure is for {values}")
-    return rows[keys == best]
+def usual(rows: pd.DataFrame, columns: Sequence[str], notes: list[str], what: str) -> pd.DataFrame:
+    """Returns the rows with the most common combination of `columns`, and notes the others."""
+    kept = richest(rows, columns, [])
+    if len(kept) < len(rows):
+        values = zip(columns, key(kept, columns).iloc[0], strict=True)
+        why = f"the figure is for {', '.join(f'{name}={value}' for name, value in values)}"
+        left_out(notes, len(rows) - len(kept), what, why)
+    return kept
 
 
 def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> pd.DataFrame:
@@ -84,8 +87,9 @@ def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> 
     """
     if rows.empty:
         return rows
-    keys, values = key(rows, fixed), key(rows, varies)
-    counts, sizes = values.groupby(keys).nunique(), keys.value_counts()
+    keys = key(rows, fixed)
+    counts = key(rows, varies).groupby(keys).nunique()
+    sizes = keys.value_counts()
     best = min(counts.index, key=lambda value: (-counts[value], -sizes[value], str(value)))
     return rows[keys == best]
 
@@ -95,21 +99,17 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
     grouped = rows.groupby(list(by), dropna=False, sort=True)
     medians = grouped[numbers].median()
-    medians["low"], medians["high"] = grouped["low"].min(), grouped["high"].max()
-    medians["n"] = grouped.size()
-    return medians.reset_index()
+    ends = {"low": grouped["low"].min(), "high": grouped["high"].max()}
+    return medians.assign(**ends, n=grouped.size()).reset_index()
 
 
-def best_rows(rows: pd.DataFrame, by: Sequence[str] = ("lookahead", "policy")) -> pd.DataFrame:
-    """Returns the rows of the fastest combination of `by`, chosen as verdicts of `compare` do
-    (lab/tables/best.py): by predictions, which no lucky run enters."""
-    if rows.empty:
-        return rows
-    errors = rows["prediction_error"]
-    is_predicted = are_predicted(rows["expected_tok_per_s"], errors)
-    merged = points(rows, by)
+def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of the fastest K and policy, chosen as by `uses.best_use`: by predictions,
+    which no lucky run enters."""
+    is_predicted = are_predicted(rows["expected_tok_per_s"], rows["prediction_error"])
+    merged = points(rows, ["lookahead", "policy"])
     best = merged.loc[merged["expected_tok_per_s" if is_predicted else "tok_per_s"].idxmax()]
-    return rows[(rows[list(by)] == best[list(by)]).all(axis=1)]
+    return where(rows, lookahead=best["lookahead"], policy=best["policy"])
 
 
 def fastest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
@@ -172,7 +172,7 @@ def where(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
     return rows
 
 
-def cases(data: Data, wanted: pd.Series, varies: Sequence[str], most: int = 9) -> list[Case]:
+def cases(data: Data, wanted: pd.Series, varies: Sequence[str], limit: int = 9) -> list[Case]:
     """Returns the pairs and T with most `wanted` rows; none with less than a quarter of the
     first's.
 
@@ -183,28 +183,26 @@ def cases(data: Data, wanted: pd.Series, varies: Sequence[str], most: int = 9) -
     """
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     groups = rows.groupby(["target", "draft", "tp"], sort=True)
-    every = [_case(data, rows, group, varies) for _, group in groups]
-    every = [case for case in every if len(case.method("SSD"))] or every
-    every.sort(key=lambda case: (-len(case.rows), case.label))
-    every = [case for case in every if 4 * len(case.rows) >= len(every[0].rows)]
-    return sorted(every[:most], key=lambda case: (case.tp, case.target))
+    pairs = [_case(data, rows, group, varies) for _, group in groups]
+    pairs = [case for case in pairs if len(case.method("SSD"))] or pairs
+    pairs.sort(key=lambda case: (-len(case.rows), case.label))
+    pairs = [case for case in pairs if 4 * len(case.rows) >= len(pairs[0].rows)]
+    return sorted(pairs[:limit], key=lambda case: (case.tp, case.target))
 
 
 def _case(data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[str]) -> Case:
-    first = group.iloc[0]
-    target, draft, tp = str(first["target"]), str(first["draft"]), int(first["tp"])
-    what = f"{short(target)}/{short(draft)}, T={tp}"
+    target, draft = group[["target", "draft"]].iloc[0]
+    tp = int(group["tp"].iloc[0])
+    label = f"{short(target)}/{short(draft)}, T={tp}"
     ar = where(data.rows, mode="ar", target=target)
     beside_ar = group[group["folder"].isin(ar["folder"])]
     here = richest(beside_ar if len(beside_ar) else group, ["folder"], varies)
     folder = here["folder"].iloc[0]
-    data.notes.left_out(len(group) - len(here), f"of {what}", f"another set than {folder}")
-    kept = usual(here, CONDITIONS, data.notes, what)
-    is_ssd = kept["mode"] == "ssd"
+    left_out(data.notes, len(group) - len(here), label, f"another set than {folder}")
+    kept = usual(here, CONDITIONS, data.notes, label)
     policy = [name for name in _POLICY if name not in varies]
-    ssd = usual(kept[is_ssd], policy, data.notes, f"SSD, {what}")
-    sd = usual(kept[~is_ssd], ["backup"], data.notes, f"SD, {what}")
-
+    ssd = usual(where(kept, mode="ssd"), policy, data.notes, f"SSD, {label}")
+    sd = usual(where(kept, mode="sd"), ["backup"], data.notes, f"SD, {label}")
     alike = [c for c in CONDITIONS if c not in _OF_DRAFTS]
     wanted = key(kept, alike).iloc[0]
     sd_of_pair = where(rows, mode="sd", target=target, draft=draft)
@@ -220,14 +218,15 @@ def _of_folder(
 ) -> pd.DataFrame:
     """Returns the rivals of a folder; those on T + 1 GPUs, which a draft GPU must beat, may come
     from another one if that has none."""
-    here, wide = rivals["folder"] == folder, rivals["gpus"] == tp + 1
-    if (here & wide).any() or not wide.any():
-        return rivals[here]
-    other = richest(rivals[wide], ["folder"], varies)
-    first = other.iloc[0]
-    baseline = f"{first['method']} of {short(str(first['target']))} on {tp + 1} GPUs"
-    data.notes.add(f"{baseline}: rows of {first['folder']}, as {folder} has none")
-    return pd.concat([rivals[here], other])
+    here = where(rivals, folder=folder)
+    wide = where(rivals, gpus=tp + 1)
+    if len(where(here, gpus=tp + 1)) or wide.empty:
+        return here
+    other = richest(wide, ["folder"], varies)
+    method, target, source = other[["method", "target", "folder"]].iloc[0]
+    baseline = f"{method} of {short(target)} on {tp + 1} GPUs"
+    data.notes.append(f"{baseline}: rows of {source}, as {folder} has none")
+    return pd.concat([here, other])
 
 
 def by_pair(data: Data) -> dict[str, Data]:
@@ -235,7 +234,7 @@ def by_pair(data: Data) -> dict[str, Data]:
     three."""
     rows = data.rows
     parts = {}
-    for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], most=3):
+    for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], limit=3):
         is_rival = (rows["mode"] == "sd") & (rows["gpus"] <= case.tp + 1)
         is_pair = (rows["draft"] == case.draft) & ((rows["tp"] == case.tp) | is_rival)
         here = (rows["target"] == case.target) & (is_pair | (rows["mode"] == "ar"))
@@ -261,27 +260,23 @@ def prompts(rows: pd.DataFrame) -> pd.Series:
     return names.replace("humaneval", "code")
 
 
-def gain(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison | None:
-    """Returns the speedup of one configuration's rows over another's, or None if too short."""
-    try:
-        return compare_rows(list(base["row"]), list(rows["row"]))
-    except ConfigError:
-        return None
+def ratio(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
+    """Returns the gain of a use's rows over another's if it may be claimed, else the ratio of their
+    medians alone."""
+    return claim_or_ratio(list(rows["row"]), list(base["row"]))
 
 
 def gains(
-    rows: pd.DataFrame, base: pd.DataFrame, by: str, share: float = 1.0, *, one_base: bool = False
+    rows: pd.DataFrame, base: pd.DataFrame, by: str, *, one_base: bool = False
 ) -> pd.DataFrame:
     """Returns the gain at every value of `by` that both have: by, value, low, high, headline.
 
-    one_base: whether all of `base` is compared with each value. share: an exact factor, such as a
-    ratio of GPUs.
+    one_base: whether all of `base` is compared with each value.
     """
     lines = []
     for x, part in rows.groupby(by):
         other = base if one_base else base[base[by] == x]
-        over = gain(part, other) if len(other) else None
+        over = gain_of(list(part["row"]), list(other["row"]))
         if over is not None:
-            over = over.scaled(share)
             lines.append((x, over.speedup, over.low, over.high, over.is_headline))
     return pd.DataFrame(lines, columns=[by, "value", "low", "high", "headline"])

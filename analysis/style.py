@@ -1,8 +1,8 @@
-"""The common style of all figures, their captions, and how they are saved: poster-sized,
-colour-blind safe.
+"""The common style of all figures, their captions, and how they are saved: poster-sized, safe for
+colour-blind readers.
 
-A Poster is a matplotlib Figure that keeps the numbers it draws, for csv. Saved
-files are byte-identical on a second run: no dates, fixed ids, embedded TrueType.
+A Poster is a matplotlib Figure that keeps the numbers it draws, for csv. Saved files are
+byte-identical on a second run: no dates, fixed ids, embedded TrueType.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
 from analysis.rows import NothingLeft
-from mpissd.common.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import whole_file
 from mpissd.common.real_pairs import ASSUMED_LAW
+from mpissd.lab.tables.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 
 # Colour and marker are the method, in Okabe and Ito's palette, whose colours are distinct for any
 # colour vision. An open marker: another placement; dashes: not measured.
@@ -114,9 +114,9 @@ class Poster(Figure):
         **options: Any,
     ) -> None:
         """Draws a series with its intervals; keeps its numbers together with the columns `also`."""
-        xs, ys = np.asarray(list(x), float), np.asarray(list(y), float)
-        options = {"label": label, "zorder": 3, **options}
+        xs, ys = (np.asarray(list(values), float) for values in (x, y))
         ends = [ys if v is None else np.asarray(list(v), float) for v in (low, high)]
+        options = {"label": label, "zorder": 3, **options}
         if low is None or not len(xs):
             ax.plot(xs, ys, **options)
         else:
@@ -127,12 +127,11 @@ class Poster(Figure):
             self.keep(ax, label, **dict(zip(names, values, strict=True)))
 
     def gains(self, ax: Axes, label: str, gained: pd.DataFrame, **options: Any) -> None:
-        """Draws a series of gains (analysis/select.py: the `by` column, value, low, high,
-        headline)."""
+        """Draws a series of gains, the frame that select.gains returns, if there is any."""
         if len(gained):
-            ends = {"low": gained["low"], "high": gained["high"]}
-            also = {"headline": gained["headline"]}
-            self.line(ax, label, gained.iloc[:, 0], gained["value"], **ends, also=also, **options)
+            options |= {name: gained[name] for name in ("low", "high")}
+            options["also"] = {"headline": gained["headline"]}
+            self.line(ax, label, gained.iloc[:, 0], gained["value"], **options)
 
     def keep(self, ax: Axes, series: str, **values: Any) -> None:
         """Keeps the numbers of a point that was drawn."""
@@ -141,7 +140,8 @@ class Poster(Figure):
 
     def finish(self, heading: str, caption: str, *, legend: bool = True) -> Poster:
         """Adds the heading, one legend for all panels below it, and the caption at the bottom."""
-        self.heading, self.caption = heading, caption
+        self.heading = heading
+        self.caption = caption
         for ax in self.axes:
             sns.despine(ax=ax)
         tall = self.get_figheight()
@@ -151,8 +151,7 @@ class Poster(Figure):
         above = 0.55 + (self._legend(tall) if legend else 0.0)
         below = 0.15 + 0.2 * len(lines)
         rect = (0.0, below / tall, 1.0, 1 - (above + below) / tall)
-        engine = ConstrainedLayoutEngine(rect=rect)
-        engine.execute(self)
+        ConstrainedLayoutEngine(rect=rect).execute(self)
         # The layout is fixed now, so that every format and every drawing gets the same one.
         self.set_layout_engine("none")
         return self
@@ -165,7 +164,8 @@ class Poster(Figure):
                 handles.setdefault(label, handle)
         if not handles:
             return 0.0
-        columns, room = len(handles), 10.5 * self.get_figwidth()  # in characters, 10 for a line
+        columns = len(handles)
+        room = 10.5 * self.get_figwidth()  # in characters, 10 for a line
         while columns > 1 and room < sum(
             10 + max(map(len, part)) for part in np.array_split(list(handles), columns)
         ):
@@ -200,14 +200,14 @@ def themed() -> Iterator[None]:
 
 def rendered(figure: Figure, kind: str) -> bytes:
     """Returns the file's bytes, the same on every run."""
-    empty: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": "mpissd", "Producer": None},
         "svg": {"Date": None, "Creator": "mpissd"},
-    }[kind]
+    }
     buffer = io.BytesIO()
     with themed():
-        figure.savefig(buffer, format=kind, metadata=empty)
+        figure.savefig(buffer, format=kind, metadata=metadata[kind])
     shaded = any(isinstance(c, QuadMesh) for ax in figure.axes for c in ax.collections)
     return _small(buffer) if kind == "png" and not shaded else buffer.getvalue()
 
@@ -224,7 +224,7 @@ def _small(png: io.BytesIO) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Poster, stem: Path, kinds: Sequence[str] = FORMATS) -> list[Path]:
+def save(figure: Poster, stem: Path, kinds: Sequence[str]) -> list[Path]:
     """Writes stem.png and others; csv: the numbers. Raises ConfigError if that fails."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
@@ -248,8 +248,8 @@ def plain_ticks(axis: Axis) -> None:
 
 def note(ax: Axes, text: str, x: float, y: float, **options: Any) -> None:
     """Writes a small text next to a point; dx, dy: its distance in points, 6 and 5 by default."""
-    place = options.pop("dx", 6), options.pop("dy", 5)
     options = {"fontsize": 9.5, "color": "#333333", **options}
+    place = options.pop("dx", 6), options.pop("dy", 5)
     ax.annotate(text, (x, y), place, textcoords="offset points", **options)
 
 
@@ -276,8 +276,7 @@ def label_points(ax: Axes, points: Sequence[tuple[str, float, float]], size: flo
         dx, dy, ha = _PLACES[best]
         note(ax, text, *xy, dx=dx, dy=dy, ha=("left", "center", "right")[-ha], fontsize=size)
         written.setdefault(text, []).append(here)
-        ends = [middles[best] + (part * half, 0) for part in (-1, -0.5, 0, 0.5, 1)]
-        taken = np.concatenate([taken, ends])
+        taken = np.concatenate([taken, middles[best] + np.outer(np.linspace(-1, 1, 5), (half, 0))])
 
 
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
@@ -306,7 +305,8 @@ def caption(
     """Returns the caption: hardware, real or imposed parts, LM head, context, forwards, rows and
     commits.
 
-    claims: whether the figure shows speedups, so that few seeds are pointed out.
+    vary: what the figure varies, of lm_head and context. claims: whether it shows speedups, so that
+    few seeds are pointed out.
     """
     used = pd.concat([part for part in parts if len(part)])
     used = used[~used.index.duplicated()]
@@ -315,7 +315,7 @@ def caption(
         words.append(f"LM head: {several(used['lm_head'].map({True: 'yes', False: 'no'}))}")
     if "context" not in vary:
         words.append(f"context: {several(used['context'])}")
-    if "fuse" not in vary and used["fuse"].any():
+    if used["fuse"].any():
         words.append("fused" if used["fuse"].all() else "partly fused")
     if len(backup := used.loc[used["mode"] == "ssd", "backup"].dropna()):
         words.append(f"backup: {several(backup)}")
@@ -341,10 +341,8 @@ def caption(
 def machine(rows: pd.DataFrame) -> str:
     """Returns the device names, marked as emulated if they are."""
     names = sorted(rows["device_name"].unique())
-    emulated = all("emulated" in name for name in names)
-    state = "EMULATED" if emulated else "measured"
-    if unit(rows) == "core":
-        state = "CPU"
+    state = "EMULATED" if all("emulated" in name for name in names) else "measured"
+    state = "CPU" if unit(rows) == "core" else state
     return f"{', '.join(names)} ({state})".replace(" (emulated)", "")
 
 

@@ -15,10 +15,9 @@ _TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "boolean"}
 def lines() -> Iterator[str]:
     """Yields a Markdown line for each key, in the order of a row: key, type, unit, meaning."""
     for name, field in FIELDS.items():
-        unit, meaning = field.metadata["unit"], field.metadata["meaning"]
         name = f"configuration.{name}" if field.metadata["is_set"] else name
-        kind = ", ".join(filter(None, (_type(str(field.type)), unit)))
-        yield f"- `{name}` ({kind}): {meaning}"
+        kind = ", ".join(filter(None, (_type(str(field.type)), field.metadata["unit"])))
+        yield f"- `{name}` ({kind}): {field.metadata['meaning']}"
 
 
 def _type(annotation: str) -> str:

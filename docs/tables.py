@@ -33,31 +33,27 @@ _BLOCK = re.compile(r"<!-- python (-m .+?|results/.+?) -->\n(.*?)<!-- end -->", 
 
 
 def commands(text: str) -> list[str]:
-    """The commands that a page holds tables of."""
+    """Returns the commands that a page holds tables of."""
     return [match[1] for match in _BLOCK.finditer(text)]
 
 
 def rewritten(text: str) -> str:
-    """A page with its tables as their commands print them now."""
+    """Returns a page with its tables as their commands print them now."""
     return _BLOCK.sub(lambda match: _block(match[1]), text)
 
 
 def _block(command: str) -> str:
-    printed = subprocess.run(
-        [sys.executable, *shlex.split(command)],
-        cwd=ROOT,
-        check=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout.splitlines()
+    words = [sys.executable, *shlex.split(command)]
+    text = subprocess.check_output(
+        words, cwd=ROOT, timeout=120, stdin=subprocess.DEVNULL, text=True
+    )
+    printed = text.splitlines()
     table = printed[:-1] if printed[-1].startswith(("{", "[")) else printed
     return "\n".join([f"<!-- python {command} -->", *table, "<!-- end -->"])
 
 
 def main() -> int:
-    """0; the pages that changed are named."""
+    """Rewrites the pages and prints the names of those that changed; returns 0."""
     for path in map(Path, sys.argv[1:]) if sys.argv[1:] else PAGES:
         before = path.read_text()
         after = rewritten(before)

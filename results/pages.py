@@ -48,20 +48,15 @@ def between(value: float, bounds: Sequence[float], places: int = 2) -> str:
     return f"{value:.{places}f} ({low} to {high})"
 
 
-def best(columns: Sequence[Sequence[str]], by: Mapping[int, Callable[..., float]]) -> None:
+def best(columns: Sequence[list[str]], by: Mapping[int, Callable[..., float]]) -> None:
     """Makes the best cell of some columns bold, in place; columns: lists of cells.
 
     by: for a column's place min or max, of the cells read as numbers. Equal cells are all bold.
     """
     for place, choose in by.items():
-        column = columns[place]
-        assert isinstance(column, list)
-        found = choose(map(_value, column))
-        column[:] = [f"**{cell}**" if _value(cell) == found else cell for cell in column]
-
-
-def _value(cell: str) -> float:
-    return float(cell.replace(",", ""))
+        values = [float(cell.replace(",", "")) for cell in columns[place]]
+        pairs = zip(columns[place], values, strict=True)
+        columns[place][:] = [f"**{t}**" if v == choose(values) else t for t, v in pairs]
 
 
 def printed(tables: Mapping[str, Callable[[], Lines]], usage: str | None) -> int:

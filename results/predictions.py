@@ -37,6 +37,7 @@ from mpissd.lab.predict.derive import (
 )
 from mpissd.lab.predict.simulation import expected, is_predictable
 from mpissd.lab.tables.load import load_rows, row_files
+from results import pages
 
 # Largest allowed median and p95 of the size of error (c).
 BARS = {"products": (0.04, 0.10), "whole": (0.05, 0.12)}
@@ -70,15 +71,15 @@ def forecast_row(row: Row, profile: Profile, draft_profile: Profile | None = Non
     the forecast has a reason.
     """
     drafts = draft_profile or profile
+    draft_device = row.draft_device or row.device_name if row.num_drafts else drafts.device_name
+    sides = ("target", row.device_name, profile), ("draft", draft_device, drafts)
     try:
         job = job_of_row(row)
-        for role, name, known in (
-            ("target", row.device_name, profile),
-            ("draft", row.draft_device or row.device_name, drafts),
-        ):
-            if device_kind(name) != known.kind and (role == "target" or row.num_drafts):
-                of = f"the profile is of {known.device_name}"
-                raise ConfigError(f"their {role} ran on {name}, {of}")
+        for role, device, of in sides:
+            if device_kind(device) != of.kind:
+                raise ConfigError(
+                    f"their {role} ran on {device}, the profile is of {of.device_name}"
+                )
         profile = with_derived(profile, job.target_shard, job.config.batch_size, job.options)
         _check_kernels(row, profile, job)
         check_device(profile, job, drafts)
@@ -139,14 +140,15 @@ def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
     """
     provenance = row.provenance or {}
     commit = str(provenance.get("commit")).removesuffix("+")
-    own, known = str(provenance.get("kernel") or "cuda"), list[str]()
+    kernel = str(provenance.get("kernel") or "cuda")
+    probed = list[str]()
     if row.backend == "cupy" and row.forward == "transformer":
         key = job.target_shard.key(job.config.batch_size, job.options)
         measured = profile.kernels(key, job.target_shard.num_params(job.options))
-        known = [each.kernel for each in measured]
+        probed = [forward.kernel for forward in measured]
     if job.draft_options.top_k > 1 and commit in profile.other_lists:
         raise ConfigError("their commit read lists of candidates in every draft forward")
-    if commit in profile.other_kernels or (known and own not in known):
+    if commit in profile.other_kernels or (probed and kernel not in probed):
         raise ConfigError(f"their commit ran other kernels than profile {profile.name!r} is of")
 
 
@@ -156,15 +158,16 @@ def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
     name: as PROFILE above. Raises ConfigError if there is no such profile.
     """
     named = [] if name is None else [*map(load_profile, name.split(","))]
-    own = {p.kind: p for p in named}
-    known = shipped_profiles() | own
+    profiles = shipped_profiles() | {profile.kind: profile for profile in named}
 
     def forecast(row: Row) -> Forecast:
         kind = device_kind(row.device_name)
-        target = own.get(kind, named[0]) if named else known.get(kind)
+        target = profiles.get(kind)
+        if named and target not in named:
+            target = named[0]
         if target is None:
             return Forecast(reason=f"no profile of {kind}")
-        return forecast_row(row, target, known.get(device_kind(row.draft_device)))
+        return forecast_row(row, target, profiles.get(device_kind(row.draft_device)))
 
     return forecast
 
@@ -177,9 +180,11 @@ def errors_of(
     forwards: "products" or "whole", followed by ", derived" if the profile did not measure all of
     them or the host costs. without_luck: (c) after removing the luck of the row's draws.
     """
-    errors, left = [], Counter[str]()
+    errors = []
+    left = Counter[str]()
     for row, other in zip(rows, forecasts, strict=True):
-        replay, luck = row.prediction_error, row.sampling_error
+        replay = row.prediction_error
+        luck = row.sampling_error
         if other.tok_per_s is None:
             left[str(other.reason)] += 1
         elif replay is None or not row.expected_tok_per_s or luck is None:
@@ -188,10 +193,8 @@ def errors_of(
             error = row.tok_per_s / other.tok_per_s - 1
             kind = "whole" if row.forward == "transformer" else "products"
             machine = "emulated" if row.backend == "emulated" else row.device_name
-            forwards, without_luck = (
-                kind + ", derived" * other.derived,
-                (1 + error) / (1 + luck) - 1,
-            )
+            forwards = kind + ", derived" * other.derived
+            without_luck = (1 + error) / (1 + luck) - 1
             errors.append((machine, forwards, row.tp, replay, error, without_luck))
     columns = ["machine", "forwards", "tp", "replay", "other", "without_luck"]
     return pd.DataFrame(errors, columns=columns), left
@@ -203,10 +206,10 @@ def groups(errors: pd.DataFrame) -> pd.DataFrame:
     After a machine's T comes the group of all T. Columns: rows, and (error, .5) and (error, .95).
     """
     keys = ["machine", "forwards", "tp"]
-    all_of = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).astype(float)
-    every = all_of.abs().groupby(level=keys)
-    judged = every.quantile([0.5, 0.95]).unstack()
-    judged["rows", ""] = every.size()
+    both = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).astype(float)
+    sizes = both.abs().groupby(level=keys)
+    judged = sizes.quantile([0.5, 0.95]).unstack()
+    judged["rows", ""] = sizes.size()
     return judged
 
 
@@ -219,13 +222,12 @@ def meets(group: pd.Series) -> bool:
 def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
     """Yields the lines of the groups as Markdown, a line for each group whose (c) over all T
     misses its bar, and the rows that have no (c)."""
-    yield "| machine | forwards | T | rows | (a) | (c) | (c) without luck |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from pages.head("machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck")
     for (machine, forwards, tp), group in judged.iterrows():
         names = ("replay", "other", "without_luck")
         cells = [f"{group[name, 0.5]:.1%}, {group[name, 0.95]:.1%}" for name in names]
-        first = [machine, forwards, "all" if tp == ALL else str(tp), f"{group['rows', '']:.0f}"]
-        yield f"| {' | '.join([*first, *cells])} |"
+        place = [machine, forwards, "all" if tp == ALL else tp, f"{group['rows', '']:.0f}"]
+        yield pages.line([*place, *cells])
     yield ""
     for (machine, forwards, tp), group in judged.iterrows():
         if tp == ALL and not meets(group):

@@ -38,7 +38,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from configparser import ConfigParser, SectionProxy
 from contextlib import contextmanager, suppress
@@ -51,7 +50,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mpissd.common.rivals import Family  # noqa: E402
+from mpissd.common.output import read_rows  # noqa: E402
 from mpissd.common.row import Row  # noqa: E402
 from mpissd.engine.comm.topology import usable_cores  # noqa: E402
 from mpissd.lab.measure.load import counters, reasons  # noqa: E402
@@ -62,7 +61,9 @@ from mpissd.lab.measure.verdict import (  # noqa: E402
     TimedUse,
     UseComparison,
 )
-from mpissd.lab.tables.best import mode_of  # noqa: E402
+from mpissd.lab.tables.load import LeftOut, load_rows  # noqa: E402
+from mpissd.lab.tables.uses import Family, mode_of, unit  # noqa: E402
+from results import pages  # noqa: E402
 
 BUSY = "busy.jsonl"  # of OUT: how many rows each step measured, and what disturbed it
 FEWEST_S = 15  # a step is not begun with less
@@ -72,10 +73,8 @@ HEADS = {"tok_per_s": "tok/s"}  # of a column, where it is not the key
 
 def use(row: Row) -> str:
     """Returns how a row uses its GPUs: "SSD T=1 D=1 K=3 F=8"."""
-    mode = row["mode"].upper() + (" inline" if row.get("inline_draft") else "")
-    is_lookup = row["mode"] == "sd" and row.get("backup") == "fast"
-    words = ["lookup" if is_lookup else str(row.get("schedule") or mode), f"T={row['tp']}"]
-    words += [f"D={row['num_drafts']}"] if row.get("num_drafts") else []
+    mode = "lookup" if row["mode"] == "sd" and row.get("backup") == "fast" else row["mode"]
+    words = [str(Family(row.get("schedule") or mode, row["tp"], row.get("num_drafts") or 0))]
     words += [f"K={row['lookahead']}"] if row.get("lookahead") else []
     words += [f"tree={row['tree_nodes']}"] if row.get("tree_nodes") else []
     words += [f"F={row['branch_budget']} {row['backup']}"] if row.get("branch_budget") else []
@@ -106,23 +105,13 @@ COMPUTED: dict[str, Callable[[Row], Any]] = {
 
 
 def value_of(row: Row, key: str) -> Any:
-    """Returns a computed value, or the row's own."""
+    """Returns a computed value, or the value of the row's key."""
     return COMPUTED[key](row) if key in COMPUTED else row.get(key)
 
 
-def cell_of(row: Row) -> str:
-    """Returns a row's cell as text: T, and its grid's flags without the seed."""
-    return cell(row["tp"], (row.sweep or {}).get("flags", {"run": row.get("config_digest")}))
-
-
 def cell(tp: int, flags: Mapping[str, Any]) -> str:
-    """Returns the cell of these flags as text."""
+    """Returns T and a grid's flags, without the seed, as the text that names a cell."""
     return json.dumps([tp, sorted((k, v) for k, v in flags.items() if k != "seed")])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def disturbed(out: Path, count: int) -> list[str]:
@@ -145,9 +134,11 @@ def disturbed(out: Path, count: int) -> list[str]:
 def cells_in(out: Path) -> dict[str, list[Row]]:
     """Returns the rows of a folder by cell; ends the program if there are none."""
     files = [p for name in ("runs", "measured") for p in sorted(out.rglob(f"{name}*.jsonl"))]
-    cells: dict[str, list[Row]] = defaultdict(list)
-    for row in (Row.from_dict(line) for path in files for line in read(path)):
-        cells[cell_of(row)].append(row)
+    cells: dict[str, list[Row]] = {}
+    with LeftOut() as left_out:
+        for row in load_rows(files, left_out):
+            flags = (row.sweep or {}).get("flags", {"run": row.get("config_digest")})
+            cells.setdefault(cell(row["tp"], flags), []).append(row)
     if not cells:
         raise SystemExit(f"{out}: no rows there yet: allowed: the OUT of results/study.py run")
     return cells
@@ -201,21 +192,22 @@ def _verdicts(
     with_ssd = [row for row in first if row["mode"] == "ssd"]
     names = {setting(row): setting(Row.from_dict({**row, "mode": "ar"})) for row in with_ssd}
     for name in sorted(names):
-        uses, rounds = list[TimedUse](), list[int]()
+        uses = list[TimedUse]()
+        rounds = list[int]()
         for rows, speeds in zip(cells.values(), turns, strict=True):
             row = rows[0]
             if setting(row) == (names[name] if row["mode"] == "ar" else name):
                 family = Family(mode_of(row), row["tp"], row["num_drafts"])
-                unit = "core" if row["backend"] == "numpy" else "GPU"
-                uses.append(TimedUse(family, unit, row["lookahead"], [*map(speeds.get, order)]))
-                rounds += [each["num_rounds"] for each in rows]
+                speed = [*map(speeds.get, order)]
+                uses.append(TimedUse(family, unit(row), row["lookahead"], speed))
+                rounds += [row["num_rounds"] for row in rows]
         for family in sorted({use.family for use in uses if use.family.mode == "ssd"}):
             plain = [use for use in uses if not use.family.num_drafts]
             rivals = [use for use in plain if use.family.gpus <= family.gpus]
             if not any(use.family.tp == family.gpus for use in rivals):
                 continue  # nothing was measured with all of them for the target
-            own = chosen([use for use in uses if use.family == family])
-            comparison = UseComparison([own, chosen(rivals)], busy, num_rounds=min(rounds))
+            ssd = chosen([use for use in uses if use.family == family])
+            comparison = UseComparison([ssd, chosen(rivals)], busy, num_rounds=min(rounds))
             place = f"{name}: " if len(names) > 1 else ""
             for answer in comparison.answers():
                 if "for the draft" in answer.what:
@@ -245,30 +237,24 @@ def table(folder: Path, out: Path) -> Iterator[str]:
     """Yields a Markdown table: a line a cell, with medians over its rows and expected figures."""
     config = settings(folder)["study"]
     columns = [name.strip() for name in config["columns"].split(",")]
-    key, cells = config.get("expected"), cells_in(out)
-    path = folder / "expected.jsonl"
-    expected = read(path) if key and path.exists() else []
-    known = {cell(line["tp"], line["flags"]): line[key] for line in expected if key in line}
+    key = config.get("expected")
+    cells = cells_in(out)
+    lines = read_rows(folder / "expected.jsonl") if key else []
+    expected = {cell(line["tp"], line["flags"]): line[key] for line in lines if key in line}
     heads = [*(HEADS.get(column, column) for column in columns), "runs"]
-    heads += [f"{HEADS.get(key, key)} in expected.jsonl", "measured / that"] if known else []
-    yield line_of(heads)
-    yield "|---" * len(heads) + "|"
-    order = list(known)
-    for name in sorted(cells, key=lambda name: order.index(name) if name in known else len(order)):
+    heads += [f"{HEADS.get(key, key)} in expected.jsonl", "measured / that"] if expected else []
+    yield from pages.head(*heads)
+    order = list(expected)
+    for name in sorted(cells, key=lambda name: order.index(name) if name in order else len(order)):
         rows = cells[name]
         shown = [text_of([value_of(row, column) for row in rows]) for column in columns]
         shown.append(str(len(rows)))
-        if known:
-            figure = known.get(name)
+        if expected:
+            figure = expected.get(name)
             measured = [float(v) for row in rows if (v := value_of(row, str(key))) is not None]
-            ratio = median(measured) / figure if figure and measured else None
-            shown += [text_of([figure]), "" if ratio is None else f"{ratio:.2f}"]
-        yield line_of(shown)
-
-
-def line_of(cells: list[str]) -> str:
-    """Returns one line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+            ratio = f"{median(measured) / figure:.2f}" if figure and measured else ""
+            shown += [text_of([figure]), ratio]
+        yield pages.line(shown)
 
 
 def text_of(values: list[Any]) -> str:
@@ -289,11 +275,11 @@ def settings(folder: Path) -> ConfigParser:
     return config
 
 
-def gpus_of(told: str, backend: str) -> int:
-    """Returns how many GPUs a study may use; ends the program with 2 where it needs one, and none
-    is there."""
-    if told != "detect" or backend != "cupy" or os.environ.get("GPUS"):
-        return int(os.environ.get("GPUS") or (8 if told == "detect" else told))
+def gpus_of(text: str, backend: str) -> int:
+    """Returns how many GPUs a study may use, by its file's `gpus`; ends the program with 2 where it
+    needs one, and none is there."""
+    if text != "detect" or backend != "cupy" or os.environ.get("GPUS"):
+        return int(os.environ.get("GPUS") or (8 if text == "detect" else text))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
         count = listed.stdout.count("GPU ")
@@ -309,7 +295,9 @@ class Runner:
     """Runs the steps of one study, each within its limit and all within the budget."""
 
     def __init__(self, folder: Path, out: Path) -> None:
-        self._folder, self._out, self._begun = folder, out, time.monotonic()
+        self._folder = folder
+        self._out = out
+        self._begun = time.monotonic()
         self._config = settings(folder)
         study = self._config["study"]
         backend = os.environ.get("BACKEND", "cupy")
@@ -318,7 +306,8 @@ class Runner:
         flags = study.get("flags", "") + f" {os.environ.get('FLAGS', '')}"
         self._flags = [f"--backend={backend}", *shlex.split(os.path.expandvars(flags))]
         self._is_dry = bool(os.environ.get("DRY"))
-        self._turns, self._turn = int(study.get("turns", "1")), 1
+        self._turns = int(study.get("turns", "1"))
+        self._turn = 1
         self.lacking: list[str] = []  # steps that did not succeed in the first turn
 
     def run(self, names: list[str]) -> int:
@@ -350,7 +339,8 @@ class Runner:
         if left < FEWEST_S:
             print(f"{name}: SKIPPED, {max(left, 0):.0f} s are left")
             return self._turn > 1
-        limit, begun = min(left, float(step.get("limit_s", "600"))), time.monotonic()
+        limit = min(left, float(step.get("limit_s", "600")))
+        begun = time.monotonic()
         log = self._out / f"{name}.log"
         with (
             self._watched(name),
@@ -369,21 +359,24 @@ class Runner:
         what = "planned" if self._is_dry else f"{self._rows(name)} rows"
         print(f"{name}: {what}, exit code {code}, {taken:.0f} s", flush=True)
         lines = log.read_text(errors="replace").splitlines()
-        if code or step.getboolean("show", False):
-            print("\n".join(lines if step.getboolean("show", False) else lines[-3:]))
+        is_shown = step.getboolean("show", False)
+        if code or is_shown:
+            print("\n".join(lines if is_shown else lines[-3:]))
         return code == 0
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
         """Keeps what disturbed the machine during a step beside the rows that it measured."""
-        count, before = self._rows(name), counters() | {"own": sum(os.times()[:4])}
+        count = self._rows(name)
+        before = counters() | {"own": sum(os.times()[:4])}
         try:
             yield
         finally:
             now = counters() | {"own": sum(os.times()[:4])}  # its ranks are children
             spent = {name: now[name] - value for name, value in before.items()}
             spent.pop("delayed", None)  # of this process, which waits
-            cores, measured = len(usable_cores()), self._rows(name) - count
+            cores = len(usable_cores())
+            measured = self._rows(name) - count
             busy = reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)
             if measured:
                 line = {"step": name, "rows": measured, "busy": busy}
@@ -392,7 +385,8 @@ class Runner:
 
     def _wait(self, process: subprocess.Popen[bytes], name: str, limit: float) -> int:
         """Returns a step's exit code; shows its rows and seconds on a terminal meanwhile."""
-        begun, is_watched = time.monotonic(), sys.stderr.isatty()
+        begun = time.monotonic()
+        is_watched = sys.stderr.isatty()
         while True:
             try:
                 code = process.wait(SHOW_S)
@@ -417,7 +411,8 @@ class Runner:
         environment |= dict(word.split("=", 1) for word in shlex.split(step.get("env", "")))
         if shell := step.get("shell"):
             return (None if self._is_dry else ["bash", "-c", shell]), environment
-        command, grid = step.get("command", "sweep"), self._folder / f"{name}.grid"
+        command = step.get("command", "sweep")
+        grid = self._folder / f"{name}.grid"
         flags = [*self._flags, *shlex.split(os.path.expandvars(step.get("flags", "")))]
         if named := re.search(r"-T(\d+)D(\d+)$", name):
             tp, drafts = map(int, named.groups())
@@ -442,7 +437,8 @@ class Runner:
 def main(words: list[str]) -> int:
     """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
     if words[:1] == ["run"] and len(words) > 2:
-        folder, out = Path(words[1]).resolve(), Path(words[2])
+        folder = Path(words[1]).resolve()
+        out = Path(words[2])
         runner = Runner(folder, out)
         failed = runner.run(words[3:])
         if not os.environ.get("DRY"):

@@ -76,32 +76,35 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
             shown.append((case, case.only(**alike), ssd))
     shown = [item for item in shown if len(item[1].method("SD"))][:3]
     need(shown, f"SSD of three or more values of {by}, and SD")
-    poster, used = Poster(6.6), []
+    poster = Poster(6.6)
+    used = []
     grid = poster.panels(1, len(shown), sharey=True)[0]
-    for ax, (every, case, ssd) in zip(grid, shown, strict=True):
-        sd, inline = case.method("SD"), case.method("SD inline")
+    of_hits = by == "p_hit"
+    for ax, (whole_case, case, ssd) in zip(grid, shown, strict=True):
+        sd = case.method("SD")
         alpha = ssd["alpha"].iloc[0]
         ax.set_title(f"{case.label}+1, K={ssd['lookahead'].iloc[0]}, α={alpha:g}")
-        one = by == "p_hit"
         for imposed in (False, True):
             part = ssd[ssd["p_hit"].notna() == imposed]
-            if not one:  # the hit model with most hits
+            if not of_hits:  # the hit model with most hits
                 long = part.groupby("hit_law").filter(lambda of: of[by].nunique() >= 3)
                 rates = long.groupby("hit_law")["hit_rate"].mean()
                 part = long[long["hit_law"] == rates.idxmax()] if len(long) else long
             name = IMPOSED if imposed else "SSD"
-            poster.gains(ax, f"{name}, over SD", gains(part, sd, by, one_base=one), **look(name))
+            over = gains(part, sd, by, one_base=of_hits)
+            poster.gains(ax, f"{name}, over SD", over, **look(name))
             style = {"color": look(name)["color"], "linewidth": 1.5}
-            what = "closed formula" + ", hits independent" * (not one)
+            what = "closed formula" + ", hits independent" * (not of_hits)
             poster.line(ax, what, *_formula(part, sd, by), linestyle="--", **style)
         used += [ssd, sd]
-        if one:
+        if of_hits:
+            inline = case.method("SD inline")
             over = gains(ssd, inline, by, one_base=True)
             name = f"{IMPOSED}, over SD inline on one {unit(ssd)} less"
             used.append(inline)
         else:
-            drawn = every.method("SSD", alpha=alpha)
-            wide = where(every.wide, gpus=case.tp + 1, alpha=alpha)
+            drawn = whole_case.method("SSD", alpha=alpha)
+            wide = where(whole_case.wide, gpus=case.tp + 1, alpha=alpha)
             best = [fastest(of, "batch_size") for of in (drawn[drawn["p_hit"].isna()], wide)]
             over = gains(*best, by)
             name = f"SSD, over SD inline on all {unit(ssd)}s, each at its best K and backup"
@@ -120,9 +123,9 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
         ax.set_xlabel(label)
     grid[0].set_ylabel("SSD's tok/s over the other's, ×")
     grid[0].set_ylim(min(0.6, grid[0].get_ylim()[0]))
-    more = "Formula: no wait with p_hit^b. Over SD: at the title's K"
-    more += ". Blue: SSD's K and backup" * any(ax.texts for ax in grid)
-    return poster.finish(heading, caption(used, BARS, more if by != "p_hit" else ""))
+    note_text = "Formula: no wait with p_hit^b. Over SD: at the title's K"
+    note_text += ". Blue: SSD's K and backup" * any(ax.texts for ax in grid)
+    return poster.finish(heading, caption(used, BARS, "" if of_hits else note_text))
 
 
 def _formula(ssd: pd.DataFrame, sd: pd.DataFrame, by: str) -> tuple[list[float], list[float]]:
@@ -134,13 +137,12 @@ def _formula(ssd: pd.DataFrame, sd: pd.DataFrame, by: str) -> tuple[list[float],
     for x, part in ssd.groupby(by):
         b = int(part["batch_size"].iloc[0])
         rounds = sd[sd["batch_size"] == b]
-        verify, drafting, whole = (
-            float(rounds[name].median()) for name in ("t_target_s", "t_draft_s", "round_s")
-        )
-        host, h = whole - verify - drafting, float(part["p_hit"].fillna(part["hit_rate"]).median())
-        every, judged = h**b, verify + host
+        verify, drafting, round_s = rounds[["t_target_s", "t_draft_s", "round_s"]].median()
+        host = round_s - verify - drafting
+        hits = float(part["p_hit"].fillna(part["hit_rate"]).median()) ** b
+        judged = verify + host
         grown = float(part["t_growth_s"].fillna(0).median()) + host
-        gain = whole / (every * max(judged, grown) + (1 - every) * (judged + drafting))
+        gain = round_s / (hits * max(judged, grown) + (1 - hits) * (judged + drafting))
         values.append((float(str(x)), gain))
     return [x for x, _ in values], [y for _, y in values]
 
@@ -153,7 +155,8 @@ def fan_out(data: Data) -> Poster:
     """
     shown = [*_recorded(data.rows), *_imposed(data)][:3]
     need(shown, "SSD at three or more branch budgets, uniform and geometric under one power law")
-    poster, names = Poster(10.2), dict[str, int]()
+    poster = Poster(10.2)
+    names = dict[str, int]()
     grid = poster.panels(3, len(shown), sharex="col")
     for column, (title, lines, ar) in zip(grid.T, shown, strict=True):
         column[0].set_title(title)
@@ -163,7 +166,8 @@ def fan_out(data: Data) -> Poster:
             names.setdefault(name, len(names))
             style = {"color": SERIES[names[name] % 7], "marker": MARKERS[names[name] % 7]}
             at = points(rows, ["branch_budget"])
-            x, grown = at["branch_budget"], at["t_growth_s"] / at["t_target_s"]
+            x = at["branch_budget"]
+            grown = at["t_growth_s"] / at["t_target_s"]
             poster.line(column[0], name, x, at["hit_rate"], **style)
             poster.line(column[1], name, x[grown.notna()], grown.dropna(), **style)
             ends = {"low": at["low"], "high": at["high"]}
@@ -230,8 +234,8 @@ def pareto(data: Data) -> Poster:
     SD inline is one of them.
     """
     data = _beside_inline(data)
-    found = cases(data, plain(data.rows), ["batch_size", "backup"])
-    shown = [(case, rows) for case in found if len(rows := _rows(case))]
+    pairs = cases(data, plain(data.rows), ["batch_size", "backup"])
+    shown = [(case, rows) for case in pairs if len(rows := _rows(case))]
     need(shown, "AR, SD and SSD, better at several batch sizes")
     sizes = [where(rows, mode="ssd")["batch_size"].nunique() for _, rows in shown]
     shown = [of for of, count in zip(shown, sizes, strict=True) if count >= min(3, max(sizes))][:2]
@@ -257,10 +261,10 @@ def _rows(case: Case) -> pd.DataFrame:
     both = pd.concat([law, imposed])
     sd = pd.concat([where(case.rows, mode="sd"), where(case.wide, gpus=case.tp + 1)])
     ar = case.ar[case.ar["gpus"] <= case.tp + 1]
-    every = [ar, sd[sd["alpha"].isin(both["alpha"])], both]
-    if not all(map(len, every)):
+    parts = [ar, sd[sd["alpha"].isin(both["alpha"])], both]
+    if not all(map(len, parts)):
         return both.iloc[:0]
-    return fastest(pd.concat(every), "batch_size", "method", "gpus")
+    return fastest(pd.concat(parts), "batch_size", "method", "gpus")
 
 
 def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -> None:
@@ -271,15 +275,17 @@ def _panel(poster: Poster, ax: Axes, case: Case, rows: pd.DataFrame, per: str) -
     numbers: list[tuple[float, float, float]] = []
     in_batches = set()
     for (method, gpus), group in rows.groupby(["method", "gpus"], sort=True):
-        more, style = int(gpus) - case.tp, look(str(method))
-        is_wide = more > 0 and method in ("AR", "SD inline")
+        extra = int(gpus) - case.tp
+        style = look(str(method))
+        is_wide = extra > 0 and method in ("AR", "SD inline")
         medians = points(group, ["batch_size"])
-        x, y = medians["per_sequence"], medians["per_gpu"]
+        x = medians["per_sequence"]
+        y = medians["per_gpu"]
         ends = {end: y * medians[end] / medians["tok_per_s"] for end in ("low", "high")}
         ends["also"] = {"b": medians["batch_size"]}
         style |= {"linewidth": 1.4, "linestyle": ":" if is_wide else "-"}
         style["markerfacecolor"] = "white" if is_wide else style["color"]
-        poster.line(ax, f"{method}, T{f'+{more}' * (more > 0)} {per}s", x, y, **ends, **style)
+        poster.line(ax, f"{method}, T{f'+{extra}' * (extra > 0)} {per}s", x, y, **ends, **style)
         numbers += zip(medians["batch_size"], x, y, strict=True)
         if len(medians) == sizes and method != IMPOSED:
             in_batches.add(method)

@@ -37,14 +37,15 @@ def kinds(data: Data) -> Poster:
         ar = ar[ar[shared].isin(used[shared])]
     need(len(ar), "AR rows of the same prompts")
     poster = Poster(6.6, 9.0)
-    ax = poster.panels(1, 1)[0][0]
+    ((ax,),) = poster.panels(1, 1)
     ar_tok_per_s = float(ar["tok_per_s"].median())
     used = used.assign(cost=used["acceptance_length"] * ar_tok_per_s / used["tok_per_s"])
     merged = points(used, ["kind", "lookahead"])
     cheapest_first = merged.groupby("kind")["cost"].min().sort_values().index
     for kind, color, marker in zip(cheapest_first, SERIES * 3, MARKERS * 3, strict=False):
         line = where(merged, kind=kind).sort_values("lookahead")
-        x, y = line["cost"], line["acceptance_length"]
+        x = line["cost"]
+        y = line["acceptance_length"]
         also = {"lookahead": line["lookahead"], "over_ar": y / x}
         poster.line(ax, kind, x, y, also=also, color=color, marker=marker)
     poster.line(ax, "AR", [1.0], [1.0], linestyle="none", **look("AR"))
@@ -70,11 +71,12 @@ def _kind_of(draft: str, lookup: str | None, beneath: str | None) -> str:
 def _equal_speedups(poster: Poster, ax: Axes) -> None:
     """Draws a line through the origin for each speedup that the points are near."""
     numbers = poster.table()
-    right, top = 1.15 * float(numbers["x"].max()), 1.08 * float(numbers["y"].max())
-    most = float((numbers["y"] / numbers["x"]).max())
+    right = 1.15 * float(numbers["x"].max())
+    top = 1.08 * float(numbers["y"].max())
+    fastest = float((numbers["y"] / numbers["x"]).max())
     ax.set(xlabel="a round's time, in rounds of AR", ylabel="tokens a round")
     ax.set(xlim=(0, right), ylim=(0, top))
-    for speedup in (s for s in _SPEEDUPS if s < 1.5 * most):
+    for speedup in (s for s in _SPEEDUPS if s < 1.5 * fastest):
         x = np.array([0.0, min(right, top / speedup)])
         ax.plot(x, speedup * x, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         style = {"color": GREY, "fontsize": 9, "zorder": 2, "bbox": _WHITE, "ha": "center"}
@@ -93,12 +95,12 @@ def drafts(data: Data) -> Poster:
     need(len(rows), "distilled drafts, named LAYERSxHEADSxKV_HEADSxFFN")
     poster = Poster(5.4)
     axes = poster.panels(1, 3)[0]
-    for ax, label, values in zip(
-        axes,
-        ("tokens a round", "one draft step, µs", "tok/s"),
-        (rows["acceptance_length"], rows["step_s"] * 1e6, rows["tok_per_s"]),
-        strict=True,
-    ):
+    panels = {
+        "tokens a round": rows["acceptance_length"],
+        "one draft step, µs": rows["step_s"] * 1e6,
+        "tok/s": rows["tok_per_s"],
+    }
+    for ax, (label, values) in zip(axes, panels.items(), strict=True):
         ax.set_label(label)
         table = rows.assign(value=values).groupby(["lookahead", "layers"])["value"].median()
         for color, marker, k in zip(RAMP, MARKERS, table.index.levels[0], strict=False):
@@ -131,16 +133,14 @@ def saguaro(data: Data) -> Poster:
     used = usual(rows, _MARKOV, data.notes, "markov rows")
     need(used["saguaro_c"].nunique() >= 3, "markov SSD rows at three or more --saguaro_c")
     poster = Poster(6.0, 9.0)
-    ax = poster.panels(1, 1)[0][0]
+    ((ax,),) = poster.panels(1, 1)
     first = used.iloc[0]
     for place, (budget, group) in enumerate(used.groupby("branch_budget")):
         medians = points(group, ["saguaro_c"])
-        x, y = medians["hit_rate"], medians["acceptance_length"]
         style = {"color": RAMP[place % len(RAMP)], "marker": MARKERS[place % len(MARKERS)]}
-        also = {"C": medians["saguaro_c"]}
-        poster.line(
-            ax, f"F = {budget / (first['lookahead'] + 1):g} a row", x, y, also=also, **style
-        )
+        style["also"] = {"C": medians["saguaro_c"]}
+        label = f"F = {budget / (first['lookahead'] + 1):g} a row"
+        poster.line(ax, label, medians["hit_rate"], medians["acceptance_length"], **style)
     ax.set(xlabel="hit rate", ylabel="tokens a round", ylim=(0, None))
     shown = poster.table()
     columns = (shown[name] for name in "Cxy")

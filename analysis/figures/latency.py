@@ -52,11 +52,9 @@ def latency(data: Data) -> Poster:
     if not shown:
         what = {}
         wanted = plain(data.rows) & (data.rows["batch_size"] == 1) & data.rows["forward_s"].notna()
-        found = cases(data, wanted, ["method", "hit_law"])
-        shown = [
-            (f"{case.label}; inline: the draft has no {unit(case.rows)} of its own", [*_bars(case)])
-            for case in found
-        ]
+        for case in cases(data, wanted, ["method", "hit_law"]):
+            title = f"{case.label}; inline: the draft has no {unit(case.rows)} of its own"
+            shown.append((title, [*_bars(case)]))
     shown = [(title, bars) for title, bars in shown if len(bars) >= 3][:2]
     need(shown, "AR, SD and SSD rows with device_us and phases_us")
     heights = [len(bars) for _, bars in shown]
@@ -96,10 +94,10 @@ def _median_row(rows: pd.DataFrame) -> pd.Series:
 
 def _shape(use: str, row: pd.Series) -> str:
     """Returns a use with its T, K and hits as text."""
-    drafts = f"+{row['num_drafts']}" if row["num_drafts"] else ""
-    more = f", K={row['lookahead']}" if row["lookahead"] else ""
-    hits = f", {row['hit_rate']:.0%} hits" if row["hit_rate"] > 0 else ""
-    return f"{use}, T={row['tp']}{drafts}{more}{hits}"
+    text = f"{use}, T={row['tp']}"
+    text += f"+{row['num_drafts']}" * bool(row["num_drafts"])
+    text += f", K={row['lookahead']}" * bool(row["lookahead"])
+    return text + f", {row['hit_rate']:.0%} hits" * bool(row["hit_rate"] > 0)
 
 
 def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
@@ -134,29 +132,25 @@ def _bars(case: Case) -> Iterator[tuple[str, pd.Series]]:
 
 
 def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
-    longest, per = 0.0, unit(pd.DataFrame([row for _, row in bars]))
+    longest = 0.0
+    per = unit(pd.DataFrame([row for _, row in bars]))
     for place, (name, row) in enumerate(bars):
         seconds = row[[name for name, *_ in _LEAD]].astype(float)
         parts = {}
-        if not row["num_drafts"]:  # such a lead drafts itself; in chained rounds it never waits
+        if not row["num_drafts"]:  # the lead drafts; where the device issues rounds, it never waits
             parts = {"wait_s": _DRAFTING}
             apart = seconds["wait_s"] + seconds["other_s"]
             seconds["wait_s"] = min(apart, row["t_draft_s"]) if row["t_draft_s"] > 0 else 0.0
             seconds["other_s"] = apart - seconds["wait_s"]
-        lead = [
-            (label, seconds[key] * 1e3, color)
-            for key, *of in _LEAD
-            for label, color in [parts.get(key, of)]
-        ]
+        lead = [(*parts.get(key, of), seconds[key] * 1e3) for key, *of in _LEAD]
         _stack(poster, ax, f"{name}: lead", lead, place - 0.12, 0.46)
         phases = ((row["phases_us"] or {}).get("draft") or {}) if row["num_drafts"] else {}
         if phases:
             rest = sum(us for phase, us in phases.items() if phase not in _NAMED)
-            draft = [
-                (label, {"rest": rest, **phases}.get(k, 0.0) / 1e3, c) for k, label, c in _DRAFT
-            ]
+            phases = {"rest": rest, **phases}
+            draft = [(*of, phases.get(key, 0.0) / 1e3) for key, *of in _DRAFT]
             _stack(poster, ax, f"{name}: draft", draft, place + 0.27, 0.2)
-            end = sum(ms for _, ms, _ in draft)
+            end = sum(ms for *_, ms in draft)
             note(ax, f" draft's {per}", end, place + 0.27, dx=0, dy=0, va="center", fontsize=10)
         p50, p90 = (row["round_us"][name] / 1e3 for name in ("p50", "p90"))
         line = {"color": BLACK, "linewidth": 1.2, "markersize": 9, "zorder": 4}
@@ -173,11 +167,12 @@ def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
 
 
 def _stack(
-    poster: Poster, ax: Axes, name: str, parts: list[tuple[str, float, str]], y: float, h: float
+    poster: Poster, ax: Axes, name: str, parts: list[tuple[str, str, float]], y: float, h: float
 ) -> None:
+    """Draws (label, colour, ms) of each part as one bar of height h at y."""
     left = 0.0
     style = {"edgecolor": "white", "linewidth": 0.6, "zorder": 3}
-    for label, width, color in parts:
+    for label, color, width in parts:
         ax.barh(y, width, h, left, color=color, label=label, **style)
         poster.keep(ax, name, part=label, ms=width)
         left += width

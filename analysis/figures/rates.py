@@ -17,13 +17,14 @@ _METHODS = ("SD inline", "SD", "SSD")
 def throughput(data: Data) -> Poster:
     """x = K at up to three alphas, and x = alpha with each method at its own best K."""
     wanted = plain(data.rows) & data.rows["alpha"].notna() & (data.rows["batch_size"] == 1)
-    shown = cases(data, wanted, ["alpha", "lookahead", "method"], most=1)
+    shown = cases(data, wanted, ["alpha", "lookahead", "method"], limit=1)
     need(shown and _is_sweep(shown[0]), "SD and SSD, each at two or more K of one alpha")
     (case,) = shown
     used = _rows(case)
     alphas = sorted(used["alpha"].unique())
     alphas = alphas if len(alphas) <= 3 else [alphas[0], alphas[len(alphas) // 2], alphas[-1]]
-    per, has_bests = unit(used), len(alphas) > 1
+    per = unit(used)
+    has_bests = len(alphas) > 1
     poster = Poster(7.4)
     grid = poster.panels(2, len(alphas) + has_bests, sharey="row")
     for axes, name in zip(grid, (f"all {per}s", f"per {per}"), strict=True):

@@ -69,10 +69,10 @@ def window(data: Data) -> Poster:
 
     A line is a target on T GPUs. Above the dashed line all K draft steps of a hit are hidden.
     """
-    known = forwards(p for p in data.profiles if p.get("backend") != "emulated")
-    plain_ones = {k: f for k, f in known.items() if not k.kv_tokens and not k.lm_head}
-    few = {k: [m for m in sorted(f.seconds) if m <= 16] for k, f in plain_ones.items()}
-    wide = {k: f for k, f in sorted(plain_ones.items()) if few[k][:1] == [1] and len(few[k]) > 2}
+    probed = forwards(p for p in data.profiles if p.get("backend") != "emulated")
+    probed = {k: f for k, f in sorted(probed.items()) if not k.kv_tokens and not k.lm_head}
+    few = {k: [m for m in sorted(f.seconds) if m <= 16] for k, f in probed.items()}
+    wide = {k: f for k, f in probed.items() if few[k][:1] == [1] and len(few[k]) > 2}
     alone = {k: f for k, f in wide.items() if k.tp == 1}
     least = min((f.params for f in alone.values()), default=0)
     drafts = [k.model for k, f in alone.items() if f.params == least]
@@ -83,13 +83,11 @@ def window(data: Data) -> Poster:
     ((ax,),) = poster.panels(1, 1)
     models = sorted({model for model, _ in targets})
     labels = []
-    for (model, tp), one in targets.items():
-        rows = [m for m in sorted(one.seconds) if 2 <= m <= 16]
-        style = {
-            "color": SERIES[models.index(model) % len(SERIES)],
-            "marker": _OF_RANKS.get(tp, "X"),
-        }
-        y = [one.seconds[m] / step_s[1] for m in rows]
+    for (model, tp), forward in targets.items():
+        rows = [m for m in sorted(forward.seconds) if 2 <= m <= 16]
+        color = SERIES[models.index(model) % len(SERIES)]
+        style = {"color": color, "marker": _OF_RANKS.get(tp, "X")}
+        y = [forward.seconds[m] / step_s[1] for m in rows]
         poster.line(ax, f"{model} on {tp} GPU{'s' * (tp > 1)}", rows, y, **style)
         labels.append((f"{y[-1]:.1f}", rows[-1], y[-1]))
     rows = np.arange(2, 17)
@@ -131,7 +129,8 @@ def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     if not measured:
         return
     k, n, m, seconds = np.array(measured, float).T
-    flops, moved = 2.0 * m * k * n, _BYTES * (k * n + m * (k + n))
+    flops = 2.0 * m * k * n
+    moved = _BYTES * (k * n + m * (k + n))
     style = {"color": GREY, "marker": ".", "linestyle": "none", "markersize": 4, "alpha": 0.6}
     poster.line(ax, "one cuBLAS product", flops / moved, flops / seconds / 1e12, **style)
 
@@ -145,11 +144,12 @@ def _forwards(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     models = sorted({model for model, _ in seen})
     for (model, tp), table in sorted(seen.items()):
         label = f"{model} forward, T={tp}"
-        color, marker = SERIES[models.index(model) % len(SERIES)], _OF_RANKS.get(tp, "X")
+        color = SERIES[models.index(model) % len(SERIES)]
+        style = {"color": color, "marker": _OF_RANKS.get(tp, "X"), "markersize": 7}
+        style["linewidth"] = 1.2
         rows = np.array(sorted(table.seconds))
         y = 2.0 * rows * table.params / np.array([table.seconds[m] for m in rows]) / 1e12
         spread = np.array([table.spread[m] for m in rows]) / 2
-        style = {"color": color, "marker": marker, "markersize": 7, "linewidth": 1.2}
         ends = {"low": y * (1 - spread), "high": y * (1 + spread)}
         poster.line(ax, label, 2 * rows / _BYTES, y, **ends, **style)
 
@@ -160,8 +160,9 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     runs = rows[(rows["t_target_s"] > 0) & plain(rows) & ~rows["lm_head"].astype(bool)]
     numbers = runs[["floor_flops", "floor_bytes"]].astype(float)
     is_known = (numbers > 0).all(axis=1) & (runs["context"] == 0)
-    numbers, seconds = numbers[is_known], runs.loc[is_known, "t_target_s"]
-    x, y = numbers["floor_flops"] / numbers["floor_bytes"], numbers["floor_flops"] / seconds / 1e12
+    numbers = numbers[is_known]
+    x = numbers["floor_flops"] / numbers["floor_bytes"]
+    y = numbers["floor_flops"] / runs.loc[is_known, "t_target_s"] / 1e12
     if len(x):
         rim = {"markeredgecolor": BLACK, "markeredgewidth": 0.6, "markersize": 11, "zorder": 5}
         style = {"color": YELLOW, "marker": "*", "linestyle": "none", **rim}
@@ -230,11 +231,12 @@ def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
         entries = profile["tables"].get("forwards", ())
         for entry in sorted(entries, key=lambda e: -(e.get("most_rows") or math.inf)):
             name = Key(*(entry.get(field) for field in Key._fields))
-            one = here.setdefault(name, Forward(int(entry["params"]), {}, {}))
-            most, spread = entry.get("most_rows") or math.inf, entry.get("spread") or {}
-            for rows in (int(m) for m in entry["seconds"] if int(m) <= most):
-                one.seconds[rows] = float(entry["seconds"][str(rows)])
-                one.spread[rows] = float(spread.get(str(rows), 0.0))
+            forward = here.setdefault(name, Forward(int(entry["params"]), {}, {}))
+            limit = entry.get("most_rows") or math.inf
+            spread = entry.get("spread") or {}
+            for rows in (int(m) for m in entry["seconds"] if int(m) <= limit):
+                forward.seconds[rows] = float(entry["seconds"][str(rows)])
+                forward.spread[rows] = float(spread.get(str(rows), 0.0))
         merged = {**here, **merged}
     return merged
 
@@ -244,14 +246,15 @@ def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[P
     seen = set()
     for profile in _newest(profiles):
         for entry in profile["tables"].get(name, ()):
-            if (known := tuple(entry[i] for i in identity)) not in seen:
-                seen.add(known)
+            if (names := tuple(entry[i] for i in identity)) not in seen:
+                seen.add(names)
                 yield entry
 
 
 def _newest(profiles: Iterable[Profile]) -> list[Profile]:
     """Returns the profiles by the time of their probe, newest first; those without one last."""
-    started = "started_at"
-    return sorted(
-        profiles, key=lambda p: str((p.get("provenance") or {}).get(started) or ""), reverse=True
-    )
+
+    def start(profile: Profile) -> str:
+        return str((profile.get("provenance") or {}).get("started_at") or "")
+
+    return sorted(profiles, key=start, reverse=True)

@@ -6,7 +6,7 @@ up to five GPUs as `plan` predicts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from analysis.rows import Data
-from analysis.select import best_rows, fastest, gain, plain, points, prompts, short, where
+from analysis.select import best_rows, fastest, plain, points, prompts, ratio, short, where
 from analysis.style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.law.acceptance import named_hit_law
@@ -24,12 +24,12 @@ from mpissd.engine.law.acceptance import named_hit_law
 # A predicted gain that decides nothing: measured ones are 2 to 16% lower (tables.py measured).
 UNDECIDED = 1.0, 1.16
 _NAMES = {"ar": "AR", "sd": "SD inline", "tree": "tree inline", "lookup": "lookup", "ssd": "SSD"}
-_CELLS = (
-    "{device}, predicted by mpissd plan from its profile: whole transformers, 512 tokens of "
-    "context, laws of SmolLM2-135M-Instruct and its shipped draft. {more}"
-)
 _FOLDERS = ("extra-gpu",)  # of measured rows in which all uses were run
 _WARM = "code at temp. 0.7"
+_GPUS = ("8b/1b", 2), ("70b/1b", 4)
+_GREY = "Grey: undecided, as predictions flatter SSD by up to 16%"
+_STYLES = {name: look(name) for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")}
+_STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
 CELL = ["pair", "law", "batch_size", "host"]
 
 
@@ -41,10 +41,10 @@ def on_gpus(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """
     cells = cells[(cells["mode"] != "lookup") | cells["law"].str.endswith("temp. 0")]
     apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")  # never faster than inline
-    one = cells.assign(use=cells["mode"].map(_NAMES))[~apart]
-    count = gpus // (one["tp"] + one["num_drafts"])
-    many = one.assign(use="copies", tok_per_s=one["tok_per_s"] * count)
-    both = pd.concat([one[count > 0], many[count > 1]]).sort_values("tok_per_s")
+    single = cells.assign(use=cells["mode"].map(_NAMES))[~apart]
+    count = gpus // (single["tp"] + single["num_drafts"])
+    copies = single.assign(use="copies", tok_per_s=single["tok_per_s"] * count)
+    both = pd.concat([single[count > 0], copies[count > 1]]).sort_values("tok_per_s")
     return both.groupby([*CELL, "use"]).last().reset_index()
 
 
@@ -67,25 +67,17 @@ def uses(data: Data) -> Poster:
     poster = Poster(6.4)
     for ax, (pair, gpus) in zip(poster.panels(1, len(pairs), sharey=True)[0], pairs, strict=True):
         ax.set_title(f"{pair.upper()} on {gpus} GPUs")
-        here = on_gpus(where(cells, pair=pair), gpus)
         laws = sorted({*cells["law"]}, reverse=True)
-        _marks(poster, ax, here, [laws.index(law) for law in here["law"]])
+        here = on_gpus(where(cells, pair=pair), gpus)
+        here = here.assign(y=[laws.index(law) for law in here["law"]])
+        for use, style in _STYLES.items():
+            part = where(here, use=use)
+            if len(part):
+                poster.line(ax, use, part["tok_per_s"], part["y"], linestyle="none", **style)
         ax.set_yticks(range(len(laws)), laws)
         ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
-    more = "Best K, tree, fan-out. Copies: tok/s in all, each sequence slower"
-    return poster.finish("Which use of the GPUs is fastest?", _text(cells, more))
-
-
-_STYLES = {name: look(name) for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")}
-_STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
-
-
-def _marks(poster: Poster, ax: Axes, lines: pd.DataFrame, y: Sequence[int]) -> None:
-    """Draws a mark for each line at its tok/s; y: its place."""
-    for use, style in _STYLES.items():
-        part = lines.assign(y=y)[lines["use"] == use]
-        if len(part):
-            poster.line(ax, use, part["tok_per_s"], part["y"], linestyle="none", **style)
+    text = _text(cells, "Best K, tree, fan-out. Copies: tok/s in all, each sequence slower")
+    return poster.finish("Which use of the GPUs is fastest?", text)
 
 
 def used(rows: pd.DataFrame) -> pd.DataFrame:
@@ -94,20 +86,25 @@ def used(rows: pd.DataFrame) -> pd.DataFrame:
     Those without a recording follow a law, of HumanEval at temperature 0.7. AR is the same on all
     prompts of its folder.
     """
-    rows = rows[(rows["forward"] == "transformer") & (rows["backend"] == "cupy")]
-    here = [Path(name).name in _FOLDERS for name in rows["folder"]]
-    rows = rows[np.array(here, dtype=bool)]
-    tree = rows["tree_nodes"].notna()
+    rows = where(rows, forward="transformer", backend="cupy")
+    rows = rows[rows["folder"].map(lambda folder: Path(folder).name).isin(_FOLDERS)]
     names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
-    names = names.mask(tree, names.replace({"SD inline": "tree inline", "SSD": "SSD tree"}))
-    law = prompts(rows).fillna(_WARM)
-    rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"], law=law)
-    rows = rows.assign(pair=rows["target"].map(short))
-    every = [rows[rows["method"] != "AR"]]
-    for folder, pair, law in every[0].groupby(["folder", "pair", "law"]).groups:
-        every.append(where(rows, method="AR", folder=folder, pair=pair).assign(law=law))
-    rows = pd.concat(every)
+    trees = names.replace({"SD inline": "tree inline", "SSD": "SSD tree"})
+    names = names.mask(rows["tree_nodes"].notna(), trees)
+    rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"])
+    rows = rows.assign(law=prompts(rows).fillna(_WARM), pair=rows["target"].map(short))
+    parts = [rows[rows["method"] != "AR"]]
+    for folder, pair, law in parts[0].groupby(["folder", "pair", "law"]).groups:
+        parts.append(where(rows, method="AR", folder=folder, pair=pair).assign(law=law))
+    rows = pd.concat(parts)
     return rows.assign(setting=rows["pair"] + " " + rows["law"] + ", " + rows["ranks"].astype(str))
+
+
+def with_ssd(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of `used` on several GPUs whose setting has rows of SSD."""
+    rows = used(rows)
+    shared = rows["setting"].isin(where(rows, mode="ssd")["setting"])
+    return rows[shared & rows["ranks"].gt(1)]
 
 
 def best_shapes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -118,10 +115,7 @@ def best_shapes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def measured(data: Data) -> Poster:
     """A bar is the median of a use's runs; a panel is a pair, prompts and GPUs."""
-    rows = used(data.rows)
-    rows = rows[
-        rows["ranks"].gt(1) & rows["setting"].isin(rows.loc[rows["mode"] == "ssd", "setting"])
-    ]
+    rows = with_ssd(data.rows)
     need(len(rows), "runs of results/extra-gpu")
     pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
     poster = Poster(8.4)
@@ -133,7 +127,12 @@ def measured(data: Data) -> Poster:
         top = max(runs["tok_per_s"].median() for best in bests.values() for runs in best.values())
         for cell, (name, best) in zip(grid, bests.items(), strict=True):
             ax = poster.add_subplot(cell, xlim=(0, 1.6 * top))
-            title = f"{pair}/1B {name.partition(' ')[2]} GPUs: {_verdict(best)}"
+            ssd = next(use for use in best if use.startswith("SSD"))
+            other = next(use for use in best if not use.startswith("SSD"))
+            over = ratio(best[ssd], best[other])
+            interval = f" ({over.low:.2f}–{over.high:.2f})" * over.has_interval
+            verdict = f"SSD {over.speedup:.2f}×{interval} of {other}"
+            title = f"{pair}/1B {name.partition(' ')[2]} GPUs: {verdict}"
             ax.set_title(title, loc="left", x=-0.36, fontsize=12.5)
             _bars(poster, ax, best)
             ax.tick_params(axis="x", labelbottom=False)
@@ -146,20 +145,10 @@ def measured(data: Data) -> Poster:
     return poster.finish("Does a GPU for the draft pay?", text, legend=False)
 
 
-def _verdict(best: dict[str, pd.DataFrame]) -> str:
-    """Returns SSD over the strongest other use, as text."""
-    ssd = next(use for use in best if use.startswith("SSD"))
-    other = next(use for use in best if not use.startswith("SSD"))
-    over = gain(best[ssd], best[other])
-    if over is not None and over.is_headline:
-        return f"SSD {over.speedup:.2f}× ({over.low:.2f}–{over.high:.2f}) of {other}"
-    rates = [best[use]["tok_per_s"].median() for use in (ssd, other)]
-    return f"SSD {rates[0] / rates[1]:.2f}× of {other}"
-
-
 def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
     for place, (use, runs) in enumerate(best.items()):
-        rates, color = runs["tok_per_s"], METHODS[use.removesuffix(" tree")][0]
+        rates = runs["tok_per_s"]
+        color = METHODS[use.removesuffix(" tree")][0]
         ax.barh(place, rates.median(), 0.72, zorder=2, color=color, alpha=0.5 if place else 1.0)
         ax.plot([rates.min(), rates.max()], [place] * 2, color=BLACK, linewidth=2, zorder=3)
         low, high = (f"{rate:.0f}" for rate in (rates.min(), rates.max()))
@@ -181,11 +170,9 @@ def over_gpus(data: Data) -> Poster:
     """x = GPUs; y = SSD over the strongest other use; a line is a law."""
     cells = where(data.cells, batch_size=1, host=1.0)
     need(len(cells), "cells of results/extra-gpu")
-    every = pd.concat([gains_of(cells, gpus) for gpus in range(2, 5)])
-    text = _text(cells, _GREY)
-    return _lines(
-        every, "gpus", "law", "GPUs, one of them the draft's", "How many GPUs does it take?", text
-    )
+    gains = pd.concat([gains_of(cells, gpus) for gpus in range(2, 5)])
+    label = "GPUs, one of them the draft's"
+    return _lines(gains, "gpus", label, "How many GPUs does it take?", _text(cells, _GREY))
 
 
 def over_batch(data: Data) -> Poster:
@@ -194,9 +181,9 @@ def over_batch(data: Data) -> Poster:
     laws = cells.loc[cells["batch_size"] > 1, "law"].unique()
     need(len(laws), "cells of results/extra-gpu at several batch sizes")
     cells = cells[cells["law"].isin(laws)]
-    every = pd.concat([gains_of(where(cells, pair=pair), gpus) for pair, gpus in _GPUS])
+    gains = pd.concat([gains_of(where(cells, pair=pair), gpus) for pair, gpus in _GPUS])
     text = _text(cells, f"8B on two GPUs, 70B on four. {_GREY}")
-    return _lines(every, "batch_size", "law", "sequences b", "Does it pay in a batch?", text)
+    return _lines(gains, "batch_size", "sequences b", "Does it pay in a batch?", text)
 
 
 def host_path(data: Data) -> Poster:
@@ -204,25 +191,25 @@ def host_path(data: Data) -> Poster:
     cells = where(data.cells, batch_size=1)
     hosted = cells.loc[cells["host"] != 1, ["pair", "law"]].drop_duplicates()
     need(len(hosted), "cells of results/extra-gpu with several hosts")
-    every = gains_of(cells.merge(hosted), 2)
+    gains = gains_of(cells.merge(hosted), 2)
     text = _text(cells, "Two GPUs. Rounds without a draft GPU are chained: no host is in them.")
-    what = "host's time in a round, × the measured one"
-    return _lines(every, "host", "law", what, "What does the host cost SSD?", text)
+    label = "host's time in a round, × the measured one"
+    return _lines(gains, "host", label, "What does the host cost SSD?", text)
 
 
-def _lines(every: pd.DataFrame, x: str, by: str, label: str, heading: str, text: str) -> Poster:
-    pairs = sorted({*every["pair"]}, key=len)
+def _lines(gains: pd.DataFrame, x: str, label: str, heading: str, text: str) -> Poster:
+    pairs = sorted({*gains["pair"]}, key=len)
     poster = Poster(5.6)
     grid = poster.panels(1, len(pairs), sharey=True)[0]
     for ax, pair in zip(grid, pairs, strict=True):
         ax.set_title(pair.upper())
         ax.axhspan(*UNDECIDED, color="#e4e4e4", zorder=0)
         parity(ax)
-        names = where(every, pair=pair).groupby(by, sort=False)
-        for (name, part), colour in zip(names, _COLOURS, strict=False):
+        laws = where(gains, pair=pair).groupby("law", sort=False)
+        for (law, part), colour in zip(laws, (*SERIES, GREY), strict=False):
             also = {"other": part["other"]}
-            poster.line(ax, str(name), part[x], part["gain"], also=also, color=colour, marker="o")
-        ticks = sorted({*every[x]})
+            poster.line(ax, str(law), part[x], part["gain"], also=also, color=colour, marker="o")
+        ticks = sorted({*gains[x]})
         ax.set_xlabel(label)
         if ticks[-1] > 8:
             ax.set_xscale("log", base=2)
@@ -233,13 +220,12 @@ def _lines(every: pd.DataFrame, x: str, by: str, label: str, heading: str, text:
     return poster.finish(heading, text)
 
 
-_COLOURS = (*SERIES, GREY)
-_GPUS = ("8b/1b", 2), ("70b/1b", 4)
-_GREY = "Grey: undecided, as predictions flatter SSD by up to 16%"
-
-
-def _text(cells: pd.DataFrame, more: str) -> str:
-    return _CELLS.format(device=cells["device_name"].iloc[0], more=more)
+def _text(cells: pd.DataFrame, conditions: str) -> str:
+    return (
+        f"{cells['device_name'].iloc[0]}, predicted by mpissd plan from its profile: whole "
+        "transformers, 512 tokens of context, laws of SmolLM2-135M-Instruct and its shipped draft. "
+        f"{conditions}"
+    )
 
 
 HOST_S = 0.25e-3  # the host's share of a round of SSD, measured: results/h200-pairs
@@ -251,17 +237,36 @@ FITTED = "h200-pairs"  # the folder of whose rows these two are; no other row en
 class Pays:
     """One measured gain of SSD (T) over SD inline (T + 1), and what the closed form says of it.
 
-    hidden_s: drafting that hits hide, p·K·d. saved_s: of a round by T + 1 GPUs in place of T.
-    whole: whether of whole transformers under a recording, with chained inline rounds.
+    folder: of SSD's row. is_whole: whether of whole transformers under a recording, whose inline
+    rounds the device issues. tokens: those of SSD's round over SD inline's. verify_s: the time of a
+    verification on T and on T + 1 GPUs. draft_s: drafting, K·d, of SSD and of SD inline. hit_rate:
+    p.
     """
 
     name: str
     folder: str
-    whole: bool
-    hidden_s: float
-    saved_s: float
-    predicted: float
+    is_whole: bool
+    tokens: float
+    verify_s: tuple[float, float]
+    draft_s: tuple[float, float]
+    hit_rate: float
     measured: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Drafting that hits hide, p·K·d."""
+        return self.hit_rate * self.draft_s[0]
+
+    @property
+    def saved_s(self) -> float:
+        """What T + 1 GPUs in place of T save of a round."""
+        return self.verify_s[0] - self.verify_s[1] + HOST_S - INLINE_S
+
+    @property
+    def predicted(self) -> float:
+        """The closed form's gain."""
+        ssd_s = self.verify_s[0] + HOST_S + (1 - self.hit_rate) * self.draft_s[0]
+        return self.tokens * (self.verify_s[1] + INLINE_S + self.draft_s[1]) / ssd_s
 
 
 def pays(rows: pd.DataFrame) -> Iterator[Pays]:
@@ -275,9 +280,10 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
     ssd = rows[(rows["method"] == "SSD") & (rows["backup"] == "jit") & rows["p_hit"].isna()]
     keys = ["target", "draft", "lm_head", "context", "fuse", "alpha"]
     wide = inline.groupby([*keys, "tp", "lookahead"])["tok_per_s"].median().reset_index()
-    for (*shared, tp, law), every in ssd.groupby([*keys, "tp", "hit_law"]):
-        part = best_rows(every)
-        k, alpha = int(part["lookahead"].iloc[0]), shared[-1]
+    for (*shared, tp, law), group in ssd.groupby([*keys, "tp", "hit_law"]):
+        part = best_rows(group)
+        first = part.iloc[0]
+        k = int(first["lookahead"])
         rivals = where(wide, tp=tp + 1, **dict(zip(keys, shared, strict=True)))
         alike = where(inline, **dict(zip(keys[:-1], shared[:-1], strict=True)))
         v = [alike.loc[alike["tp"] == t, "t_target_s"].median() for t in (tp, tp + 1)]
@@ -286,84 +292,73 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
         if rivals.empty or not np.isfinite([*v, step]).all() or not str(law).startswith("power"):
             continue
         best = rivals.loc[rivals["tok_per_s"].idxmax()]
-        lists = part["fan_out"].iloc[0]
-        ends = named_hit_law(str(law)).hit_probabilities(max(lists))
-        chances = zip(accept_probabilities([alpha] * k), lists, strict=True)
-        p = sum(w * ends[-(n == k)][f] for n, (w, f) in enumerate(chances))
         other_k = int(best["lookahead"])
-        tokens = expected_tokens(alpha, k) / expected_tokens(alpha, other_k)
-        measured = float(part["tok_per_s"].median() / best["tok_per_s"])
-        name = f"{short(shared[0])} T={tp}, alpha {alpha:g}, K={k}"
-        about = name, Path(part["folder"].iloc[0]).name, False
-        yield _pays(about, tokens, v, (k * step, other_k * step), p, measured)
-
-
-def _pays(
-    about: tuple[str, str, bool],
-    tokens: float,
-    v: Sequence[float],
-    drafting: tuple[float, float],
-    p: float,
-    measured: float,
-) -> Pays:
-    """Returns a point. tokens: those of SSD's round over SD inline's. drafting: K·d of both."""
-    own, other = v[0] + HOST_S + (1 - p) * drafting[0], v[1] + INLINE_S + drafting[1]
-    saved = v[0] - v[1] + HOST_S - INLINE_S
-    return Pays(*about, p * drafting[0], saved, tokens * other / own, measured)
+        lists = first["fan_out"]
+        ends = named_hit_law(str(law)).hit_probabilities(max(lists))
+        chances = zip(accept_probabilities([shared[-1]] * k), lists, strict=True)
+        yield Pays(
+            name=f"{short(shared[0])} T={tp}, alpha {shared[-1]:g}, K={k}",
+            folder=Path(first["folder"]).name,
+            is_whole=False,
+            tokens=expected_tokens(shared[-1], k) / expected_tokens(shared[-1], other_k),
+            verify_s=(v[0], v[1]),
+            draft_s=(k * step, other_k * step),
+            hit_rate=sum(w * ends[-(n == k)][f] for n, (w, f) in enumerate(chances)),
+            measured=float(part["tok_per_s"].median() / best["tok_per_s"]),
+        )
 
 
 def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
     """Yields the same of runs of whole transformers, whose rows no constant was chosen by.
 
-    Acceptance, hits and times are those of the rows; each run of SSD, over the best chain.
+    Acceptance, hits and times are those of the rows; each run of SSD, over the best K of SD inline.
     """
     chains = used(rows)
     chains = chains[(chains["backup"] == "jit") & chains["tree_nodes"].isna()]
     chains = chains[chains["backup_lookahead"] == chains["lookahead"]]
     for (setting, folder), here in chains.groupby(["setting", "folder"]):
-        inline = where(here, method="SD inline")
-        best = points(inline, ["lookahead"]).nlargest(1, "tok_per_s")
-        for other in best.itertuples():
-            for one in where(here, method="SSD").itertuples():
-                tokens = one.acceptance_length / other.acceptance_length
-                about = f"{setting} GPUs, K={one.lookahead:.0f}", Path(folder).name, True
-                v = one.t_target_s, other.t_target_s
-                drafting = one.t_draft_s, other.t_draft_s
-                measured = one.tok_per_s / other.tok_per_s
-                yield _pays(about, tokens, v, drafting, one.hit_rate, measured)
+        inline = points(where(here, method="SD inline"), ["lookahead"])
+        for other in inline.nlargest(1, "tok_per_s").itertuples():
+            for run in where(here, method="SSD").itertuples():
+                yield Pays(
+                    name=f"{setting} GPUs, K={run.lookahead:.0f}",
+                    folder=Path(folder).name,
+                    is_whole=True,
+                    tokens=run.acceptance_length / other.acceptance_length,
+                    verify_s=(run.t_target_s, other.t_target_s),
+                    draft_s=(run.t_draft_s, other.t_draft_s),
+                    hit_rate=run.hit_rate,
+                    measured=run.tok_per_s / other.tok_per_s,
+                )
 
 
 def hidden(data: Data) -> Poster:
     """x = drafting that hits hide, less what another target GPU saves; y = SSD over SD inline."""
-    every = [*pays(data.rows), *whole_pays(data.rows)]
-    need(len(every) > 2, "SSD of T and SD inline of T + 1 GPUs at batch 1, jit, and hits of a law")
+    gains = [*pays(data.rows), *whole_pays(data.rows)]
+    need(len(gains) > 2, "SSD of T and SD inline of T + 1 GPUs at batch 1, jit, and hits of a law")
     poster = Poster(6.0)
     left, right = poster.panels(1, 2, sharey=True)[0]
     left.set_title("what decides, at the same K")
     right.set_title("the closed form")
     products = "products, inline rounds by the host", look("SSD")["color"]
     chained = "whole transformers, inline rounds chained; not fitted to", "white"
-    for whole, (label, fill) in enumerate((products, chained)):
-        some = [one for one in every if one.whole == whole]
-        y, also = [one.measured for one in some], {"name": [one.name for one in some]}
+    for is_whole, (label, fill) in enumerate((products, chained)):
+        some = [gain for gain in gains if gain.is_whole == is_whole]
+        y = [gain.measured for gain in some]
+        also = {"name": [gain.name for gain in some]}
         style = {**look("SSD"), "linestyle": "none", "markerfacecolor": fill, "also": also}
-        x = [1e3 * (one.hidden_s - one.saved_s) for one in some]
+        x = [1e3 * (gain.hidden_s - gain.saved_s) for gain in some]
         poster.line(left, label, x, y, **style)
-        poster.line(right, label, [one.predicted for one in some], y, **style)
+        poster.line(right, label, [gain.predicted for gain in some], y, **style)
     left.axvline(0, color=GREY)
     left.set(xlabel="p·K·d − (v(T) − v(T+1) + g − c), ms", ylabel="SSD's tok/s over SD inline's")
-    ends = [end(one.measured for one in every) for end in (min, max)]
+    ends = [end(gain.measured for gain in gains) for end in (min, max)]
     poster.line(right, "equal", ends, ends, color=GREY, linestyle="--")
     right.set(xlabel="predicted")
     parity(left)
     text = (
-        f"{data.rows['device_name'].iloc[0]}, batch 1; {len(every)} gains: of products each pair's "
+        f"{data.rows['device_name'].iloc[0]}, batch 1; {len(gains)} gains: of products each pair's "
         "best K at each alpha, of transformers each run of SSD that redrafts misses. K and K′ may "
         "differ, which the left omits"
     )
     return poster.finish("When does SSD beat SD inline?", text)
-
-
-def errors(some: Iterable[Pays]) -> np.ndarray:
-    """Returns the sizes of the closed form's relative errors."""
-    return np.array([abs(one.predicted / one.measured - 1) for one in some])

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,13 @@ def rows(name: str) -> list[Row]:
 
 def report(path: Path) -> Row:
     """Returns a draft's report."""
-    found: Row = json.loads(path.read_text())
-    return found
+    return dict(json.loads(path.read_text()))
 
 
 def evaluation(row: Row, kind: str) -> Row:
-    """Returns what a draft was found to do on one kind of prompts."""
-    told = row["evaluation"]
-    found: Row = told.get(f"smollm2-{kind}") or told[kind]
-    return found
+    """Returns a draft's evaluation on one kind of prompts."""
+    by_kind = row["evaluation"]
+    return dict(by_kind.get(f"smollm2-{kind}") or by_kind[kind])
 
 
 def tokens(row: Row, kind: str, lookahead: int) -> float:
@@ -50,7 +49,7 @@ def tokens(row: Row, kind: str, lookahead: int) -> float:
 
 
 def shipped() -> Lines:
-    """The shipped draft and the one before."""
+    """Yields the shipped draft and the one before."""
     drafts = {"four layers": report(HERE / "before.json"), "six layers": report(SHIPPED)}
     names = ("prompts", "draft", "greedy agreement", "overlap at T=1")
     yield from head(*names, "tokens a round, K=4", "K=7")
@@ -60,14 +59,15 @@ def shipped() -> Lines:
             of = evaluation(draft, kind)
             cells = [share(of["greedy_agreement"]), share(of["alpha"])]
             cells += [f"{tokens(draft, kind, k):.2f}" for k in (4, 7)]
-            said = f"{name}, {draft['answered']:.1f} M tokens" if kind == "chat" else name
+            label = f"{name}, {draft['answered']:.1f} M tokens" if kind == "chat" else name
+            cells = [label, *cells]
             if name == "six layers":
-                said, cells = f"**{said}**", [f"**{cell}**" for cell in cells]
-            yield line([prompts if name == "four layers" else "", said, *cells])
+                cells = [f"**{cell}**" for cell in cells]
+            yield line([prompts if name == "four layers" else "", *cells])
 
 
 def recipe() -> Lines:
-    """Four drafts that differ in layers, head, optimiser and states."""
+    """Yields four drafts that differ in layers, head, optimiser and states."""
     names = ("layers", "head", "optimiser", "states", "chat: agreement", "alpha")
     yield from head(*names, "tokens a round, K=7", "own conversations")
     before = [""] * 4
@@ -79,23 +79,21 @@ def recipe() -> Lines:
         if row["on_policy"]:
             assert row["on_policy"] == 0.25
             states = "a quarter of the later ones proposed"
-        told = [layers, f"{owner}, {row['head_vocab']:,}", spelled[row["optimizer"]], states]
+        names = [layers, f"{owner}, {row['head_vocab']:,}", spelled[row["optimizer"]], states]
+        same = [new == old for new, old in zip(names[:3], before, strict=False)]
+        shown = [DITTO if s else name for s, name in zip([*same, False], names, strict=True)]
         of = evaluation(row, "chat")
         cells = [share(of["greedy_agreement"]), share(of["alpha"])]
-        cells += [
-            f"{tokens(row, 'chat', 7):.2f}",
-            share(evaluation(row, "own")["greedy_agreement"]),
-        ]
-        same = [new == old and n < 3 for n, (new, old) in enumerate(zip(told, before, strict=True))]
-        yield line([*(DITTO if s else t for s, t in zip(same, told, strict=True)), *cells])
-        before = told
+        own_agreement = evaluation(row, "own")["greedy_agreement"]
+        yield line([*shown, *cells, f"{tokens(row, 'chat', 7):.2f}", share(own_agreement)])
+        before = names
 
 
 def rates() -> tuple[dict[tuple[str, int], Row], Row]:
     """Returns the H200's rows by (shape, K), and AR's."""
-    found = {(row["draft"], row["lookahead"]): row for row in rows("h200") if row["mode"] == "sd"}
-    (ar,) = (row for row in rows("h200") if row["mode"] == "ar")
-    return found, ar
+    by_mode = {mode: [row for row in rows("h200") if row["mode"] == mode] for mode in ("sd", "ar")}
+    (ar,) = by_mode["ar"]
+    return {(row["draft"], row["lookahead"]): row for row in by_mode["sd"]}, ar
 
 
 def spelled(shape: str) -> str:
@@ -110,14 +108,15 @@ def kv_bytes(shape: str) -> int:
 
 
 def shapes() -> Lines:
-    """Equal parameters from wide to deep: acceptance, and SD inline on one H200."""
+    """Yields drafts of equal parameters, wide to deep: acceptance, and SD inline on one H200."""
     names = ("layers x heads x KV heads x FFN", "steps", "chat: cross-entropy", "agreement")
     names += ("alpha", "tokens a round, K=4", "K=7", "HumanEval, K=7", "KV bytes a token")
     yield from head(*names, "T_SD, K=2", "H200: tok/s, K=2", "K=4", "K=7")
     by_shape, ar = rates()
     cells = []
     for row in rows("distilled"):
-        of, name = evaluation(row, "chat"), row["draft"]
+        of = evaluation(row, "chat")
+        name = row["draft"]
         cell = [spelled(name), f"{row['steps']:,}", f"{of['cross_entropy']:.3f}"]
         cell += [share(of["greedy_agreement"]), share(of["alpha"])]
         cell += [f"{tokens(row, 'chat', k):.2f}" for k in (4, 7)]
@@ -126,13 +125,12 @@ def shapes() -> Lines:
         cells.append([*cell, *(f"{by_shape[name, k]['tok_per_s']:,.0f}" for k in (2, 4, 7))])
     columns = [list(column) for column in zip(*cells, strict=True)]
     pages.best(columns, {2: min, **dict.fromkeys((3, 4, 5, 6, 7, 10), max)})
-    for told in zip(*columns, strict=True):
-        yield line(told)
+    yield from map(line, zip(*columns, strict=True))
     yield line(["AR", *[""] * 4, *"111", "", "", f"{ar['tok_per_s']:,.0f}", "", ""])
 
 
 def steps() -> Lines:
-    """A step of each shape on one CPU core, and what SD inline would make of it there."""
+    """Yields a step of each shape on one CPU core, and the tok/s of SD inline by it."""
     names = ("shape", "a step, ms", "T_SD, K=4", "K=7", "KV bytes a token")
     yield from head(*names, "predicted tok/s at K=4: chat", "HumanEval")
     for row in rows("steps"):
@@ -145,7 +143,7 @@ def steps() -> Lines:
 
 
 def halves() -> Lines:
-    """Half the layers against all of them: rates and KV bytes, beside the paper's."""
+    """Yields rates and KV bytes of half the layers over those of all layers."""
     yield from head(
         "wide over deep", "H200, K=2, measured", "CPU core, chat at K=4, predicted", "KV bytes"
     )
@@ -153,9 +151,11 @@ def halves() -> Lines:
     cpu = {row["shape"]: row["predicted"]["4"]["smollm2-chat"] for row in rows("steps")}
     layers = {int(name.split("x")[0]): name for name in cpu}
     for wide in sorted(n for n in layers if 2 * n in layers):
-        one, two = layers[wide], layers[2 * wide]
-        fast = by_shape[one, 2]["tok_per_s"] / by_shape[two, 2]["tok_per_s"]
-        cells = (fast, cpu[one] / cpu[two], kv_bytes(one) / kv_bytes(two))
+        both = layers[wide], layers[2 * wide]
+        measured = [by_shape[shape, 2]["tok_per_s"] for shape in both]
+        predicted = [cpu[shape] for shape in both]
+        sizes = [kv_bytes(shape) for shape in both]
+        cells = [half / full for half, full in (measured, predicted, sizes)]
         yield line([f"{wide} of {2 * wide} layers", *map(pages.gain, cells)])
 
 
@@ -177,13 +177,13 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, floa
 
 def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
     """Returns ranks from 1 on; equal values share the mean of theirs."""
-    each = np.asarray(values, float)
-    below = (each[:, None] > each).sum(axis=1)
-    equal = (each[:, None] == each).sum(axis=1)
+    array = np.asarray(values, float)
+    below = (array[:, None] > array).sum(axis=1)
+    equal = (array[:, None] == array).sum(axis=1)
     return below + (equal + 1) / 2
 
 
-def every() -> list[Row]:
+def all_drafts() -> list[Row]:
     """Returns the reports of all drafts that were evaluated on both kinds of prompts."""
     other = read_rows(ROOT / "results/tasks/distilled.jsonl")
     reports = [report(HERE / "before.json"), report(SHIPPED)]
@@ -191,23 +191,19 @@ def every() -> list[Row]:
 
 
 def accuracy() -> Lines:
-    """Spearman's correlation of a draft's accuracy with its acceptance."""
+    """Yields Spearman's correlation of a draft's accuracy with its acceptance."""
     yield from head("accuracy", "tokens a round, K=4, on", "the five shapes", "all drafts")
-    sets: Sequence[Sequence[Row]] = (rows("distilled"), every())
+    sets: Sequence[Sequence[Row]] = (rows("distilled"), all_drafts())
     for key, name in (("greedy_agreement", "agreement"), ("cross_entropy", "− cross-entropy")):
-        for own in KINDS:
-            for other in KINDS:
-                cells = [_correlation(drafts, key, own, other) for drafts in sets]
-                yield line([f"{name}, {PROMPTS[own]}", PROMPTS[other], *cells])
+        for kind, other in product(KINDS, KINDS):
+            cells = [_correlation(drafts, key, kind, other) for drafts in sets]
+            yield line([f"{name}, {PROMPTS[kind]}", PROMPTS[other], *cells])
 
 
-def _correlation(drafts: Sequence[Row], key: str, own: str, other: str) -> str:
+def _correlation(drafts: Sequence[Row], key: str, kind: str, other: str) -> str:
     sign = -1 if key == "cross_entropy" else 1
-    pairs = [
-        (sign * evaluation(row, own)[key], tokens(row, other, 4))
-        for row in drafts
-        if key in evaluation(row, own)
-    ]
+    rows = [row for row in drafts if key in evaluation(row, kind)]
+    pairs = [(sign * evaluation(row, kind)[key], tokens(row, other, 4)) for row in rows]
     r, low, high = spearman(*zip(*pairs, strict=True))
     bounds = f"{_signed(low)} to {_signed(high)}" if r < 1 else "one order"
     return f"{_signed(r)} ({bounds}), n = {len(pairs)}"
@@ -218,17 +214,15 @@ def _signed(value: float) -> str:
 
 
 def longer() -> Lines:
-    """Tokens a round by how far an answer is (results/recordings/longer.jsonl)."""
+    """Yields tokens a round by the length of the answer so far."""
     yield from head("tokens before the round", "answers", "repeated", "K=4", "K=7")
-    found: dict[tuple[int, int | None], dict[int, Mapping[str, Any]]] = {}
+    parts: dict[tuple[int, int | None], dict[int, Row]] = {}
     for row in read_rows(ROOT / "results/recordings/longer.jsonl"):
-        found.setdefault((row["from"], row["to"]), {})[row["lookahead"]] = row
-    for (low, high), at in found.items():
+        parts.setdefault((row["from"], row["to"]), {})[row["lookahead"]] = row
+    for (low, high), at in parts.items():
         name = "all" if (low, high) == (0, None) else f"{low} to {350 if high is None else high}"
-        rounds = (
-            pages.between(at[k]["tokens_a_round"], at[k]["tokens_a_round_95"]) for k in (4, 7)
-        )
-        yield line([name, at[4]["prompts"], share(at[4]["repeats"], 2), *rounds])
+        cells = [pages.between(at[k]["tokens_a_round"], at[k]["tokens_a_round_95"]) for k in (4, 7)]
+        yield line([name, at[4]["prompts"], share(at[4]["repeats"], 2), *cells])
 
 
 TABLES = {of.__name__: of for of in (shipped, recipe, shapes, steps, halves, accuracy, longer)}

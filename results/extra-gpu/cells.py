@@ -30,9 +30,9 @@ Cell = tuple[str, str, str, int, float]
 
 def mpissd(*words: str) -> str:
     """Returns what a command printed."""
-    every = [sys.executable, "-m", "mpissd", *words]
+    command = [sys.executable, "-m", "mpissd", *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(every, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return done.stdout
 
 
@@ -93,8 +93,8 @@ def uses(folder: Path, files: dict[str, Path], cell: Cell) -> list[str]:
     device = json.loads((PROFILES / f"{profile}.json").read_text())["device_name"]
     about = {"device_name": device, "pair": pair, "law": law, "alpha": 0.8, "host": host}
     if law in files:
-        every = json.loads(files[law].read_text())["laws"]
-        about["alpha"] = min(every, key=lambda one: abs(one["lookahead"] - 4))["alpha"]
+        laws = json.loads(files[law].read_text())["laws"]
+        about["alpha"] = min(laws, key=lambda law: abs(law["lookahead"] - 4))["alpha"]
     return [json.dumps(about | use | {"derived": bool(use["derived"])}) for use in judged]
 
 

@@ -19,26 +19,28 @@ import pandas as pd
 from analysis.figures.study import (
     FITTED,
     best_shapes,
-    errors,
     gains_of,
     on_gpus,
     pays,
-    used,
     whole_pays,
+    with_ssd,
 )
 from analysis.rows import load
-from analysis.select import SHAPE, key, where
-from analysis.select import gain as gain_of
+from analysis.select import SHAPE, key, ratio, where
 from results.pages import Lines, head, line, printed, share
 
 HERE = Path(__file__).resolve().parent
 PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
+_ENDS = "SSD over the strongest", "predicted", "at most"
 _NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD", "SSD tree"
 _CELL = {
     "chat": "chat, temp. 0",
     "code": "humaneval, temp. 0",
     "code at temp. 0.7": "humaneval, temp. 0.7",
 }
+
+
+Setting = tuple[str, list[str], str, list[str]]
 
 
 def cells(device: str = "NVIDIA H200") -> pd.DataFrame:
@@ -58,38 +60,35 @@ def measured() -> Lines:
         yield line([setting, *texts, *ends])
 
 
-_ENDS = "SSD over the strongest", "predicted", "at most"
-Setting = tuple[str, list[str], str, list[str]]
-
-
 def _settings() -> Iterator[Setting]:
     """Yields (setting, tok/s of each use as text, the strongest other use, the cells of _ENDS)."""
-    whole, predicted = used(rows()), cells()
-    is_shared = whole["setting"].isin(whole.loc[whole["mode"] == "ssd", "setting"])
-    whole = whole[is_shared & (whole["ranks"] > 1)].sort_values(["ranks", "law"])
-    for setting, here in whole.groupby("setting", sort=False):
+    predicted = where(cells(), host=1.0)
+    sorted_rows = with_ssd(rows()).sort_values(["ranks", "law"])
+    for setting, here in sorted_rows.groupby("setting", sort=False):
         first = here.iloc[0]
-        cell = {"pair": f"{first['pair'].lower()}/1b", "law": _CELL[first["law"]]}
-        at = on_gpus(where(predicted, batch_size=1, host=1.0, **cell), int(first["ranks"]))
-        known = at.set_index("use")["tok_per_s"]
-        if where(at, use="SSD")["tree"].notna().any():
-            known = known.rename({"SSD": "SSD tree"})
-        texts, kinds = [], {**dict.fromkeys(_NAMES, here.iloc[:0]), **best_shapes(here)}
+        gpus = int(first["ranks"])
+        pair = f"{first['pair'].lower()}/1b"
+        at = where(predicted, batch_size=1, pair=pair, law=_CELL[first["law"]])
+        uses = on_gpus(at, gpus)
+        rates = uses.set_index("use")["tok_per_s"]
+        if where(uses, use="SSD")["tree"].notna().any():
+            rates = rates.rename({"SSD": "SSD tree"})
+        texts = []
         for use in _NAMES:
-            of = where(here, use=use)
-            rates = -np.sort(-of["tok_per_s"])
-            runs = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in rates)) or "–"
-            texts.append(runs + (f" ({known[use]:.0f})" if len(of) and use in known else ""))
-        ssd = max((kinds.pop(use) for use in ("SSD", "SSD tree")), key=_median)
-        strongest = max(kinds, key=lambda use: _median(kinds[use]))
-        other = kinds[strongest]
-        over, gain = gain_of(ssd, other), gains_of(where(predicted, **cell), int(first["ranks"]))
-        told = share(_median(ssd) / _median(other), 2)
-        if over is not None and over.is_headline:
-            told = f"{share(over.speedup, 2)} ({share(over.low, 2)} to {share(over.high, 2)})"
-        expected = where(gain, batch_size=1, host=1.0)["gain"].iloc[0]
-        most = _prompt(where(here, mode="ssd")).max() / _median(other)
-        yield str(setting), texts, strongest, [told, share(expected, 2), share(most, 2)]
+            runs = sorted(where(here, use=use)["tok_per_s"], reverse=True)
+            text = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in runs)) or "–"
+            texts.append(text + (f" ({rates[use]:.0f})" if runs and use in rates else ""))
+        best = best_shapes(here)  # the fastest first
+        ssd = next(runs for use, runs in best.items() if use.startswith("SSD"))
+        strongest = next(use for use in best if not use.startswith("SSD"))
+        other = best[strongest]
+        over = ratio(ssd, other)
+        measured = share(over.speedup, 2)
+        if over.has_interval:
+            measured += f" ({share(over.low, 2)} to {share(over.high, 2)})"
+        expected = gains_of(at, gpus)["gain"].iloc[0]
+        limit = _prompt(where(here, mode="ssd")).max() / other["tok_per_s"].median()
+        yield str(setting), texts, strongest, [measured, share(expected, 2), share(limit, 2)]
 
 
 def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
@@ -99,56 +98,55 @@ def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
     return rates.groupby(key(lines, SHAPE)).median()
 
 
-def _median(lines: pd.DataFrame) -> float:
-    return float(lines["tok_per_s"].median()) if len(lines) else 0.0
-
-
 def laws() -> Lines:
     """Yields a line a law: alpha, SSD's hit rate, and gains with the strongest other use."""
-    one = where(cells(), batch_size=1, host=1.0)
-    shown = [("8b/1b", 2), ("8b/1b", 3), ("8b/1b", 4), ("70b/1b", 2), ("70b/1b", 3), ("70b/1b", 4)]
+    single = where(cells(), batch_size=1, host=1.0)
+    shown = [(pair, gpus) for pair in ("8b/1b", "70b/1b") for gpus in (2, 3, 4)]
     names = [f"{pair.upper()}, {gpus} GPUs" for pair, gpus in shown]
     yield from head("prompts", "alpha", "hits", *names, "per GPU, at most")
-    every = {n: gains_of(one, n).set_index(["pair", "law"]) for n in (2, 3, 4)}
-    rates = one.assign(rate=one["tok_per_s"] / (one["tp"] + one["num_drafts"]))
+    gains = {n: gains_of(single, n).set_index(["pair", "law"]) for n in (2, 3, 4)}
+    rates = single.assign(rate=single["tok_per_s"] / (single["tp"] + single["num_drafts"]))
     is_ssd = rates["mode"] == "ssd"
     a_gpu = [rates[of].groupby(["pair", "law"])["rate"].max() for of in (is_ssd, ~is_ssd)]
     share_a_gpu = (a_gpu[0] / a_gpu[1]).groupby("law").max()
-    for law in sorted({*one["law"]}):
-        alpha, hits = where(one, law=law)["alpha"].iloc[0], every[2]["hits"][("8b/1b", law)]
-        at = [every[n].loc[(pair, law)] for pair, n in shown]
-        gains = [f"{share(of['gain'], 2)} {of['other'].removesuffix(' inline')}" for of in at]
-        yield line([law, share(alpha, 2), share(hits, 2), *gains, share(share_a_gpu[law], 2)])
+    for law in sorted({*single["law"]}):
+        alpha = where(single, law=law)["alpha"].iloc[0]
+        hits = gains[2]["hits"][("8b/1b", law)]
+        at = [gains[n].loc[(pair, law)] for pair, n in shown]
+        texts = [f"{share(of['gain'], 2)} {of['other'].removesuffix(' inline')}" for of in at]
+        yield line([law, share(alpha, 2), share(hits, 2), *texts, share(share_a_gpu[law], 2)])
 
 
 def closed() -> Lines:
     """Yields how far the closed form is from measured gains."""
-    every = rows()
-    products = [*pays(every)]
+    measured_rows = rows()
+    products = [*pays(measured_rows)]
     groups = {
         f"products, {FITTED}, whose host gaps were taken": [
-            p for p in products if p.folder == FITTED
+            gain for gain in products if gain.folder == FITTED
         ],
-        "products, other visits": [p for p in products if p.folder != FITTED],
-        "whole transformers, chained inline rounds": [*whole_pays(every)],
+        "products, other visits": [gain for gain in products if gain.folder != FITTED],
+        "whole transformers, chained inline rounds": [*whole_pays(measured_rows)],
     }
     yield from head("rows", "gains", "error, median", "largest", "right side of 1", "by the rule")
-    for name, some in groups.items():
-        off = errors(some)
-        same = sum((one.predicted > 1) == (one.measured > 1) for one in some)
-        rule = sum((one.hidden_s > one.saved_s) == (one.measured > 1) for one in some)
-        yield line([name, len(some), f"{np.median(off):.1%}", f"{off.max():.1%}", same, rule])
+    for name, gains in groups.items():
+        errors = np.array([abs(gain.predicted / gain.measured - 1) for gain in gains])
+        same = sum((gain.predicted > 1) == (gain.measured > 1) for gain in gains)
+        rule = sum((gain.hidden_s > gain.saved_s) == (gain.measured > 1) for gain in gains)
+        sizes = f"{np.median(errors):.1%}", f"{errors.max():.1%}"
+        yield line([name, len(gains), *sizes, same, rule])
 
 
 def five() -> Lines:
     """Yields tok/s of each use of five H100s by law; the paper's are of its own prompts."""
-    every, columns = cells("NVIDIA H100 80GB SXM"), {}
-    for use in ("AR", "SD inline"):
-        columns[f"{use}, T=4"] = on_gpus(every[every["tp"] == 4], 4), use
-    columns |= {f"{use}, T=5": (on_gpus(every, 5), use) for use in _NAMES[:4]}
-    columns["SSD, T=4"] = on_gpus(every, 5), "SSD"
+    uses = cells("NVIDIA H100 80GB SXM")
+    four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
+    five_gpus = on_gpus(uses, 5)
+    columns = {f"{use}, T=4": (four_gpus, use) for use in ("AR", "SD inline")}
+    columns |= {f"{use}, T=5": (five_gpus, use) for use in _NAMES[:4]}
+    columns["SSD, T=4"] = five_gpus, "SSD"
     yield from head("prompts", *columns)
-    for law in dict.fromkeys(every["law"]):
+    for law in dict.fromkeys(uses["law"]):
         at = [where(lines, law=law, use=use)["tok_per_s"] for lines, use in columns.values()]
         yield line([law, *(f"{rates.iloc[0]:.0f}" if len(rates) else "–" for rates in at)])
     yield line(["the paper", *(PAPER.get(name, "–") for name in columns)])
@@ -156,14 +154,15 @@ def five() -> Lines:
 
 def answers() -> Lines:
     """Yields README's lines: the paper's setting first, then what was measured."""
-    every = cells("NVIDIA H100 80GB SXM")
-    four, five_gpus = on_gpus(every[every["tp"] == 4], 4), on_gpus(every, 5)
+    uses = cells("NVIDIA H100 80GB SXM")
+    four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
+    five_gpus = on_gpus(uses, 5)
 
     def rate(uses: pd.DataFrame, law: str, use: str) -> float:
         return float(where(uses, law=law, use=use)["tok_per_s"].iloc[0])
 
-    chain = rate(five_gpus, "alpha .8", "SSD") / rate(four, "alpha .8", "SD inline")
-    trees = [rate(five_gpus, n, "SSD") / rate(five_gpus, n, "tree inline") for n in {*every["law"]}]
+    chain = rate(five_gpus, "alpha .8", "SSD") / rate(four_gpus, "alpha .8", "SD inline")
+    trees = [rate(five_gpus, n, "SSD") / rate(five_gpus, n, "tree inline") for n in {*uses["law"]}]
     paper = float(PAPER["SSD, T=4"]) / float(PAPER["SD inline, T=4"])
     yield (
         "- **70B/1B on 4 + 1 H100s, the paper's setting: not measured here.** Predicted, of "
@@ -171,24 +170,17 @@ def answers() -> Lines:
         f"{paper:.2f}×). Of a tree on all five it makes {min(trees):.2f} to {max(trees):.2f}× by "
         "prompts, each ±30%: undecided."
     )
-    told: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     for setting, _, strongest, ends in _settings():
-        pair, _, asked = setting.partition(" ")
-        prompts, _, gpus = asked.rpartition(", ")
-        strongest = strongest.removesuffix(" inline")
-        part = f"{ends[0]} of a {strongest} on {prompts}"
-        told.setdefault(f"{pair}/1B on {gpus} H200s", []).append(part)
-    for name, parts in told.items():
-        yield f"- **{name}, measured: no.** SSD makes {', '.join(parts)}."
+        pair, _, place = setting.partition(" ")
+        prompts, _, gpus = place.rpartition(", ")
+        part = f"{ends[0]} of a {strongest.removesuffix(' inline')} on {prompts}"
+        parts.setdefault(f"{pair}/1B on {gpus} H200s", []).append(part)
+    for name, gains in parts.items():
+        yield f"- **{name}, measured: no.** SSD makes {', '.join(gains)}."
 
 
-TABLES = {
-    "measured": measured,
-    "laws": laws,
-    "closed": closed,
-    "five": five,
-    "answers": answers,
-}
+TABLES = {of.__name__: of for of in (measured, laws, closed, five, answers)}
 
 if __name__ == "__main__":
     sys.exit(printed(TABLES, __doc__))

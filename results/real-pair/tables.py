@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpissd.common.output import read_rows
 from results.pages import PROMPTS, between, head, line, printed
 
 HERE = Path(__file__).resolve().parent
@@ -16,16 +16,11 @@ ENDS = ("a rejection", "K accepted")
 FAN_OUTS = ("1", "4")  # that both recordings and rows list
 
 
-def rows(name: str) -> list[Row]:
-    """Returns the lines of a file in this folder."""
-    return [json.loads(text) for text in (HERE / name).read_text().splitlines()]
-
-
 def laws() -> Iterator[str]:
     """Yields a line for each recording: acceptance, and the laws of misses."""
     names = [name for end in ENDS for name in (f"A after {end}", "r", "floor")]
     yield from head("prompts", "tokens a round", "alpha", *names)
-    for row in rows("laws.jsonl"):
+    for row in read_rows(HERE / "laws.jsonl"):
         cells = [between(row["tokens_a_round"], row["tokens_a_round_95"]), f"{row['alpha']:.3f}"]
         for fit in (row["fit_rejected"], row["fit_complete"]):
             cells += [between(fit[key], fit[f"{key}_95"]) for key in ("A", "r")]
@@ -37,10 +32,10 @@ def warm() -> Iterator[str]:
     """Yields a line for each kind of prompts and temperature: acceptance, and misses at F."""
     names = [name for end in ENDS for name in (f"misses after {end}, F = 1", "F = 4")]
     yield from head("prompts", "T", "rounds", "tokens a round", "alpha", *names)
-    parts = rows("parts.jsonl")
+    parts = read_rows(HERE / "parts.jsonl")
     warmed = {row["prompts"] for row in parts if row["temperature"]}
-    whole = [row for row in parts if not row["position"] and row["prompts"] in warmed]
-    for row in sorted(whole, key=lambda r: (list(PROMPTS).index(r["prompts"]), r["temperature"])):
+    answers = [row for row in parts if not row["position"] and row["prompts"] in warmed]
+    for row in sorted(answers, key=lambda r: (list(PROMPTS).index(r["prompts"]), r["temperature"])):
         cells = [PROMPTS[row["prompts"]], f"{row['temperature']:g}", str(row["rounds"])]
         cells += [between(row[key], row[f"{key}_95"]) for key in ("tokens_a_round", "alpha")]
         misses = (row["misses"][end] for end in ("rejected", "complete"))
@@ -52,13 +47,13 @@ def lookup() -> Iterator[str]:
     names = ("prompts", "of the answer in the prompt", "K")
     yield from head(*names, "draft model", "prompt lookup", "suffix automaton")
     cells: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in rows("lookup.jsonl"):
+    for row in read_rows(HERE / "lookup.jsonl"):
         cells.setdefault((prompts(row), row["lookahead"]), {})[row["draft"]] = row
     for (name, lookahead), of in cells.items():
         if lookahead in (4, 8):
-            each = [of[draft] for draft in ("draft model", "prompt", "suffix")]
-            rates = [between(row["tokens_a_round"], (row["low"], row["high"])) for row in each]
-            yield line([name, f"{each[0]['repeats_prompt']:.0%}", lookahead, *rates])
+            kinds = [of[draft] for draft in ("draft model", "prompt", "suffix")]
+            rates = [between(row["tokens_a_round"], (row["low"], row["high"])) for row in kinds]
+            yield line([name, f"{kinds[0]['repeats_prompt']:.0%}", lookahead, *rates])
 
 
 def prompts(row: Row) -> str:

@@ -34,7 +34,9 @@ def load(
     line: Line, way: str, rate: float, seed: int, seconds: float, vocab: int
 ) -> dict[str, float | str]:
     """Sends Poisson arrivals, each when it is due; returns the line of the load."""
-    random, due, mode_k = np.random.default_rng([seed, int(100 * rate)]), [], WAYS[way]
+    random = np.random.default_rng([seed, int(100 * rate)])
+    due = []
+    mode_k = WAYS[way]
     at = random.exponential() / rate
     while at < seconds:
         prompt = random.integers(3, vocab, random.integers(16, 128)).tolist()
@@ -46,8 +48,13 @@ def load(
         )
         due.append((at, ask))
         at += random.exponential() / rate
-    start, arrived = time.monotonic(), {ask.id: at for at, ask in due}
-    waiting, first, last, tokens, ends = due[::-1], {}, {}, dict.fromkeys(arrived, 0), {}
+    start = time.monotonic()
+    arrived = {ask.id: at for at, ask in due}
+    waiting = due[::-1]
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    tokens = dict.fromkeys(arrived, 0)
+    ends: dict[int, End] = {}
     while len(ends) < len(due):
         now = time.monotonic() - start
         while waiting and waiting[-1][0] <= now:
@@ -57,7 +64,8 @@ def load(
             now = time.monotonic() - start
             if isinstance(message, Tokens):
                 first.setdefault(message.id, now)
-                last[message.id], tokens[message.id] = now, tokens[message.id] + len(message.tokens)
+                last[message.id] = now
+                tokens[message.id] += len(message.tokens)
             elif isinstance(message, End):
                 ends[message.id] = message
         if line.is_closed:
@@ -66,40 +74,28 @@ def load(
     tpot = np.mean([(last[n] - first[n]) / (tokens[n] - 1) for n in ends])
     good = sum(first[n] - arrived[n] < 0.25 for n in ends) / wall
     counts = {
-        name: sum(getattr(end, name) for end in ends.values())
-        for name in ("drafted", "accepted", "rounds")
+        n: sum(getattr(e, n) for e in ends.values()) for n in ("drafted", "accepted", "rounds")
     }
-    return {
-        "way": way,
-        "rate": rate,
-        "seed": seed,
-        "tpot_s": float(tpot),
-        "good_per_s": good,
-        **counts,
-    }
+    about = {"way": way, "rate": rate, "seed": seed}
+    return {**about, "tpot_s": float(tpot), "good_per_s": good, **counts}
 
 
 def main() -> None:
-    rates, seeds = (
-        [float(n) for n in os.environ.get(name, of).split(",")]
-        for name, of in (("RATES", "16,32,64,128"), ("SEEDS", "0,1,2"))
-    )
-    seconds, vocab, lines = (
-        float(os.environ.get("DURATION", "3")),
-        int(os.environ.get("VOCAB", "1000")),
-        [],
-    )
+    """Starts the server, sends the loads, and prints each way's means beside the best fixed one."""
+    variables = os.environ.get
+    rates = [float(rate) for rate in variables("RATES", "16,32,64,128").split(",")]
+    seeds = [int(seed) for seed in variables("SEEDS", "0,1,2").split(",")]
+    seconds = float(variables("DURATION", "3"))
+    vocab = int(variables("VOCAB", "1000"))
+    lines = []
     with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory() as folder:
         listener.bind(f"{folder}/lead")
         listener.listen(1)
-        launch = f"{os.environ.get('MPIRUN', 'mpirun')} -np {os.environ.get('RANKS', '1')}".split()
+        launch = f"{variables('MPIRUN', 'mpirun')} -np {variables('RANKS', '1')}".split()
         serve = [sys.executable, "-m", "mpi4py", "-m", "mpissd", "serve", "--mode=auto"]
+        environment = {**os.environ, SOCKET_VARIABLE: f"{folder}/lead"}
         command = [*launch, *serve, *sys.argv[2:]]
-        job = subprocess.Popen(
-            command,
-            env={**os.environ, SOCKET_VARIABLE: f"{folder}/lead"},
-            stdout=subprocess.DEVNULL,
-        )
+        job = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
         listener.settimeout(180)
         line = Line(listener.accept()[0])
         while not any(isinstance(message, Ready) for message in line.take(1)):
@@ -109,28 +105,22 @@ def main() -> None:
         for turn, seed in enumerate(seeds):
             for rate in rates:
                 for way in [*WAYS][turn:] + [*WAYS][:turn]:
-                    lines.append(load(line, way, rate, int(seed), seconds, vocab))
+                    lines.append(load(line, way, rate, seed, seconds, vocab))
                     with Path(sys.argv[1]).open("a") as file:
                         file.write(json.dumps(lines[-1]) + "\n")
         line.close()
         job.wait()
     for rate in rates:
-        of = {
-            way: [each for each in lines if (each["way"], each["rate"]) == (way, rate)]
-            for way in WAYS
-        }
-        mean = {
-            way: np.mean([(each["tpot_s"], each["good_per_s"]) for each in of[way]], axis=0)
-            for way in WAYS
-        }
-        tpot = min(mean[way][0] for way in WAYS if "auto" not in way)
-        good = max(mean[way][1] for way in WAYS if "auto" not in way)
-        shares = (
-            f"{way} {tpot / t:.3f}, {g / max(good, 1e-9):.3f}" for way, (t, g) in mean.items()
-        )
-        print(
-            f"{rate:g} a second, best fixed {1e3 * tpot:.3f} ms, {good:.4g}/s: {'; '.join(shares)}"
-        )
+        at_rate = [load for load in lines if load["rate"] == rate]
+        means = {}
+        for way in WAYS:
+            loads = [(load["tpot_s"], load["good_per_s"]) for load in at_rate if load["way"] == way]
+            means[way] = np.mean(loads, axis=0)
+        tpot = min(means[way][0] for way in WAYS if "auto" not in way)
+        good = max(means[way][1] for way in WAYS if "auto" not in way)
+        shares = (f"{w} {tpot / t:.3f}, {g / max(good, 1e-9):.3f}" for w, (t, g) in means.items())
+        best = f"best fixed {1e3 * tpot:.3f} ms, {good:.4g}/s"
+        print(f"{rate:g} a second, {best}: {'; '.join(shares)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from analysis.__main__ import draw, main
 from analysis.figures import FIGURES
 from analysis.figures.roofline import roofline, window
 from analysis.figures.study import gains_of, pays, whole_pays
-from analysis.rows import Data, Notes, NothingLeft, complete, load, tidy
+from analysis.rows import Data, NothingLeft, complete, load, tidy
 from analysis.select import cases, on_machine, plain, where
 from analysis.style import Poster, rendered, themed
 from tests.scripts import ROOT, python
@@ -185,7 +185,7 @@ def test_window() -> None:
     """y is a verification's time over a draft forward's of one row; K forwards are a line."""
     target, draft = (table["seconds"] for table in data().profiles[0]["tables"]["forwards"])
     with themed():
-        numbers = window(replace(data(), notes=Notes())).table().set_index("series")
+        numbers = window(replace(data(), notes=[])).table().set_index("series")
     at = numbers.loc["70B on 2 GPUs"].set_index("x")["y"]
     assert at[8] == pytest.approx(target["8"] / draft["1"]) and list(at.index) == [2, 4, 8, 16]
     ends = numbers.loc["K draft forwards"]
@@ -194,7 +194,7 @@ def test_window() -> None:
 
 def test_roofline() -> None:
     with themed():
-        figure = roofline(replace(data(), notes=Notes()))
+        figure = roofline(replace(data(), notes=[]))
     numbers = figure.table()
     profile = data().profiles[0]
     table = profile["tables"]["forwards"][0]
@@ -382,8 +382,8 @@ def test_no_figure_is_drawn_of_rows_of_ar_alone(name: str) -> None:
 def test_a_case_has_the_rows_of_one_folder() -> None:
     rows = data().rows
     twice = pd.concat([rows, rows.head(30).assign(folder="other")], ignore_index=True)
-    notes = Notes()
+    notes: list[str] = []
     found = cases(Data(twice, (), notes), plain(twice), ["alpha", "lookahead"])
     assert found[0].label == "8B/1B, T=1"
     assert set(found[0].rows["folder"]) | set(found[0].ar["folder"]) == {str(FIXTURE)}
-    assert any("another set than" in line for line in notes.lines)
+    assert any("another set than" in line for line in notes)

@@ -40,7 +40,7 @@ def changed(line: str, **values: Any) -> str:
 def test_a_bad_line_costs_one_note(tmp_path: Path, bad: str, note: str) -> None:
     data = load([write(tmp_path, LINES[0], bad, "", LINES[1])])
     assert len(data.rows) == 2
-    (found,) = data.notes.lines
+    (found,) = data.notes
     assert found.startswith(f"left out 1 row of {tmp_path}/runs.jsonl: line 2: {note}"), found
 
 
@@ -49,7 +49,7 @@ def test_null_is_a_key_that_is_missing(tmp_path: Path) -> None:
     names = ("batch_size", "context", "seed", "graph", "num_drafts", "dtype", "provenance")
     rows = [changed(line, **dict.fromkeys(names)) for line in LINES]
     data = load([write(tmp_path, *rows)])
-    assert len(data.rows) == len(LINES) and not data.notes.lines
+    assert len(data.rows) == len(LINES) and not data.notes
     assert [item.why for item in draw(data, "latency")]
 
 
@@ -59,7 +59,7 @@ def test_a_broken_profile_costs_one_note(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:500])
     data = load([tmp_path])
     assert data.profiles == ()
-    assert data.notes.lines == (f"{path}: left out: cut off, or no JSON object",)
+    assert data.notes == [f"{path}: left out: cut off, or no JSON object"]
 
 
 def test_nothing_left(tmp_path: Path) -> None:
@@ -80,9 +80,7 @@ def test_a_figure_is_of_one_machine_and_measured_ones_come_first(tmp_path: Path)
     assert machines(data.rows) == ["NVIDIA H200", H100]
     here = on_machine(data, H100)
     assert set(here.rows["device_name"]) == {H100} and len(here.rows) == len(LINES)
-    assert "left out 1 row of NVIDIA H200: a figure shows one machine, here " + H100 in (
-        here.notes.lines
-    )
+    assert "left out 1 row of NVIDIA H200: a figure shows one machine, here " + H100 in (here.notes)
     with pytest.raises(ConfigError, match=r"unknown device 'V100': .*allowed: NVIDIA"):
         on_machine(data, "V100")
 

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.compare import DRIFT
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import (
-    Comparisons,
-    Use,
-    best_use,
-    compare_methods,
-    flags_of,
-    method_of,
-    render,
-    setting_of,
-)
+from mpissd.lab.tables.best import Comparisons, compare_methods, render
 from mpissd.lab.tables.claims import Claim, claims, judged
+from mpissd.lab.tables.compare import DRIFT
 from mpissd.lab.tables.load import load_rows
+from mpissd.lab.tables.uses import Use, best_use, flags_of, method_of, setting_of
 from tests.scripts import ROOT
 
 LUCK = (1.0, 1.1, 0.9, 1.05, 0.95)

@@ -22,7 +22,6 @@ from mpissd.__main__ import main
 from mpissd.cli.arguments import parse
 from mpissd.common.config import AUTO_TREE, RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
@@ -52,6 +51,7 @@ from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of
 from mpissd.lab.predict.simulation import expected
 from mpissd.lab.tables.load import load_rows
+from mpissd.lab.tables.uses import Family
 from tests.needs import has_smollm2, needs
 from tests.scripts import printed_command
 

@@ -14,7 +14,6 @@ import pytest
 from mpissd.common.config import AUTO_TREE, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
-from mpissd.common.rivals import Family
 from mpissd.engine.backend.base import ForwardKey
 from mpissd.engine.backend.profile import (
     Curve,
@@ -40,6 +39,7 @@ from mpissd.lab.predict.derive import (
 )
 from mpissd.lab.predict.simulation import expected, predict_row
 from mpissd.lab.tables.load import load_rows, row_files
+from mpissd.lab.tables.uses import Family
 from results.predictions import (
     ALL,
     errors_of,

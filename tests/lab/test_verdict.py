@@ -11,12 +11,12 @@ import pytest
 
 from mpissd.common.config import RunConfig
 from mpissd.common.real_pairs import DEFAULT_RATES
-from mpissd.common.rivals import Family
 from mpissd.common.row import Row
 from mpissd.lab.measure import beside, calibrate, run
 from mpissd.lab.measure.beside import acceptance_rates, pass_of, rival, speed
 from mpissd.lab.measure.load import counters, gpu_reasons, reasons
 from mpissd.lab.measure.verdict import TimedUse, UseComparison
+from mpissd.lab.tables.uses import Family
 
 FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
 FAMILIES.append(Family("sd", 2, 0))

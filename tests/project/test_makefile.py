@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mpissd.common.rivals import Family
 from mpissd.common.row import Row
+from mpissd.lab.tables.uses import Family
 from tests.scripts import ROOT, call, fake_tools, load
 
 # As Python it refuses what has "bad" in it, as `mpissd run --dry_run` does; as mpirun it prints its
@@ -236,10 +236,10 @@ def test_a_step_that_fails_leaves_the_others_and_the_budget_is_kept(tmp_path: Pa
 def test_rows_are_compared_with_what_was_expected(tmp_path: Path) -> None:
     """Medians over seeds."""
     folder = ROOT / "results" / "two-gpus"
-    near, far = study.read(folder / "expected.jsonl")[:2]
-    (row,) = study.read(ROOT / "results/h200-real/measured_t1.jsonl")[:1]
+    near, far = study.read_rows(folder / "expected.jsonl")[:2]
+    (row,) = study.read_rows(ROOT / "results/h200-real/measured_t1.jsonl")[:1]
     lines = []
-    for line, share, seed in ((near, 1.05, 0), (far, 0.8, 0), (far, 0.6, 1)):
+    for line, share, seed in ((near, 1.05, 0), (far, 0.8, 1), (far, 0.6, 2)):
         sweep = {"flags": {**line["flags"], "seed": str(seed)}}
         values = {"tok_per_s": share * line["tok_per_s"], "tp": line["tp"], "run_id": f"{seed}"}
         lines.append(json.dumps({**row, **values, "provenance": {"sweep": sweep}}))

@@ -22,7 +22,6 @@ from mpissd.common.config import RunConfig, with_measured
 from mpissd.common.errors import GateError
 from mpissd.common.flags import flags_of
 from mpissd.common.output import make_output
-from mpissd.common.rivals import LOOKUPS, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused, agreed
@@ -30,6 +29,7 @@ from mpissd.engine.session.session import Machine, Session, opened_machine, rest
 from mpissd.lab.measure.calibrate import best_k
 from mpissd.lab.measure.load import counters, disturbances
 from mpissd.lab.measure.verdict import FEWEST_TURNS, TRIMMED, UNKNOWN, TimedUse, UseComparison
+from mpissd.lab.tables.uses import LOOKUPS, Family
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]

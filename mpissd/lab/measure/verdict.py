@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mpissd.common.compare import bound, student_t
-from mpissd.common.rivals import WORTH, Family
+from mpissd.lab.tables.compare import bound, student_t
+from mpissd.lab.tables.uses import WORTH, Family
 
 FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
 TRIMMED = 0.2  # of the turns at each end

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpissd
-from mpissd.common.compare import jackknife
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import check_regular
 from mpissd.common.output import check_file, whole_file
@@ -41,6 +40,7 @@ from mpissd.engine.law.acceptance import SCHEMA, hazards_of_counts
 from mpissd.engine.law.fit import most_likely
 from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, load
 from mpissd.lab.pair.config import PairConfig
+from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]

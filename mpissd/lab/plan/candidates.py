@@ -15,7 +15,6 @@ from itertools import product
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.rivals import TREE, Family, between, tps_of
 from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
@@ -35,6 +34,7 @@ from mpissd.lab.predict.derive import (
     with_models,
 )
 from mpissd.lab.predict.simulation import Grid, expect
+from mpissd.lab.tables.uses import TREE, Family, tps_of
 
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
@@ -364,8 +364,10 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
         raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
 
     def verify(slow: RowTable, fast: RowTable) -> RowTable:
+        # A forward takes a + c/T, as if all shares were of equal size.
+        part = (1 / tp - 1 / high) / (1 / low - 1 / high)
         pairs = zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
-        seconds = tuple(between(tp, (low, longer), (high, shorter)) for longer, shorter in pairs)
+        seconds = tuple(shorter + part * (longer - shorter) for longer, shorter in pairs)
         few = verify(slow.few, fast.few) if slow.few is not None and fast.few is not None else None
         return replace(slow, seconds=seconds, few=few)
 

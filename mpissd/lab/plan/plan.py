@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpissd.common.compare import jackknife, same_visit
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.exclusions import BEST_TREES, refuse
-from mpissd.common.rivals import LOOKUPS, TREE, WORTH, Family
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
@@ -46,8 +44,19 @@ from mpissd.lab.plan.candidates import (
 )
 from mpissd.lab.predict.costs import Floats
 from mpissd.lab.predict.derive import BY_LAYERS, is_datasheet, shipped_profiles, with_hosts
-from mpissd.lab.tables.best import Use, family_of, fastest, mode_of, uses_of
+from mpissd.lab.tables.compare import claim_or_ratio, jackknife, same_visit
 from mpissd.lab.tables.load import of_one_group
+from mpissd.lab.tables.uses import (
+    LOOKUPS,
+    TREE,
+    WORTH,
+    Family,
+    Use,
+    family_of,
+    fastest,
+    mode_of,
+    uses_of,
+)
 
 _FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
@@ -485,10 +494,7 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
         others = [use for use in uses if use.family.mode != "ssd"]
         if ssd is None or not others:
             continue
-        gain = ssd.tok_per_s / others[0].tok_per_s
-        paired = ssd.over(others[0])
-        if paired is not None and paired.is_headline:
-            gain = paired.speedup
+        gain = claim_or_ratio(ssd.rows, others[0].rows).speedup
         if gain < WORTH or TREE in (other.family.mode for other in others):
             gains[Path(source.split()[0]).stem] = gain, others[0].family.name
     return dict(sorted(gains.items()))

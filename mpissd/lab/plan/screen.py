@@ -24,7 +24,6 @@ from mpissd.common.config import RunConfig
 from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, resolve_model, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
-from mpissd.common.rivals import TREE, WORTH
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.law.acceptance import hit_law_of, load_laws
 from mpissd.lab.plan.candidates import (
@@ -39,6 +38,7 @@ from mpissd.lab.plan.candidates import (
 from mpissd.lab.plan.plan import Plan, Question, firsts, name_of, number, plan
 from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
 from mpissd.lab.tables.load import LeftOut, load_rows, row_files
+from mpissd.lab.tables.uses import TREE, WORTH
 
 COLUMNS, LINES = 100, 23  # a terminal of 24 lines shows the prompt as well
 ALPHAS = 0.6, 0.9  # at which gains are shown beside those at an assumed one

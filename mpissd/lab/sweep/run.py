@@ -25,8 +25,9 @@ from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import SweepConfig, SweepPlan, SweepTask, planned
-from mpissd.lab.tables.best import compare_methods, render, unit
+from mpissd.lab.tables.best import compare_methods, render
 from mpissd.lab.tables.load import LeftOut, load_rows
+from mpissd.lab.tables.uses import unit
 
 
 def execute_sweep(config: SweepConfig) -> int:

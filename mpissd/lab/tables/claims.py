@@ -1,7 +1,7 @@
 """Compares SSD with the strongest other use of as many GPUs, and judges which speedups hold.
 
-rivals.py defines the uses that SSD must beat, docs/definitions.md when a verdict holds. A line
-takes SSD at the K, fan-out and backup of its largest predicted mean, from one visit
+uses.py defines the uses that SSD must beat, docs/definitions.md when a verdict holds. A line takes
+SSD at the K, fan-out and backup of its largest predicted mean, from one visit
 (compare.same_visit), and the use of the same visit, at any measured K, that leaves the lower end of
 its interval smallest. A use of another visit counts by its rows and DRIFT, one without rows by
 `bound_of`.
@@ -9,16 +9,27 @@ its interval smallest. A use of another visit counts by its rows and DRIFT, one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpissd.common.compare import DRIFT, HEADLINE_SEEDS, Comparison, holm, same_visit
 from mpissd.common.config import RunConfig
-from mpissd.common.rivals import LOOKUPS, Family, tps_of, widest
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import Use, best_use, is_in, is_lookup, method_of, mode_of, unit
+from mpissd.lab.tables.compare import DRIFT, HEADLINE_SEEDS, Comparison, holm, same_visit
+from mpissd.lab.tables.uses import (
+    LOOKUPS,
+    Family,
+    Use,
+    best_use,
+    family_of,
+    is_in,
+    is_lookup,
+    method_of,
+    number_of,
+    tps_of,
+    unit,
+    widest,
+)
 
 LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
 _OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
@@ -89,8 +100,8 @@ class Claim:
 
     def __str__(self) -> str:
         """Returns the line that `compare` prints below a table of methods."""
-        line = f"{self.ssd.method}, {self.ssd}: {self.ssd.tok_per_s:.1f} tok/s, "
         per = unit(self.ssd.rows[0])
+        line = f"{self.ssd.method}, {self.ssd}: {self.ssd.tok_per_s:.1f} tok/s, "
         line += f"{self.ssd.per_gpu:.1f} a {per}"
         if self.other is None:
             line += f"; no other use of its {per}s was measured"
@@ -100,29 +111,24 @@ class Claim:
         if self.copies is not None:
             count, use = self.copies
             line += f"; {count} copies of {use}: {count * use.tok_per_s:.1f} tok/s in all"
-        if _is_imposed(self.ssd.rows[0]):
+        if str(self.ssd.rows[0].hit_law).startswith("p_hit:"):
             line += "; its hits are imposed and cost no branches"
         return line
 
 
-def _is_imposed(row: Row) -> bool:
-    """Returns whether a row's hit rate was imposed, so that no branches had to be grown for it."""
-    return str(row.hit_law).startswith("p_hit:")
-
-
 def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[list[Claim]]:
     """Returns the claims of each setting, with p-values after Holm's correction over each table."""
-    every = [judged(setting, rows) for setting in settings]
+    by_setting = [judged(setting, rows) for setting in settings]
     tables: dict[tuple[Any, ...], list[tuple[int, int, float]]] = {}
-    for n, of in enumerate(every):
-        for m, claim in enumerate(of):
+    for n, at_setting in enumerate(by_setting):
+        for m, claim in enumerate(at_setting):
             if claim.gain is not None and claim.gain.is_headline:
                 tables.setdefault(claim.table, []).append((n, m, claim.gain.p_value))
     for lines in tables.values():
         adjusted = holm([p_value for *_, p_value in lines])
         for (n, m, _), p_value in zip(lines, adjusted, strict=True):
-            every[n][m] = replace(every[n][m], p_value=p_value)
-    return every
+            by_setting[n][m] = replace(by_setting[n][m], p_value=p_value)
+    return by_setting
 
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
@@ -131,23 +137,21 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
     rows: of any setting. Rows that differ only in T are compared too; rows whose drafts run on
     another kind of device are not.
     """
-    visits: dict[tuple[Any, ...], list[list[Row]]] = {}  # of each method, T, D and K
+    methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # of each method, family and K its visits
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:
-            name = mode_of(row), row.tp, row.world_size, method_of(row), row.lookahead
-            known = visits.setdefault(name, [])
-            visit = next((visit for visit in known if same_visit(visit[0], row)), None)
+            visits = methods.setdefault((family_of(row), method_of(row), row.lookahead), [])
+            visit = next((visit for visit in visits if same_visit(visit[0], row)), None)
             if visit is None:
-                known.append([row])
+                visits.append([row])
             else:
                 visit.append(row)
-    uses = [Use.of(visit) for known in visits.values() for visit in known]
+    uses = [Use.of(visit) for visits in methods.values() for visit in visits]
     cases: dict[tuple[int, str | None, str | None], list[Use]] = {}
     for use in uses:
         if use.family.mode == "ssd" and use.family.tp == setting["tp"]:
             first = use.rows[0]
-            case = first.world_size, first.hit_law, first.schedule
-            cases.setdefault(case, []).append(use)
+            cases.setdefault((first.world_size, first.hit_law, first.schedule), []).append(use)
     return [_claim(dict(setting), best_use(_of_most_seeds(of)), uses) for of in cases.values()]
 
 
@@ -158,17 +162,19 @@ def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
 
 def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
     seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # that a rival needs
-    gpus, first = ssd.family.gpus, ssd.rows[0]
+    gpus = ssd.family.gpus
+    first = ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
     if first.acceptance is not None:  # an imposed lookup may assume no more than SSD may
         fast = _fast_of(first)
         rivals = [u for u in rivals if not is_lookup(u.rows[0]) or _fast_of(u.rows[0]) == fast]
     here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
     gains = [(gain, use) for use in here if (gain := ssd.over(use)) is not None]
-    gains.sort(key=lambda one: one[0].low if one[0].has_interval else one[0].speedup)
+    gains.sort(key=lambda pair: pair[0].low if pair[0].has_interval else pair[0].speedup)
     gain, other = next(iter(gains), (None, None))
     best = max((use.tok_per_s for use in here), default=0.0)
-    every, unknown = [row for use in uses for row in use.rows], list[Open]()
+    rows = [row for use in uses for row in use.rows]
+    unknown = list[Open]()
     lookups = LOOKUPS if first.acceptance is None else LOOKUPS[:1]
     measured = {use.family for use in here}
     for family in widest(gpus, tps_of(str(setting["target"]), gpus), lookups):
@@ -177,15 +183,15 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
         elsewhere = [use for use in rivals if use.family == family]
         if elsewhere:
             rate = max(use.tok_per_s for use in elsewhere)
-            most = max(len(use.seeds) for use in elsewhere)
+            count = max(len(use.seeds) for use in elsewhere)
             if rate * (1 + DRIFT) >= best:
-                few = Open(family, f"has {most} of {seeds} seeds")
-                unknown.append(few if most < seeds else Open(family, "another visit", rate))
-        elif (bound := bound_of(family, every, first)) is None or bound >= best:
+                few = Open(family, f"has {count} of {seeds} seeds")
+                unknown.append(few if count < seeds else Open(family, "another visit", rate))
+        elif (bound := bound_of(family, rows, first)) is None or bound >= best:
             unknown.append(Open(family, "not measured"))
-    unknown.sort(key=lambda one: -(one.rate or 0.0))
+    unknown.sort(key=lambda use: -(use.rate or 0.0))
     several = [(gpus // use.family.gpus, use) for use in rivals if 2 * use.family.gpus <= gpus]
-    copies = max(several, key=lambda one: one[0] * one[1].tok_per_s, default=None)
+    copies = max(several, key=lambda pair: pair[0] * pair[1].tok_per_s, default=None)
     return Claim(setting, ssd, other, gain, tuple(unknown), copies)
 
 
@@ -200,17 +206,11 @@ def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
     AR on T ranks is no faster than on the next measured number of them; a lookup commits at most
     1/(1 − a) tokens a forward of AR.
     """
-    fast = alpha_of(_fast_of(ssd))
+    fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
-    is_known = ssd.batch_size == 1 and alpha_of(ssd.acceptance) is not None and fast is not None
-    if not is_known or not wider or family.mode not in ("ar", *LOOKUPS):
+    is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None
+    if not is_imposed or ssd.batch_size != 1 or not wider or family.mode not in ("ar", *LOOKUPS):
         return None
     next_tp = min(row.tp for row in wider)
     rate = max(row.tok_per_s for row in wider if row.tp == next_tp)
     return rate * (1 + DRIFT) * (1.0 if family.mode == "ar" else 1 / (1 - (fast or 0.0)))
-
-
-def alpha_of(law: object) -> float | None:
-    """Returns a of the acceptance model alpha:a; None for another model."""
-    match = re.fullmatch(r"alpha:([0-9.eE+-]+)", str(law))
-    return float(match[1]) if match else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,46 +53,47 @@ class LeftOut(list[Malformed]):
 
 
 def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats.
+    """Returns the rows of placed_rows without their files."""
+    return [row for _, row in placed_rows(paths, left_out)]
+
+
+def placed_rows(
+    paths: Paths, left_out: LeftOut | None = None, needed: Iterable[str] = NEEDED
+) -> list[tuple[Path, Row]]:
+    """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats,
+    each with its file.
 
     left_out: receives the lines with an unreadable or truncated row, another schema, a value that
-    no row can have, the run id of another row, or without one of NEEDED. Without left_out they
-    raise ConfigError, naming file and line, except for NEEDED. An unreadable file always does.
+    no row can have, the run id of another row, or without one of the needed keys. Without left_out
+    they raise ConfigError, naming file and line, except for those without a needed key. An
+    unreadable file always does.
     """
-    rows: dict[str, Row] = {}
-    for where, line in (item for path in _run_files(paths) for item in read_lines(path)):
-        try:
-            if isinstance(line, ConfigError):
-                raise line
-            missing = [name for name in NEEDED if line.get(name) is None]
-            if missing and left_out is not None:
-                raise Malformed(where, missing[0], f"it has no {missing[0]}")
-            row = Row.from_dict(line)
-            if rows.setdefault(str(row.get("run_id", where)), row) != row:
-                reason = f"run_id {row.run_id!r} is that of another row, too"
-                raise Malformed(where, "run_id of another row", reason)
-        except Malformed as fault:
-            if left_out is None:
-                raise
-            left_out.append(fault)
+    rows: dict[str, tuple[Path, Row]] = {}
+    for file in (file for path in map(Path, paths) for file in _run_files(path)):
+        for where, text in _lines(file):
+            try:
+                line = _parse(where, text)
+                missing = [name for name in needed if line.get(name) is None]
+                if missing and left_out is not None:
+                    raise Malformed(where, missing[0], f"it has no {missing[0]}")
+                row = Row.from_dict(line)
+                if rows.setdefault(str(row.get("run_id", where)), (file, row))[1] != row:
+                    reason = f"run_id {row.run_id!r} is that of another row, too"
+                    raise Malformed(where, "run_id of another row", reason)
+            except Malformed as fault:
+                if left_out is None:
+                    raise
+                left_out.append(fault)
     return list(rows.values())
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | ConfigError]]:
-    """Yields (FILE:LINE, object) for each line of a .jsonl file: the object that the line holds,
-    flattened, or a ConfigError if it holds none."""
+def _lines(file: Path) -> list[tuple[str, bytes]]:
+    """Returns (FILE:LINE, text) of the lines that are not empty."""
     try:
-        lines = read_file(path).split(b"\n")
+        lines = read_file(file).split(b"\n")
     except OSError as error:
-        yield str(path), ConfigError(f"{path}: cannot be read: {error.strerror}")
-        return
-    for number, line in enumerate(lines, 1):
-        where = f"{path}:{number}"
-        if line.strip():
-            try:
-                yield where, _parse(where, line)
-            except ConfigError as error:
-                yield where, error
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    return [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
@@ -100,17 +101,16 @@ def of_one_group(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if (row.groups or 1) == 1]
 
 
-def _run_files(paths: Paths) -> Iterator[Path]:
-    for path in map(Path, paths):
-        yield from sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]
+def _run_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("runs*.jsonl")) if path.is_dir() else [path]
 
 
 def row_files(folder: Path) -> list[Path]:
     """Returns the files of rows in a folder and its subfolders that have rounds, or one file."""
     if folder.is_file():
         return [folder]
-    kept = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
-    first_lines = {path: path.open("rb").readline() for path in sorted(kept)}
+    files = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
+    first_lines = {path: path.open("rb").readline() for path in sorted(files)}
     return [p for p, text in first_lines.items() if b'"num_rounds"' in text and b'"schema"' in text]
 
 
@@ -169,11 +169,10 @@ def find_pair(
     if b is None:
         sides = configurations(find_rows(a, out, left_out))
         return (sides[0], sides[1]) if len(sides) == 2 else None
-    one, other = (_one_configuration(name, out, left_out) for name in (a, b))
-    return one, other
+    return _single(a, out, left_out), _single(b, out, left_out)
 
 
-def _one_configuration(name: str, out: str, left_out: LeftOut | None) -> list[Row]:
+def _single(name: str, out: str, left_out: LeftOut | None) -> list[Row]:
     sides = configurations(find_rows(name, out, left_out))
     if len(sides) > 1:
         last = ", ".join(str(side[-1].run_id) for side in sides[-3:])

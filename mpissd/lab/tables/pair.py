@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpissd.common.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
-from mpissd.lab.tables.best import FAR, missed_by, unit
+from mpissd.lab.tables.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
+from mpissd.lab.tables.uses import FAR, missed_by, unit
 
 # Keys that decide which tokens are decoded, and how much work a token is.
 _SAME = (
@@ -42,8 +42,8 @@ class Pair:
         """
         pairs = [(x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed]
         pairs = pairs or [(a[-1], b[-1])]
-        for one, other in pairs:
-            check_alike(one, other)
+        for pair in pairs:
+            check_alike(*pair)
         comparison = compare_rows(a, b)
         if comparison.num_seeds == 1:  # compare only the two rows that are shown
             comparison = compare_rows(*([row] for row in pairs[0]))
@@ -63,20 +63,16 @@ class Pair:
 
     def __str__(self) -> str:
         """Returns the comparison as a few lines for a terminal."""
-
-        def short(value: Any) -> str:
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            return "–" if value is None else text
-
-        sides, gain, lines = {"a": self.a, "b": self.b}, self.comparison, []
-        for name, row in sides.items():
+        gain = self.comparison
+        lines = []
+        for name, row in (("a", self.a), ("b", self.b)):
             ranks = f"{row.world_size} rank{'s' * (row.world_size > 1)}"
             rate = f"{row.tok_per_s:.1f} tok/s"
             lines.append(f"{name} = {row.run_id}: {rate}, {ranks}, {row.num_rounds} rounds")
             if missed_by([row.prediction_error]) > FAR:
                 lines.append(f"! {name} is {row.prediction_error:+.0%} off its own prediction")
-        differ = "; ".join(f"{key} {short(x)} → {short(y)}" for key, (x, y) in self.differ.items())
-        lines += [f"differ in: {differ or 'nothing'}", f"b over a: {gain}"]
+        differ = (f"{key} {' → '.join(map(_text, both))}" for key, both in self.differ.items())
+        lines += [f"differ in: {'; '.join(differ) or 'nothing'}", f"b over a: {gain}"]
         if self.a.world_size != self.b.world_size:
             lines.append(f"per {unit(self.a)}: {self.per_gpu}")
         lines.append(f"(by pairs of one seed: {gain.num_seeds})")
@@ -88,15 +84,18 @@ class Pair:
         return "\n".join(wrap.fill(line) for line in lines)
 
 
+def _text(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "–" if value is None else text
+
+
 def configurations(rows: Iterable[Row]) -> list[list[Row]]:
     """Groups rows by configuration and length, whatever their seeds, in order of appearance."""
-    names = [
-        n for n in (*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit") if n != "seed"
-    ]
+    names = {*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit"} - {"seed"}
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        own = str([*(row.get(name) for name in sorted(names)), row.draft_device])
-        groups.setdefault(own, []).append(row)
+        values = [*(row.get(name) for name in sorted(names)), row.draft_device]
+        groups.setdefault(str(values), []).append(row)
     return [*groups.values()]
 
 

@@ -13,7 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-from mpissd.common.compare import (
+from mpissd.common.errors import ConfigError
+from mpissd.common.row import Row
+from mpissd.common.theory import expected_tokens
+from mpissd.lab.tables.compare import (
     HEADLINE_ROUNDS,
     HEADLINE_SEEDS,
     Comparison,
@@ -22,9 +25,6 @@ from mpissd.common.compare import (
     student_p,
     student_t,
 )
-from mpissd.common.errors import ConfigError
-from mpissd.common.row import Row
-from mpissd.common.theory import expected_tokens
 
 
 @pytest.mark.parametrize(
