@@ -29,6 +29,18 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
+def build(output: Path, *options: str) -> None:
+    """Compiles C++; skips the test without a compiler that knows the kernels' types."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        lack("a C++ compiler")
+    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-w", *options, "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if "_Float16" in done.stderr:
+        lack("a C++ compiler with _Float16")
+    assert done.returncode == 0, done.stderr
+
+
 class EmulatedLauncher:
     """Compiles kernels with g++ into `folder` and runs their threads one by one (device.hpp)."""
 
@@ -80,9 +92,6 @@ class EmulatedLauncher:
         array[...] = values
 
     def _compiled(self, name: str, files: tuple[str, ...], macros: Sequence[Any]) -> Any:
-        compiler = shutil.which("g++") or shutil.which("c++")
-        if compiler is None:
-            lack("a C++ compiler")
         includes = [f'#include "{file}.cu"' for file in files if file not in _EMULATED]
         kind = "run_together" if name in _TOGETHER else "run_grid"
         run = _RUN.replace("NAME", name).replace("KIND", kind)
@@ -107,12 +116,7 @@ class EmulatedLauncher:
                 continue
             headers.mkdir(parents=True, exist_ok=True)
             own = headers / f"{tag}.{os.getpid()}.{id(self)}"
-            command = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-w"]
-            command += ["-fno-gnu-unique", *include, *what, "-o", str(own)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if "_Float16" in done.stderr:
-                lack("a C++ compiler with _Float16")
-            assert done.returncode == 0, done.stderr
+            build(own, "-ffp-contract=off", "-fno-gnu-unique", *include, *what)
             os.replace(own, output)
         # A copy has its own globals: ranks run the same kernel at the same time.
         library = self._folder / built.name
