@@ -16,7 +16,7 @@ from mpissd.engine.model.transformer.trees import Size
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
-    FORKED,
+    STAGES,
     Rig,
     check_growing,
     check_lanes,
@@ -79,11 +79,7 @@ def test_a_tree_is_its_paths(gpu: Any) -> None:
         check_tree(Rig(backend, tiny("llama", layers=1), num_lanes=8), 126)
 
 
-@pytest.mark.parametrize(
-    ("tree", "dynamic"),
-    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
-    ids=["chain", "tree", "dynamic"],
-)
+@STAGES
 def test_every_stage_of_a_chained_round_is_its_twins(
     gpu: Any, tree: Tree, dynamic: Size | None
 ) -> None:

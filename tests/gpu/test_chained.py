@@ -18,7 +18,7 @@ from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from tests.gpu.transformer_rig import FORKED, check_growing, check_stages, use_megakernel
+from tests.gpu.transformer_rig import STAGES, check_growing, check_stages, use_megakernel
 from tests.tiny_pair import TinyPair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -150,11 +150,7 @@ def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counte
     assert counts["ahead"]
 
 
-@pytest.mark.parametrize(
-    ("tree", "dynamic"),
-    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
-    ids=["chain", "tree", "dynamic"],
-)
+@STAGES
 def test_every_stage_is_its_twins(backend: Any, tree: Tree, dynamic: Size | None) -> None:
     check_stages(backend, tree, dynamic)
 

@@ -10,13 +10,10 @@ import pytest
 
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
-from mpissd.engine.model.stepper import ModelSource, Stepper
+from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
-from mpissd.engine.model.transformer.sources import config_of
 from tests.gpu.agreement import relative_error
-from tests.gpu.transformer_rig import use_megakernel
+from tests.gpu.transformer_rig import state_steppers, use_megakernel
 from tests.tiny_pair import KINDS, config
 
 pytestmark = pytest.mark.gpu
@@ -33,19 +30,6 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name, one in (("target", told), ("draft", {**own, "mpissd": {"kind": request.param}})):
         (home / f"{name}.json").write_text(json.dumps(one))
     return request.param, str(home / "target.json"), str(home / "draft.json")
-
-
-def steppers(backend: Any, target: str, draft: str) -> tuple[Stepper, Stepper]:
-    options = ForwardOptions(lm_head=True, values=True, capacity=64, states=True)
-    told = {"buckets": [1, 8, 64], "num_sequences": 2, "seed": 3}
-    whole = Stepper(
-        backend, SoloGroup(), TransformerShard(config_of(target)), options,
-        model=ModelSource(target), **told,
-    )  # fmt: skip
-    return whole, Stepper(
-        backend, SoloGroup(), StateShard(config_of(draft, target)), options,
-        model=ModelSource(draft, target), source=whole, **told,
-    )  # fmt: skip
 
 
 def logits(model: Stepper, tokens: Any, places: Any, heads: int = 1) -> Any:
@@ -67,7 +51,7 @@ def test_the_logits_are_the_cpu_s(
     heads, last = HEADS if kind == "medusa" else 1, LENGTH - 4
     found = []
     for device in (backend, NumpyBackend()):
-        whole, own = steppers(device, target, draft)
+        whole, own = state_steppers(device, target, draft)
         got = [logits(whole, tokens, trunk_rows(1, 0, LENGTH))]
         got.append(logits(own, tokens[: last + 1], trunk_rows(1, 0, last + 1), heads))
         for step in (1, 2) if heads == 1 else ():

@@ -17,19 +17,20 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.law.tree import BranchLayout, Tree
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions, TransformerShard
+from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
 from mpissd.engine.model.stacks import Best
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.device_rounds import BEFORE, SLOT, Ends, RoundStage, Sheet
 from mpissd.engine.model.transformer.growing import GrowthSheet
+from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.round.sequence import Batch, Placement
 from tests import transformer_reference
-from tests.transformer_rig import joined as joined
 
 PAGE = 128
 FORKED = Tree((0, 0, 0, 2, 2, 4, 4))
@@ -69,12 +70,17 @@ def uneven(name: str) -> TransformerConfig:
     return replace(tiny(family), shape=shape)
 
 
-def lanes(slot: int, trunk: int, positions: Sequence[int], first: int = 0) -> Places:
-    """Lane rows of one trunk, one a lane."""
-    count = len(positions)
-    number = np.arange(first, first + count, dtype=np.int32)
-    place = np.array(positions, np.int32)
-    return Places(np.full(count, slot, np.int32), place, number, np.full(count, trunk, np.int32))
+def lanes(slot: int, trunks: Sequence[int], step: int) -> Places:
+    """Rows of step `step` of a slot's first lanes, each after a trunk of its own length."""
+    count, trunk = len(trunks), np.array(trunks, np.int32)
+    numbers = np.arange(count, dtype=np.int32)
+    return Places(np.full(count, slot, np.int32), trunk + np.int32(step), numbers, trunk)
+
+
+def joined(*parts: Places) -> Places:
+    """The rows of several places, concatenated."""
+    names = "slots", "positions", "lanes", "trunks"
+    return Places(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 class Rig:
@@ -140,6 +146,22 @@ class Rig:
         return transformer_reference.logits(self.checkpoint, tokens)
 
 
+def state_steppers(
+    backend: Any, target: str, draft: str, capacity: int = 64
+) -> tuple[Stepper, Stepper]:
+    """A target, and a draft that reads its hidden states."""
+    options = ForwardOptions(lm_head=True, values=True, capacity=capacity, states=True)
+    told = {"buckets": [1, 8, 64], "num_sequences": 2, "seed": 3}
+    whole = Stepper(
+        backend, SoloGroup(), TransformerShard(config_of(target)), options,
+        model=ModelSource(target), **told,
+    )  # fmt: skip
+    return whole, Stepper(
+        backend, SoloGroup(), StateShard(config_of(draft, target)), options,
+        model=ModelSource(draft, target), source=whole, **told,
+    )  # fmt: skip
+
+
 def prompt(rig: Rig, count: int, seed: int = 1) -> list[int]:
     """Random tokens of the rig's vocabulary."""
     vocab = rig.checkpoint.config.shape.vocab_size
@@ -158,18 +180,20 @@ def check_rows_alone(rig: Rig, count: int, chunks: Sequence[int]) -> None:
 def check_lanes(rig: Rig, trunk: int, grown: int) -> None:
     """Rows in lanes have the logits that they would have as rows of the trunk, bit for bit.
 
-    Lane l grows the tokens of its own sequence after a common trunk; a trunk row of another
-    sequence, and padding, are in the same forward.
+    Lane l grows the tokens of its own sequence after a common trunk without its last l tokens; a
+    trunk row of another sequence, and padding, are in the same forward.
     """
     count = rig.stack.options.lanes
+    cuts = [max(min(1, trunk), trunk - lane) for lane in range(count)]
     common, other = prompt(rig, trunk), prompt(rig, 4, seed=7)
     tails = [prompt(rig, grown, seed=10 + lane) for lane in range(count)]
-    expected = [rig.fill(common + tail, 8, slot=1)[trunk:] for tail in tails]
+    whole = [(common[:cut] + tail, cut) for cut, tail in zip(cuts, tails, strict=True)]
+    expected = [rig.fill(tokens, 8, slot=1)[cut:] for tokens, cut in whole]
     beside = rig.fill(other, 1, slot=1)[3]
     rig.fill(common, 8)
     for step in range(grown):
         rows = [tail[step] for tail in tails]
-        places = joined(lanes(0, trunk, [trunk + step] * count), trunk_rows(1, 3, 4))
+        places = joined(lanes(0, cuts, step), trunk_rows(1, 3, 4))
         found = rig.forward([*rows, other[3]], places, bucket=count + 3)
         for lane in range(count):
             assert np.array_equal(found[lane], expected[lane][step]), f"lane {lane}, step {step}"
@@ -205,6 +229,13 @@ def check_tree(rig: Rig, trunk: int) -> None:
         move()
         after = rig.forward([7], batch.trunk(np.array([0], np.int32)))
         assert np.array_equal(after[0], expected[7][1])
+
+
+STAGES = pytest.mark.parametrize(
+    ("tree", "dynamic"),
+    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
+    ids=["chain", "tree", "dynamic"],
+)
 
 
 def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:

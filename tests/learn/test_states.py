@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
-from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
+from tests.gpu.transformer_rig import state_steppers
 from tests.needs import module
 from tests.tiny_pair import KINDS, tiny_pair
 
@@ -63,17 +61,8 @@ class Engine:
     """The engine's two models on one cache of one sequence."""
 
     def __init__(self, target: Path, draft: Path) -> None:
-        options = ForwardOptions(lm_head=True, values=True, capacity=LENGTH + HEADS, states=True)
-        told = {"buckets": [1, 8, 40], "num_sequences": 1, "seed": 0}
-        whole, own = config_of(str(target)), config_of(str(draft), str(target))
-        self.target = Stepper(
-            NumpyBackend(), SoloGroup(), TransformerShard(whole), options,
-            model=ModelSource(str(target)), **told,
-        )  # fmt: skip
-        self.draft = Stepper(
-            NumpyBackend(), SoloGroup(), StateShard(own), options,
-            model=ModelSource(str(draft), str(target)), source=self.target, **told,
-        )  # fmt: skip
+        told = str(target), str(draft), LENGTH + HEADS
+        self.target, self.draft = state_steppers(NumpyBackend(), *told)
 
     def verify(self, stop: int) -> Any:
         """Computes the target over all positions before `stop`; returns its states after them."""
