@@ -1,7 +1,8 @@
-"""Fan-outs: the optimum against exhaustive search, and every way to write one."""
+"""Fan-outs and shapes of drafts: the optimum against all that there are; every way to write one."""
 
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import named_hit_law
 from mpissd.engine.law.fanout import key_chances, optimal_fan_out, resolve_fan_out, tree_fan_out
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import CHAIN, Tree, optimal, positional
 
 
 def miss_probability(weights: Any, fan_out: Any, a: Any, r: Any) -> float:
@@ -102,3 +103,24 @@ def test_a_tree_s_branches_follow_the_likeliest_outcomes(law: str, parents: tupl
     best = tree_fan_out(*told, 5)
     assert sum(best) <= 5
     assert hits(best) == pytest.approx(max(hits(each) for each in every if sum(each) <= 5))
+
+
+def shapes(nodes: int, width: int) -> list[Tree]:
+    """Every tree of `nodes` nodes whose nodes have at most `width` children."""
+    every = itertools.product(*(range(n) for n in range(1, nodes + 1)))
+    rising = (of for of in every if [*of] == sorted(of))
+    return [Tree(of) for of in rising if max(Counter(of).values()) <= width]
+
+
+@pytest.mark.parametrize("rates", [(0.7, 0.7, 0.7), (0.3, 0.9, 0.1), (0.05, 0.5, 0.2)])
+@pytest.mark.parametrize("law", ["power:A=.5,r=.6", "power:A=.1,r=2,floor=.05"])
+def test_the_optimal_tree_is_the_best_of_all(rates: tuple[float, ...], law: str) -> None:
+    chances = positional(rates, named_hit_law(law), 3)
+    for nodes in range(1, 7):
+        trees = [optimal(nodes, chances), *(t for t in shapes(nodes, 3) if t.depth <= 3)]
+        mean, *others = (np.cumprod(tree.rates(chances)).sum() for tree in trees)
+        assert mean == pytest.approx(max(others))
+
+
+def test_a_chain_needs_no_lanes() -> None:
+    assert CHAIN.num_lanes == 0 and CHAIN.ends == list(range(257)) and CHAIN.width == 1
