@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from mpissd.common import token_lists
 from mpissd.common.config import parse_flags
@@ -278,37 +279,27 @@ ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bad")
+    """Has a good model, as the folder `one` and as `good.gguf`."""
+    home = tmp_path_factory.mktemp("bad")
+    write_gguf(home / "good.gguf", random_folder(home / "one")[1], "Q8_0")
+    return home
 
 
-@pytest.fixture(scope="module")
-def values(home: Path) -> dict[str, np.ndarray]:
-    return random_folder(home / "one")[1]
-
-
-@pytest.fixture(scope="module")
-def one(home: Path, values: dict[str, np.ndarray]) -> Path:
-    return home / "one"
-
-
-@pytest.fixture(scope="module")
-def blocks_file(home: Path, values: dict[str, np.ndarray]) -> Path:
-    return write_gguf(home / "good.gguf", values, "Q8_0")
+def copied(home: Path) -> tuple[Path, Path]:
+    """A copy of the folder, and the file of its weights."""
+    shutil.copytree(home / "one", home / "copy", dirs_exist_ok=True)
+    return home / "copy", home / "copy" / "model.safetensors"
 
 
 @ANY
 @given(data=st.data())
-def test_a_cut_file_is_refused(
-    home: Path, one: Path, blocks_file: Path, data: st.DataObject
-) -> None:
+def test_a_cut_file_is_refused(home: Path, data: st.DataObject) -> None:
     if data.draw(st.booleans()):
-        folder = home / "cut"
-        shutil.copytree(one, folder, dirs_exist_ok=True)
-        path = folder / "model.safetensors"
-        whole = (one / path.name).read_bytes()
+        folder, path = copied(home)
+        whole = path.read_bytes()
     else:
         folder = path = home / "cut.gguf"
-        whole = blocks_file.read_bytes()
+        whole = (home / "good.gguf").read_bytes()
     # The last bytes of a .gguf may be padding.
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 33))])
     told = refused(folder)
@@ -318,17 +309,14 @@ def test_a_cut_file_is_refused(
 @ANY
 @given(at=st.floats(0, 1), value=st.binary(min_size=1, max_size=9), kind=st.sampled_from("sg"))
 def test_a_damaged_header_is_refused_or_harmless(
-    home: Path, one: Path, blocks_file: Path, at: float, value: bytes, kind: str
+    home: Path, at: float, value: bytes, kind: str
 ) -> None:
-    source = blocks_file if kind == "g" else one / "model.safetensors"
-    whole = bytearray(source.read_bytes())
+    folder, path = copied(home)
+    whole = bytearray((home / "good.gguf" if kind == "g" else path).read_bytes())
     start = int(at * 3000)
     whole[start : start + len(value)] = value
-    folder = path = home / "damaged.gguf"
-    if kind == "s":
-        folder = home / "damaged"
-        shutil.copytree(one, folder, dirs_exist_ok=True)
-        path = folder / "model.safetensors"
+    if kind == "g":
+        folder = path = home / "damaged.gguf"
     path.write_bytes(whole)
     try:
         checkpoint = open_checkpoint(str(folder))
@@ -348,9 +336,8 @@ def test_a_damaged_header_is_refused_or_harmless(
         ("model.norm.weight", np.ones(64, "i1"), "model.norm.weight is I8: allowed: of a matrix"),
     ],
 )
-def test_tensors_fit_the_config(
-    home: Path, values: dict[str, np.ndarray], name: str, value: np.ndarray | None, told: str
-) -> None:
+def test_tensors_fit_the_config(home: Path, name: str, value: np.ndarray | None, told: str) -> None:
+    values = load_file(home / "one" / "model.safetensors")
     changed = {key: each for key, each in {**values, name: value}.items() if each is not None}
     refused(write_folder(home / "unfit", CONFIG, changed), told)
     if name not in ("lm_head.weight", "head_ids") and (
@@ -380,8 +367,8 @@ def test_folders_without_weights(home: Path) -> None:
     refused(home / "text.gguf")
 
 
-def test_a_ggml_type_that_the_library_lacks(home: Path, blocks_file: Path) -> None:
-    data = blocks_file.read_bytes()
+def test_a_ggml_type_that_the_library_lacks(home: Path) -> None:
+    data = (home / "good.gguf").read_bytes()
     name = b"blk.0.attn_q.weight"
     at = data.index(name) + len(name) + 4 + 16
     (home / "odd.gguf").write_bytes(data[:at] + (99).to_bytes(4, "little") + data[at + 4 :])
