@@ -57,9 +57,12 @@ class World:
             task.accepted += k
             task.rejected += k < way.lookahead
         target_s, verified = self.target_s(way, count), count * (way.lookahead + 1)
-        stored_s = self.stored_s * (way.lookahead > 0)
+        stored_s = self.store_s(way, count)
         result = RoundResult(served, Outcome(0, rows), target_s, {}, verified, wait_s)
         return replace(result, stored_s=stored_s), target_s + wait_s + stored_s + self.host_s
+
+    def store_s(self, way: Way, count: int) -> float:
+        return self.stored_s * (way.lookahead > 0)
 
     def goodput(self, way: Way, count: int) -> float:
         k = sum(self.alpha**n for n in range(1, way.lookahead + 1))
@@ -141,11 +144,12 @@ class OnGpu(World):
 
     def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
         result, round_s = super().round(way, tasks)
-        lacking = 0 if way.lookahead else min(self.lacking + len(tasks), 60 * len(tasks))
-        stored_s = (0.025 + 0.0002 * self.lacking) * (way.lookahead > 0 < self.lacking)
-        self.lacking = lacking
-        more_s = 0.15 * (result.wait_s + self.host_s) * self.rng.standard_normal()
-        return replace(result, stored_s=stored_s), round_s + stored_s + more_s
+        return result, round_s + 0.15 * (result.wait_s + self.host_s) * self.rng.standard_normal()
+
+    def store_s(self, way: Way, count: int) -> float:
+        stored = self.lacking * (way.lookahead > 0)
+        self.lacking = 0 if way.lookahead else min(self.lacking + count, 60 * count)
+        return 0.025 + 0.0002 * stored if stored else 0.0
 
 
 @pytest.mark.parametrize("alpha", [0.4, 0.55, 0.7])
@@ -186,13 +190,10 @@ class Inline(World):
 
     lacking = 0
 
-    def round(self, way: Way, tasks: list[Task]) -> tuple[RoundResult, float]:
-        result, round_s = super().round(way, tasks)
-        self.lacking += not way.lookahead
-        stored = self.lacking if way.lookahead else 0
-        self.lacking -= stored
-        stored_s = 0.002 * stored
-        return replace(result, stored_s=stored_s), round_s + stored_s
+    def store_s(self, way: Way, count: int) -> float:
+        stored = self.lacking * (way.lookahead > 0)
+        self.lacking += (not way.lookahead) - stored
+        return 0.002 * stored
 
 
 def test_catching_up_is_no_reason_not_to_draft_and_is_counted_as_a_try() -> None:
@@ -361,18 +362,14 @@ def test_requests_join_in_their_order_as_far_as_there_is_room() -> None:
         (task(0, 100), "prompt of 100 tokens: allowed: 1..99"),
         (task(0, 0), "prompt of 0 tokens"),
         (task(0, tokens=0), "max_tokens=0"),
+        (task(0, 20, 37), "20 tokens and max_tokens=37: allowed: 56 together"),  # of all pages
     ],
 )
 def test_what_can_never_run_is_refused(made: Task, told: str) -> None:
+    scheduler = Scheduler(replace(ROOM, pages=6))
+    scheduler.submit(task(1, 20, 36))
     with pytest.raises(ConfigError, match=told):
-        Scheduler(ROOM).submit(made)
-
-
-def test_more_than_the_pool_holds_is_refused() -> None:
-    room = Capacity(sequences=2, context=100, ahead=DRAFTED + 1, page=10, pages=6)
-    Scheduler(room).submit(task(0, 20, 36))
-    with pytest.raises(ConfigError, match="20 tokens and max_tokens=37: allowed: 56 together"):
-        Scheduler(room).submit(task(0, 20, 37))
+        scheduler.submit(made)
 
 
 def test_a_deadline_and_a_cancel_end_what_waits_and_what_runs() -> None:

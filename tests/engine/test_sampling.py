@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,19 +190,18 @@ def test_each_token_is_judged_behind_those_before_it() -> None:
     assert judge([0.99, 0.4, 0.0]) == (1, 2) and asked == [2, 1]
 
 
-@pytest.mark.parametrize("q", [0.0, -0.5, 1.5, float("nan")])
-def test_a_token_that_could_not_be_drawn_is_refused(q: float) -> None:
-    p = np.array([0.5, 0.5])
-    with pytest.raises(ProtocolError, match="token 1 was proposed with probability"):
-        sampling.judge(lambda i: p, [1], [q], never, [0.0], 0.0)
+ROWS = [[0.25, 0.75], [0.0, 0.0], [0.5, 0.50001], [1.0, 0.0]]
 
 
-@pytest.mark.parametrize("row", [[0.25, 0.75], [0.0, 0.0], [0.5, 0.50001], [1.0, 0.0]], ids=str)
-def test_a_row_that_gives_its_token_another_probability_is_refused(row: list[float]) -> None:
-    p = np.array([0.9, 0.1])
-    found = np.array(row, np.float32)
-    with pytest.raises(ProtocolError, match=r"token 1: its row says .*, its proposal said 0.5"):
-        sampling.judge(lambda i: p, [1], [0.5], lambda i: found, [0.9], 0.0)
+@pytest.mark.parametrize("told", [0.0, -0.5, 1.5, float("nan"), *ROWS], ids=str)
+def test_a_token_that_could_not_be_drawn_so_is_refused(told: Any) -> None:
+    """Its probability is none, or its row has another one."""
+    q_row, q, says = never, told, "token 1 was proposed with probability"
+    if isinstance(told, list):
+        q_row, q = (lambda i: np.array(told, np.float32)), 0.5
+        says = r"token 1: its row says .*, its proposal said 0\.5"
+    with pytest.raises(ProtocolError, match=says):
+        sampling.judge(lambda i: np.array([0.9, 0.1]), [1], [q], q_row, [0.9], 0.0)
 
 
 def test_models_that_agree_but_for_rounding_reject_nothing() -> None:
