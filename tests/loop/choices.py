@@ -8,7 +8,7 @@ is, whatever it compares in whatever order; a uniform that is used again keeps i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +18,6 @@ from mpissd.common.rng import Purpose, uniforms
 T = TypeVar("T")
 Name = tuple[Hashable, ...]
 Path = tuple[bool, ...]
-
-
-class Draws(Protocol):
-    """Which draws are enumerated (the draws of the sequences `watched`), which uniform replaces a
-    named one, and whether a uniform may be used in a single round only."""
-
-    @property
-    def watched(self) -> tuple[int, ...]: ...
-
-    @property
-    def rename(self) -> Callable[[Name], Name]: ...
-
-    @property
-    def fresh(self) -> bool: ...
 
 
 class Uniform:
@@ -76,8 +62,10 @@ class Scaled:
 class Choices:
     """One path: it follows the given decisions, then takes the first way of every choice."""
 
-    def __init__(self, given: Path, start: int, draws: Draws) -> None:
-        """start: choices from there on count in `weight`."""
+    def __init__(self, given: Path, start: int, draws: Any) -> None:
+        """start: choices from there on count in `weight`. draws: has the sequences whose draws are
+        enumerated (watched), which uniform replaces a named one (rename), and whether a uniform
+        may be used in a single round only (fresh)."""
         self._given, self._start, self._draws = given, start, draws
         self.path: list[bool] = []
         self.others: list[Path] = []  # the paths that fork from this one

@@ -26,8 +26,8 @@ from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import RemoteSpeculator
 from mpissd.engine.round.target import TargetLoop
 from tests.loop.choices import Choices, Name, Path
-from tests.loop.harness import CountingForwards
-from tests.loop.markov_rig import WAITER, Pair, joint_law
+from tests.loop.harness import WAITER, CountingForwards
+from tests.loop.markov_rig import Pair, joint_law
 
 Law = dict[tuple[int, ...], float]
 Served = tuple[tuple[Source, int], ...]  # (source, num_draft), by batch row

@@ -6,24 +6,26 @@ exact. Forwards compute nothing and are remembered.
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.real_pairs import ASSUMED, ASSUMED_LAW, PairHits
-from mpissd.common.records import RoundRecords, outcome_digest, token_digest
+from mpissd.common.records import RoundRecords
+from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
 from mpissd.common.trace import LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm import wire
-from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
+from mpissd.engine.comm.link import queue_link
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.law.acceptance import AcceptanceLaw, named_hit_law
 from mpissd.engine.law.fanout import FanOuts
@@ -33,11 +35,84 @@ from mpissd.engine.round.draft import Drafter, DraftPolicy, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.round.target import TargetLoop, follow
-from tests.oracle import Law
+
+_BLOCK = 256
+
+
+@lru_cache(maxsize=4096)
+def _block(seed: int, purpose: Purpose, sequence: int, number: int) -> list[float]:
+    return list(uniforms(seed, purpose, sequence, number * _BLOCK, _BLOCK))
+
+
+class Law:
+    """The `gemm` workload's models, position by position, by definition: no tables.
+
+    Y(s,p), the draft's x(s,p,i,source) and the rank of the bonus token.
+
+    hazards: a_1 … a_K by source. p_hit imposes hits, else miss(F) = min(1, floor + A·F^-r), where
+    `laws` holds (A, r, floor) after a rejection, and where all served tokens were accepted.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        vocab: int,
+        hazards: Mapping[Any, Sequence[float]],
+        fan_out: Sequence[int] = (),
+        p_hit: float | None = None,
+        laws: tuple[tuple[float, float, float], tuple[float, float, float]] = ASSUMED.laws,
+    ) -> None:
+        self.seed, self.vocab, self.hazards = seed, vocab, hazards
+        self.fan_out, self.p_hit = fan_out, p_hit
+        self.laws = laws
+
+    def draw(self, purpose: Purpose, sequence: int, position: int) -> float:
+        number, offset = divmod(position, _BLOCK)
+        return _block(self.seed, purpose, sequence, number)[offset]
+
+    def true(self, sequence: int, position: int) -> int:
+        """Y: the token that the target emits."""
+        return int(self.vocab * self.draw(Purpose.TOKEN, sequence, position))
+
+    def proposal(self, sequence: int, position: int, place: int, source: int) -> int:
+        """x at `place` (from 0) of a round, drafted by `source`."""
+        true = self.true(sequence, position)
+        if self.draw(Purpose.ACCEPT, sequence, position) < self.hazards[source][place]:
+            return true
+        other = int((self.vocab - 1) * self.draw(Purpose.WRONG, sequence, position))
+        return other + (other >= true)
+
+    def proposals(self, sequence: int, length: int, count: int, source: int) -> list[int]:
+        """x_1 … x_count after `length` committed tokens."""
+        return [self.proposal(sequence, length + i, i, source) for i in range(count)]
+
+    def judge(self, sequence: int, length: int, drafts: Sequence[int]) -> tuple[int, int]:
+        """(k, t*) of a verification."""
+        k = 0
+        while k < len(drafts) and drafts[k] == self.true(sequence, length + k):
+            k += 1
+        return k, self.true(sequence, length + k)
+
+    def rank(self, sequence: int, position: int, end: bool = False) -> float:
+        """From 1; infinite where no fan-out reaches the bonus token. end: all were accepted."""
+        u = self.draw(Purpose.RANK, sequence, position)
+        if self.p_hit is not None:
+            return 1 if u < self.p_hit else math.inf
+        a, r, floor = self.laws[end]
+        if u <= floor:
+            return math.inf
+        return float(max(1, math.ceil((a / (u - floor)) ** (1 / r))))
+
+    def hits(self, sequence: int, length: int, k: int, end: bool = False) -> bool:
+        """Whether the outcome (k, t*) of a verification after `length` tokens is a key.
+
+        end: whether all served tokens were accepted.
+        """
+        return bool(self.fan_out) and self.rank(sequence, length + k, end) <= self.fan_out[k]
+
 
 WAITER = Waiter(30.0, spin=False)
 Forward = tuple[int, list[int]]  # rows, tokens fed
-Hook = Callable[[LeadEnd, DraftEnd], None]
 
 
 @dataclass(frozen=True)
@@ -179,13 +254,6 @@ class Result:
         """[n, 8]: round, id, epoch, k, t*, source, hit, num_draft."""
         return self.records.sequences()
 
-    @property
-    def outcome_digest(self) -> str:
-        return outcome_digest(self.rows)
-
-    def token_digest(self, count: int) -> str:
-        return token_digest(self.records.tokens(), count)
-
 
 def requests(count: int) -> list[Request]:
     return [Request(n, first_token=n) for n in range(count)]
@@ -220,21 +288,6 @@ def drive(
     return records
 
 
-def joined(
-    drafter: Drafter | None, shape: LinkShape, *, inline: bool, hook: Hook | None = None
-) -> tuple[Speculator, Guarded | None]:
-    """The speculator of a drafter (None: of AR), and the draft's thread if it has one; hook: sees
-    both ends of the link first."""
-    if drafter is None:
-        return Speculator(), None
-    if inline:
-        return InlineSpeculator(drafter), None
-    lead, draft = queue_link(shape, WAITER)
-    if hook is not None:
-        hook(lead, draft)
-    return RemoteSpeculator(lead), Guarded(lambda: serve(draft, drafter))
-
-
 class Guarded(threading.Thread):
     """A thread whose exception is raised by the join."""
 
@@ -267,11 +320,15 @@ def run(scenario: Scenario) -> Result:
         Guarded(partial(follow, rig.target_worker(f), partial(plans.plan, n), s.batch, WAITER))
         for n, f in enumerate(forwards)
     ]
-    speculator, draft = joined(rig.drafter if s.K else None, rig.shape, inline=s.inline)
+    speculator = InlineSpeculator(rig.drafter) if s.inline else Speculator()
+    if s.K and not s.inline:
+        lead, draft = queue_link(rig.shape, WAITER)
+        speculator = RemoteSpeculator(lead)
+        threads.append(Guarded(lambda: serve(draft, rig.drafter)))
     loop = rig.loop(speculator, plans.publish if plans.queues else None)
     records = rig.drive(loop)
     loop.stop()
-    for thread in (*threads, *filter(None, [draft])):
+    for thread in threads:
         thread.finish()
     return Result(rig, records, [f.log for f in forwards])
 

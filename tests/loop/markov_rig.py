@@ -1,7 +1,4 @@
-"""Pairs of markov models, decoded by the real loops without MPI.
-
-Forwards compute nothing. Draft ranks and followers are threads; their messages are the real ones.
-"""
+"""Pairs of markov models, and what their definition says of the tokens that they emit."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,20 +7,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mpissd.common.errors import MpissdError
-from mpissd.common.records import RoundRecords
-from mpissd.common.rounds import Outcome, Request, Source
+from mpissd.common.rounds import Request, Source
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, Tree
-from mpissd.engine.oracle.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
-from mpissd.engine.round.draft import Drafter, DraftPolicy
-from mpissd.engine.round.rows import DraftWorker, TargetWorker
-from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
-from mpissd.engine.round.target import TargetLoop
-from tests.loop.harness import WAITER, CountingForwards, Hook, drive, joined
+from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
+from mpissd.engine.round.draft import DraftPolicy
 
 
 @dataclass(frozen=True)
@@ -92,11 +82,6 @@ class Pair:
         """The tokens that a grammar forces after an answer."""
         return []
 
-    def drafter(self) -> Drafter:
-        oracle = MarkovDraft(self.laws, self.K, self.fans)
-        worker = DraftWorker(CountingForwards(), oracle)
-        return Drafter(worker, self.policy, self.batch, WAITER)
-
 
 def conditionals(model: MarkovModel, temperature: float, context: Sequence[int]) -> Any:
     """p(· | context), [V], from the model's logits only, without the tested code."""
@@ -129,48 +114,6 @@ def greedy(pair: Pair, count: int, stop_token: int | None = None) -> dict[int, l
             tokens.append(int(np.argmax(model.logits(model.context(tokens)))))
         found[n] = tokens[pair.prompt_tokens :]
     return found
-
-
-@dataclass
-class Decoded:
-    """The results of a pair: rounds, and the lead's loop and speculator."""
-
-    records: RoundRecords
-    loop: TargetLoop
-    speculator: Speculator
-
-    @property
-    def tokens(self) -> dict[int, list[int]]:
-        return self.records.tokens()
-
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """[n, 8]: round, id, epoch, k, t*, source, hit, num_draft."""
-        return self.records.sequences()
-
-    def first(self, count: int) -> dict[int, list[int]]:
-        return {n: tokens[:count] for n, tokens in self.tokens.items()}
-
-
-def decode(
-    pair: Pair, num_tokens: int, stop_token: int | None = None, *, hook: Hook | None = None
-) -> Decoded:
-    """Rounds until every sequence has num_tokens or its stop token; the draft is a thread."""
-    drafter = pair.drafter() if pair.K else None
-    speculator, thread = joined(drafter, pair.shape, inline=pair.is_inline, hook=hook)
-    worker = TargetWorker(CountingForwards(), MarkovTarget(pair.laws))
-    loop = TargetLoop(worker, speculator, None, pair.batch, WAITER)
-    try:
-        records = drive(loop, pair.requests(), pair.K, num_tokens=num_tokens, stop_token=stop_token)
-        loop.stop()
-    except MpissdError:
-        if isinstance(speculator, RemoteSpeculator):  # the draft waits for the next outcome
-            speculator._link.send_outcome(Outcome.admission(loop.round, []), stop=True)
-        raise
-    finally:
-        if thread is not None:
-            thread.finish()
-    return Decoded(records, loop, speculator)
 
 
 def deviation(law: Mapping[tuple[int, ...], float], texts: Iterable[Sequence[int]]) -> float:

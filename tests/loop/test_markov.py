@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
 from mpissd.common.rounds import Source
 from mpissd.common.wait import Waiter
-from mpissd.engine import Decoder, RunConfig, parts
-from mpissd.engine.comm.link import DraftEnd, LeadEnd
+from mpissd.engine import Decoder, RunConfig, in_process, parts
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.features.ranks import RankCounts
 from mpissd.engine.law.sampling import probabilities
 from mpissd.engine.oracle.markov import MarkovModel
-from tests.loop.markov_rig import Pair, decode, greedy
-from tests.scripts import python
+from tests.loop.markov_rig import Pair, greedy
+from tests.text_config import finished
 
 GREEDY = Pair(temperature=0.0, vocab=12, order=2, lookahead=3, prompt_tokens=3, seed=4)
 
@@ -51,7 +52,7 @@ def test_any_pair_emits_what_its_target_or_sd_emits(data: st.DataObject) -> None
         ssd, sd = decode(pair, 15), decode(replace(pair, mode="sd"), 15)
         inline = decode(replace(pair, mode="sd", is_inline=True), 15)
         assert ssd.tokens == sd.tokens == inline.tokens
-        assert outcome_digest(ssd.rows) == outcome_digest(sd.rows)
+        assert outcome_digest(ssd.records.sequences()) == outcome_digest(sd.records.sequences())
         return
     way = draw(st.sampled_from(["ar", "sd", "inline", "ssd"]), "way")
     pair = replace(
@@ -61,10 +62,37 @@ def test_any_pair_emits_what_its_target_or_sd_emits(data: st.DataObject) -> None
         backup=draw(st.sampled_from(["jit", "fast"]), "backup"),
         backup_lookahead=draw(st.integers(1, K), "K_b"),
     )
-    assert decode(pair, 15).first(15) == greedy(pair, 15)
+    tokens = {n: found[:15] for n, found in decode(pair, 15).tokens.items()}
+    assert tokens == greedy(pair, 15)
 
 
 PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2, 2, 2, 3))
+
+
+Hook = Callable[[LeadEnd, DraftEnd], None]  # sees both ends of the link first
+
+
+def decode(pair: Pair, count: int, hook: Hook | None = None) -> Decoder:
+    """Decodes so many tokens of each sequence."""
+    told: dict[str, Any] = {"pair": "toy", "backend": "emulated", "device": "null"}
+    for name in ("mode", "vocab", "order", "divergence", "temperature", "prompt_tokens", "seed"):
+        told[name] = getattr(pair, name)
+    if pair.K:
+        told |= {"lookahead": pair.K, "num_drafts": 1 - pair.is_inline, "backup": pair.backup}
+        told |= {"backup_lookahead": pair.backup_lookahead, "saguaro_c": pair.saguaro_c}
+    if pair.mode == "ssd":
+        fans = (",".join(map(str, of)) for of in (pair.fans.after_hit, pair.fans.after_miss))
+        told["fan_out"] = "list:{}/list:{}".format(*fans)
+    config = RunConfig(workload="markov", num_tokens=count, batch_size=pair.batch, **told)
+    with pytest.MonkeyPatch.context() as patch:
+        if hook is not None:
+            patch.setattr(in_process, "queue_link", lambda *of: hooked(hook, queue_link(*of)))
+        return finished(config)
+
+
+def hooked(hook: Hook, ends: tuple[LeadEnd, DraftEnd]) -> tuple[LeadEnd, DraftEnd]:
+    hook(*ends)
+    return ends
 
 
 def test_rows_that_come_late_change_nothing() -> None:
@@ -142,10 +170,7 @@ def test_ranks_are_counted_by_what_was_kept_and_where_the_tokens_end(
     )  # fmt: skip
     counts = RankCounts()
     monkeypatch.setattr(parts, "RankCounts", lambda: counts)
-    with Decoder(config) as decoder:
-        for _ in range(60):
-            decoder.step()
-        rows = decoder.records.sequences().tolist()
+    rows = finished(config, 60).records.sequences().tolist()
     found = counts.to_dict()
     lists = {Source.CACHE: (3, 1, 2), Source.JIT: (2, 4, 1)}
     wanted: Counter[tuple[bool, int, bool]] = Counter()
@@ -164,25 +189,14 @@ def test_ranks_are_counted_by_what_was_kept_and_where_the_tokens_end(
     assert got == wanted and found["outcomes"] == sum(wanted.values())
 
 
-MODEL = MarkovModel(40, 2, 7, 0.3)
-
-
-def overlap(a: MarkovModel, b: MarkovModel, contexts: int = 60) -> float:
+def overlap(a: MarkovModel, b: MarkovModel) -> float:
     """Mean Σ min(p, q), temperature 1."""
     found = []
-    for n in range(contexts):
+    for n in range(60):
         context = a.context([n % a.vocab, 3 * n % a.vocab, 7 * n % a.vocab])
         p, q = (probabilities(model.logits(context), 1.0) for model in (a, b))
         found.append(np.minimum(p, q).sum())
     return float(np.mean(found))
-
-
-def test_a_row_is_the_same_in_another_process() -> None:
-    code = (
-        "from mpissd.engine.oracle.markov import MarkovModel as M;"
-        "print(M(40, 2, 7, 0.3).logits((3, 5)).tobytes().hex())"
-    )
-    assert python("-c", code).stdout.strip() == MODEL.logits((3, 5)).tobytes().hex()
 
 
 def test_divergence_takes_the_draft_away_from_the_target() -> None:
