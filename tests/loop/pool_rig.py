@@ -6,18 +6,17 @@ The caller steps the groups in any order; the draft serves every group that asks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.registry import open_backend
-from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.comm.link import queue_link
+from mpissd.engine.comm.link import LeadEnd, queue_link
 from mpissd.engine.features.pool import GroupForwards, serve_groups
+from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
 from mpissd.engine.round.speculator import RemoteSpeculator
 from mpissd.engine.round.target import TargetLoop
@@ -29,9 +28,9 @@ WAITER = Waiter(300.0, spin=False)  # a transformer's first forward is compiled
 class Group:
     """One target group: its loop, its sequences and its rounds."""
 
-    def __init__(self, job: Job, number: int, speculator: RemoteSpeculator) -> None:
-        workload = job.workload
-        worker = workload.target_worker(stepper_of(job, drafts=False))
+    def __init__(self, job: Job, number: int, lead: LeadEnd, resources: ExitStack) -> None:
+        workload, speculator = job.workload, RemoteSpeculator(lead)
+        worker = workload.target_worker(open_stepper(job, job.config.backend, resources))
         batch = job.config.batch_size
         self.loop = TargetLoop(worker, speculator, None, batch, WAITER)
         self.scheduler = workload.scheduler(number)
@@ -55,14 +54,17 @@ class Pool:
         self.job = job = resolve(config, 1, backend=config.backend, memory_bytes=None)
         waiters = group_waiters(job, WAITER)
         links = [queue_link(link_shape(job, n), WAITER, waiter) for n, waiter in enumerate(waiters)]
-        workers = draft_workers(job, stepper_of(job, drafts=True))
+        self._resources = ExitStack()
+        draft = open_stepper(job, config.backend, self._resources, drafts=True)
+        workers = draft_workers(job, draft)
         pairs = zip(workers, waiters, strict=True)
         drafters = [make_drafter(job, worker, waiter) for worker, waiter in pairs]
         ends = [(end, drafter) for (_, end), drafter in zip(links, drafters, strict=True)]
         forwards = workers[0].stepper
         assert isinstance(forwards, GroupForwards)
         self.thread = Guarded(lambda: serve_groups(ends, forwards.shared, WAITER))
-        self.groups = [Group(job, n, RemoteSpeculator(lead)) for n, (lead, _) in enumerate(links)]
+        leads = [lead for lead, _ in links]
+        self.groups = [Group(job, n, lead, self._resources) for n, lead in enumerate(leads)]
 
     def decode(self, order: Sequence[int], rounds: int) -> None:
         """Steps the groups in this order, over and over, until each has so many rounds or none to
@@ -79,26 +81,12 @@ class Pool:
         for group in self.groups:
             group.stop()
         self.thread.finish()
+        self._resources.close()
 
 
 def _is_left(group: Group, rounds: int) -> bool:
     is_live = bool(group.scheduler.running) and not group.is_stopped
     return len(group.records) < rounds and is_live
-
-
-def stepper_of(job: Job, *, drafts: bool) -> Stepper:
-    """A whole model with the weights of a run."""
-    need, config = job.needs[drafts], job.config
-    return Stepper(
-        open_backend(config.backend, device=config.device, local_rank=0),
-        SoloGroup(),
-        need.shard,
-        need.options,
-        buckets=need.buckets,
-        num_sequences=need.num_sequences,
-        model=need.model,
-        seed=2 * config.seed + drafts,
-    )
 
 
 def config_of(**flags: object) -> RunConfig:

@@ -6,11 +6,13 @@ forwards after its last answer: during the others' glues, growth and answers.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mpissd.common.config import RunConfig
 from mpissd.common.rounds import Ints, Outcome, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend.numpy_backend import NumpyBackend
@@ -21,41 +23,39 @@ from mpissd.engine.round.rows import DraftWorker
 from tests.loop.harness import WAITER, Rig, Scenario
 from tests.loop.pool_rig import Pool, config_of, decided
 from tests.loop.test_draft import ScriptedEnd
-from tests.text_config import finished, text_config
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.text_config import PROMPTS, finished, text_config
+from tests.tiny_pair import TinyPair
 
-V, ROUNDS = 61, 12
-PROMPTS = ";".join(
-    ",".join(str((7 * n + j * j) % V) for j in range(length))
-    for n, length in enumerate((3, 20, 9, 1, 33, 5))
-)
+ROUNDS = 12
 NULL = {"pair": "toy", "backend": "emulated", "device": "null"}
 GEMM = {**NULL, "workload": "gemm", "seed": 3}
 MARKOV = "vocab=12 order=2 prompt_tokens=3 divergence=0.35".split()
 MARKOV_FLAGS = {**NULL, "workload": "markov", **dict(flag.split("=") for flag in MARKOV)}
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    return tiny_pair(tmp_path_factory.mktemp("pair"), vocab=V, heads=4, kv_heads=2, noise=0.1)
+Decisions = dict[int, list[tuple[int, ...]]]
 
 
-def alone(flags: dict[str, Any]) -> dict[int, list[tuple[int, ...]]]:
+def alone(flags: dict[str, Any]) -> Decisions:
     """The decisions of one group that has all sequences in one batch."""
     batch = int(flags.get("groups", 1)) * int(flags["batch_size"])
     one = config_of(**{**flags, "groups": 1, "batch_size": batch})
     return decided(finished(one, ROUNDS).records)
 
 
-def together(flags: dict[str, Any], order: tuple[int, ...]) -> dict[int, list[tuple[int, ...]]]:
-    found: dict[int, list[tuple[int, ...]]] = {}
-    with Pool(config_of(**flags)) as pool:
-        pool.decode(order, ROUNDS)
+def together(
+    config: RunConfig, order: Sequence[int], rounds: int = ROUNDS
+) -> tuple[Decisions, dict[int, list[int]]]:
+    """The decisions and the tokens of all groups, which ask in this order."""
+    found, tokens = Decisions(), dict[int, list[int]]()
+    with Pool(config) as pool:
+        pool.decode(order, rounds)
     for number, group in enumerate(pool.groups):
         mine, share = decided(group.records), pool.job.workload.share(number)
         assert set(mine) <= set(share), "a group decodes its own sequences alone"
         found |= mine
-    return found
+        tokens |= group.records.tokens()
+    return found, tokens
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -71,7 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_groups_decide_what_one_batch_of_them_decides(name: str) -> None:
     """In whatever order they ask."""
     flags = CASES[name]
-    assert together(flags, (1, 0, 0, 1, *range(flags["groups"]))) == alone(flags)
+    order = 1, 0, 0, 1, *range(flags["groups"])
+    assert together(config_of(**flags), order)[0] == alone(flags)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -80,18 +81,9 @@ def test_groups_answer_prompts_as_one_does(pair: TinyPair, groups: int, temperat
     """Bit for bit: tokens, outcomes and hits, with more prompts than places."""
     told = {"prompt_ids": PROMPTS, "num_tokens": 20, "temperature": temperature}
     flags = {**told, "fan_out": "uniform:2", "lookahead": 3, "seed": 5}
-    one = text_config(pair, **{**flags, "batch_size": 6})
-    decoder = finished(one)
-    wanted, tokens = decided(decoder.records), decoder.tokens
-    several = text_config(pair, **{**flags, "batch_size": 1, "groups": groups})
-    with Pool(several) as pool:
-        pool.decode(range(groups), 10**6)
-    found: dict[int, list[tuple[int, ...]]] = {}
-    emitted: dict[int, list[int]] = {}
-    for group in pool.groups:
-        found |= decided(group.records)
-        emitted |= group.records.tokens()
-    assert found == wanted and emitted == tokens
+    decoder = finished(text_config(pair, **flags, batch_size=5))
+    several = text_config(pair, **flags, batch_size=1, groups=groups)
+    assert together(several, range(groups), 10**6) == (decided(decoder.records), decoder.tokens)
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])
