@@ -8,7 +8,7 @@ import pytest
 
 from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Request
-from mpissd.common.trace import LeadPhase, NullLedger
+from mpissd.common.trace import DraftLog, LeadPhase, NullLedger
 from tests.loop.harness import Rig, Scenario, SteppedSpeculator
 from tests.needs import needs_linux
 from tests.scripts import python
@@ -47,7 +47,7 @@ def soak(num_rounds: int, is_kept: bool) -> None:
         forwards.log = Forgetful()  # type: ignore[assignment]
     loop, records = rig.loop(Steps(rig)), RoundRecords(3)
     if not is_kept:
-        rig.drafter.keep_no_rounds()
+        rig.drafter.log = DraftLog(kept=False)
         loop.ledger = NullLedger(LeadPhase)
     loop.admit([Request(0), Request(1)])
     used, emitted = [], 0
@@ -67,7 +67,7 @@ def soak(num_rounds: int, is_kept: bool) -> None:
         if number in (num_rounds // 10, num_rounds - 1):
             used.append(resident_bytes())
     tokens = sum(len(tokens) for tokens in records.token_arrays().values())
-    counts = len(records), len(rig.drafter.table(0, 1 << 62)), len(records.sequences()) // BATCH
+    counts = len(records), len(rig.drafter.log.table(0, 1 << 62)), len(records.sequences()) // BATCH
     print(json.dumps({"growth": used[1] - used[0], "missing": emitted - tokens, "rounds": counts}))
 
 
