@@ -42,11 +42,14 @@ def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
 @pytest.mark.parametrize("backup", ["jit", "fast"])
 @pytest.mark.parametrize("steps", [0, 2, K + 1])
 def test_an_answer_drafts_what_lacks(steps: int, backup: str, backup_lookahead: int | None) -> None:
-    """Hits are pruned to their lane and finished, misses start over, in shared forwards."""
+    """Hits are pruned to their lane and finished, misses start over, in shared forwards; growth is
+    a forward of all served tokens, and steps over all branches."""
     scenario = replace(MIXED, backup=backup, backup_lookahead=backup_lookahead)
     result, draft = run_stepped(scenario, steps)
     check_against_the_law(result)
     grown, mixed = min(steps, K), 0
+    glue, branches = MIXED.batch * (K + 1), MIXED.batch * sum(MIXED.fans)
+    assert all(sizes(forwards) == [glue] + [branches] * grown for forwards in draft.grown)
     for rows, forwards in zip(by_round(result), draft.answered, strict=True):
         hits = sum(row[6] for row in rows)
         misses = len(rows) - hits
@@ -59,15 +62,6 @@ def test_an_answer_drafts_what_lacks(steps: int, backup: str, backup_lookahead: 
         ]
         assert sizes(forwards) == want
     assert mixed > 3, "no round with hits and misses: choose another seed"
-
-
-@pytest.mark.parametrize("steps", [0, 2, K + 1])
-def test_growth_is_a_glue_and_steps_over_all_branches(steps: int) -> None:
-    result, draft = run_stepped(MIXED, steps)
-    branches = MIXED.batch * sum(MIXED.fans)
-    for forwards in draft.grown:
-        assert sizes(forwards) == [MIXED.batch * (K + 1)] + [branches] * min(steps, K)
-    check_against_the_law(result)
 
 
 def test_an_outcome_of_another_round_finds_nothing() -> None:
