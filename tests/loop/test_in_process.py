@@ -19,6 +19,7 @@ from mpissd.engine.in_process import Token
 from mpissd.engine.round.draft import Drafter
 from mpissd.engine.text.tokenizer import load_tokenizer
 from tests.text import tiny
+from tests.text_config import finished
 from tests.tiny_pair import TinyPair, tiny_pair
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
@@ -33,10 +34,7 @@ METHODS: list[dict[str, Any]] = [
 
 
 def decode(rounds: int = 12, **flags: Any) -> Decoder:
-    with Decoder(RunConfig(**{**NULL, **flags})) as decoder:
-        for _ in range(rounds):
-            decoder.step()
-        return decoder
+    return finished(RunConfig(**{**NULL, **flags}), rounds)
 
 
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from mpissd.common import workloads
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints, Request, Source, Speculation
-from mpissd.engine import Decoder
 from mpissd.engine.job import resolve
 from mpissd.engine.law.acceptance import count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
@@ -24,6 +23,7 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch
 from mpissd.lab.predict.simulation import is_predictable
+from tests.text_config import finished
 
 V = 101
 
@@ -94,9 +94,7 @@ def config_of(mode: str, **flags: Any) -> RunConfig:
 
 @pytest.mark.parametrize(("mode", "drafts"), [("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1)])
 def test_it_decodes_in_every_mode(mode: str, drafts: int) -> None:
-    with Decoder(config_of(mode, num_drafts=drafts, batch_size=3)) as decoder:
-        for _ in range(25):
-            decoder.step()
+    decoder = finished(config_of(mode, num_drafts=drafts, batch_size=3), 25)
     for id_, tokens in decoder.tokens.items():
         assert tokens == [(id_ + n) % V for n in range(1, len(tokens) + 1)]
     rows = decoder.records.sequences()

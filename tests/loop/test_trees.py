@@ -17,6 +17,7 @@ from mpissd.engine.law.tree import Tree
 from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import expected
+from tests.text_config import finished
 from tests.tiny_pair import TinyPair, tiny_pair
 
 NULL = {"pair": "toy", "backend": "emulated", "device": "null", "num_drafts": 0}
@@ -35,11 +36,8 @@ def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], Any]:
     """The tokens, and the rounds that they took (RoundRecords.sequences)."""
     folders = {"target": str(pair.target), "draft": str(pair.draft), "workload": "text"}
     config = RunConfig(**{**folders, "backend": "numpy", "num_tokens": COUNT, **flags})
-    with Decoder(config) as decoder:
-        while not decoder.is_over:
-            decoder.step()
-        tokens = {n: of[:COUNT] for n, of in decoder.tokens.items()}
-        return tokens, decoder.records.sequences()
+    decoder = finished(config)
+    return {n: of[:COUNT] for n, of in decoder.tokens.items()}, decoder.records.sequences()
 
 
 TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
@@ -80,10 +78,7 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     trees = {"tree": 12}, {"mode": "ssd", "num_drafts": 1, "fan_out": "uniform:4", "tree": 12}
     ways = {"mode": "ar", **trees[0]}, {"mode": "sd"}, *({"mode": "sd", **tree} for tree in trees)
     for more in ways:
-        with Decoder(RunConfig(**{**told, **more, "rounds": 2000})) as decoder:
-            for _ in range(300):
-                decoder.step()
-            found.append(decoder)
+        found.append(finished(RunConfig(**{**told, **more, "rounds": 2000}), 300))
     ar, chain, tree, branched = (decoder.tokens[0] for decoder in found)
     assert ar == chain[: len(ar)] == tree[: len(ar)] and tree == branched
     accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
@@ -109,7 +104,7 @@ def test_a_tree_may_have_fewer_levels_than_k(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"draft": "eagle:8b", "target": "8b"}, "draft=eagle:8b: allowed: a draft model"),
+        ({"draft": "eagle:8b", "target": "8b"}, "tree=8 with draft=eagle:8b: allowed: a draft mod"),
         ({"mode": "ssd", "num_drafts": 1, "backup_lookahead": 2}, "mode=ssd: keys .* allowed: 4"),
         (
             {**LANES, "fan_out": "uniform:60", "tree": 200, "lookahead": 9},

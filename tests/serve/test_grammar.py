@@ -14,7 +14,6 @@ import pytest
 from mpissd.__main__ import main
 from mpissd.common.config import parse_flags
 from mpissd.common.rounds import Sampling
-from mpissd.engine import Decoder
 from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
 from mpissd.engine.text.grammar import make_grammar
@@ -23,6 +22,7 @@ from mpissd.serve.protocol import Submit
 from tests.needs import module
 from tests.serve.test_driver import Script, served
 from tests.text import tiny
+from tests.text_config import finished
 from tests.tiny_pair import KINDS, TinyPair, state_draft, tiny_pair
 
 module("llguidance", "grammars")
@@ -202,10 +202,8 @@ def test_run_takes_a_grammar_from_its_flag(
     for flag, allowed in (("choice:yes|no", ("yes", "no")), (str(where), ('"hello"', "7"))):
         flags = {"target": pair.target, "draft": pair.draft, "backend": "numpy", "context": 99}
         told = {"workload": "text", "prompt": "hello", "mode": "sd", **flags, "grammar": flag}
-        with Decoder(parse_flags({name: str(value) for name, value in told.items()})) as decoder:
-            while not decoder.is_over:
-                decoder.step()
-            (tokens,) = decoder.tokens.values()
+        config = parse_flags({name: str(value) for name, value in told.items()})
+        (tokens,) = finished(config).tokens.values()
         assert load_tokenizer(str(pair.target)).decode(tokens) in allowed
     asked = [f"--{name}={value}" for name, value in flags.items()]
     for wrong, said in (("regex:(a", "unclosed group"), ("nowhere.json", "allowed: json, regex:")):
