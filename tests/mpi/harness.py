@@ -1,4 +1,9 @@
-"""Jobs under mpirun, in a session of their own that is ended whole, whatever happens."""
+"""Jobs under mpirun, in a session of their own that is ended whole, whatever happens.
+
+`python -m mpi4py -m tests.mpi.harness FOLDER…` makes runs in one world, one after the other: the
+flags of FOLDER/flags.json; rank 0 writes FOLDER/told.json, [exit code, stdout, stderr]. A run that
+raises ends the job.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +28,8 @@ from numpy.typing import NDArray
 
 from mpissd.common.row import flat
 from tests.needs import needs
+from tests.scripts import ROOT, until
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
 
 # mpirun as launch/local.sh starts it, without the dry run that comes first there.
@@ -107,10 +112,8 @@ class Started:
 
     def _end(self) -> None:
         for pid in self.alive():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def __enter__(self) -> Started:
         return self
@@ -138,25 +141,24 @@ class Started:
 
     def is_gone(self) -> bool:
         """Whether no process is left of a job that ended, ten seconds later at the latest."""
-        end = time.monotonic() + 10
-        while self.alive() and time.monotonic() < end:
-            time.sleep(0.02)
+        with suppress(AssertionError):
+            until(lambda: not self.alive(), 10)
         return not self.alive()
 
     def rank(self, rank: int) -> int:
         """The process of a rank, once it runs mpissd."""
         wanted = {f"{name}={rank}".encode() for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK")}
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
+        found: list[int] = []
+
+        def is_there() -> bool:
             for pid in self.alive():
-                try:
+                with suppress(OSError):
                     told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                except OSError:
-                    continue
-                if wanted & set(told):
-                    return pid
-            time.sleep(0.02)
-        raise AssertionError(f"rank {rank} never started")
+                    found.extend([pid] if wanted & set(told) else [])
+            return bool(found)
+
+        until(is_there, DEADLINE_S, f"rank {rank}")
+        return found[0]
 
     def read_until(self, text: str) -> None:
         """Reads stderr up to `text`."""
@@ -229,9 +231,27 @@ class Together:
             folder.mkdir()
             flags = [*runs[name], f"--out={folder / 'out'}"]
             (folder / "flags.json").write_text(json.dumps(flags))
-        done = ended(start(np_, "tests.mpi.many_job", *map(str, folders.values())))
+        done = ended(start(np_, "tests.mpi.harness", *map(str, folders.values())))
         assert done.code == 0, done.err[-2000:]
         return {
             name: Job(*json.loads((folder / "told.json").read_text()), folder / "out")
             for name, folder in folders.items()
         }
+
+
+if __name__ == "__main__":
+    import io
+    from contextlib import redirect_stderr, redirect_stdout
+
+    from mpi4py import MPI
+
+    from mpissd.cli.arguments import parse
+    from mpissd.lab.measure.run import execute
+
+    for name in sys.argv[1:]:
+        command = parse(["run", *json.loads(Path(name, "flags.json").read_text())])
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            code = execute(command.config)
+        if MPI.COMM_WORLD.rank == 0:
+            told = [code, out.getvalue(), err.getvalue()]
+            Path(name, "told.json").write_text(json.dumps(told))

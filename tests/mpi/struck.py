@@ -30,12 +30,6 @@ FLAGS = (
     "--deadline_s=2"
 ).split()
 FINISHED = '{"schema": 1, "run_id": "earlier"}\n'
-STAGES = {
-    "start": Stage.OPEN,
-    "warm-up": Stage.WARM_UP,
-    "gather": Stage.GATHER,
-    "teardown": Stage.TEARDOWN,
-}
 DOINGS = {"verify": Doing.VERIFY, "growth": Doing.GROWTH}
 
 
@@ -106,8 +100,6 @@ def strike(how: str) -> None:
     elif how == "hang":
         while True:
             time.sleep(1.0)
-    elif how == "late":
-        time.sleep(1.5)
     elif how == "exit":
         sys.exit(0)
     else:
@@ -126,9 +118,8 @@ def arm(how: str, phase: str, after: int) -> None:
 
     if phase == "join":  # before MPI
         guard.join = followed(guard.join, lambda: seen(True))  # type: ignore[assignment]
-    elif phase in STAGES:
-        wanted = STAGES[phase]
-        guard.stage = followed(guard.stage, lambda: seen(OWN.bytes[STAGE] == wanted))  # type: ignore[assignment]
+    elif phase == "warm-up":
+        guard.stage = followed(guard.stage, lambda: seen(OWN.bytes[STAGE] == Stage.WARM_UP))  # type: ignore[assignment]
     else:
         doing = DOINGS[phase]
 

@@ -27,18 +27,12 @@ def probe(np_: int, *flags: str, folder: Path, program: str = "mpissd probe") ->
     return ended(start(np_, *program.split(), *flags, f"--out={folder}"), folder)
 
 
-def told(done: Job) -> dict[str, Any]:
-    """The last line on stdout."""
-    assert done.code == 0, done.err[-2000:]
-    return json.loads(done.out.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def numpy(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """A probe of a tiny pair with T = 2 and one draft: its output, its profile's JSON."""
     folder = tmp_path_factory.mktemp("probe")
     done = probe(3, *NUMPY, "--name=tiny", folder=folder)
-    assert told(done)["profile"] == str(folder / "profiles" / "tiny.json")
+    assert done.row["profile"] == str(folder / "profiles" / "tiny.json")
     return done.out, json.loads((folder / "profiles" / "tiny.json").read_text())
 
 
@@ -66,7 +60,7 @@ def test_the_profile_replays_the_machine(numpy: Any, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps(data))
     flags = ("--backend=emulated", f"--device={file}", *NUMPY[1:], "--lookahead=7", "--rounds=20")
-    row = told(probe(3, *flags, folder=tmp_path, program="mpissd run"))
+    row = probe(3, *flags, folder=tmp_path, program="mpissd run").row
     forward = load_profile(str(file)).forward_s(
         Shard(resolve_model(TARGET), 2).cost(8, 1, 2, ForwardOptions())
     )
@@ -86,7 +80,7 @@ def test_host_costs_are_read_off_the_ledgers_of_short_runs(numpy: Any) -> None:
 def test_a_brief_probe_has_what_one_plan_needs(tmp_path: Path) -> None:
     """Of T = 1 and b = 1; SSD's host costs at two b, as its lanes add work."""
     flags = *NUMPY, "--forward=transformer", "--brief", "--mode=ssd", "--name=brief"
-    path = told(probe(2, *flags, folder=tmp_path))["profile"]
+    path = probe(2, *flags, folder=tmp_path).row["profile"]
     data = json.loads(Path(path).read_text())
     tables, profile = data["tables"], load_profile(path)
     assert [(e["tp"], e["sequences"], e["kv_tokens"]) for e in tables["forwards"]] == [

@@ -43,15 +43,17 @@ def alone(
     return found[: ends[0]] if ends else found
 
 
+def models(pair: TinyPair) -> list[str]:
+    return [f"--target={pair.target}", f"--draft={pair.draft}"]
+
+
 @pytest.mark.parametrize(("mode", "ranks"), [("ar", 2), ("ssd", 3)])
 def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: int) -> None:
     rng = np.random.default_rng(0)
     vocab, drafts = len(tiny.tokens()), int(mode != "ar")
     asked = [(n, rng.integers(0, vocab, 5 + n).tolist(), 10 + 9 * (n % 4)) for n in range(9)]
-    flags = [
-        f"--target={pair.target}", f"--draft={pair.draft}", f"--mode={mode}", "--max_running=3",
-        f"--tp={ranks - drafts}", f"--num_drafts={drafts}", "--context=256",
-    ]  # fmt: skip
+    flags = [*models(pair), f"--mode={mode}", "--max_running=3", "--context=256"]
+    flags += [f"--tp={ranks - drafts}", f"--num_drafts={drafts}"]
     with serving(tmp_path, ranks, *flags) as server:
         assert (server.ready.context, server.ready.max_running) == (256, 3)
         server.send(*(Submit(*one) for one in asked[:5]))
@@ -84,11 +86,8 @@ def test_a_lost_draft_costs_the_speculation_alone(
     ranks = 3
     if not is_open_mpi_5():
         lack("Open MPI 5: it alone keeps survivors")
-    flags = [
-        f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--max_running=4",
-        f"--tp={ranks - 1}", "--num_drafts=1", "--context=512", "--on_draft_loss=ar",
-        "--deadline_s=8",
-    ]  # fmt: skip
+    flags = [*models(pair), "--mode=ssd", "--max_running=4", "--context=512", "--deadline_s=8"]
+    flags += [f"--tp={ranks - 1}", "--num_drafts=1", "--on_draft_loss=ar"]
     asked = [(n, [5 + n, 6, 7], 300) for n in range(3)]
     with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:
         server.send(Submit(9, [1, 2], 8))
@@ -111,7 +110,7 @@ def test_a_lost_draft_costs_the_speculation_alone(
 
 
 def test_a_killed_target_ends_the_job_soon(pair: TinyPair, tmp_path: Path) -> None:
-    flags = [f"--target={pair.target}", f"--draft={pair.draft}", "--mode=ssd", "--tp=2"]
+    flags = [*models(pair), "--mode=ssd", "--tp=2"]
     with (
         pytest.raises(AssertionError, match="the lead has left"),
         serving(tmp_path, 3, *flags, "--context=512") as server,
@@ -127,19 +126,12 @@ def test_a_killed_target_ends_the_job_soon(pair: TinyPair, tmp_path: Path) -> No
             server.job.finish()
 
 
-NUM_TOKENS = 24
-
-
-def models(pair: TinyPair) -> list[str]:
-    return [f"--target={pair.target}", f"--draft={pair.draft}", f"--num_tokens={NUM_TOKENS}"]
-
-
 def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, str]]]) -> list[str]:
     """The answers of a run of its own, without drafts, each from an empty cache."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
-    flags = [*models(pair)[::2], "--mode=ar", f"--prompts={prompts}", f"--out={folder}"]
-    flags.append(f"--batch_size={len(asked)}")  # no slot is used twice
+    flags = [f"--target={pair.target}", "--mode=ar", f"--prompts={prompts}", f"--out={folder}"]
+    flags += ["--num_tokens=24", f"--batch_size={len(asked)}"]  # no slot is used twice
     done = python("-m", "mpi4py", "-m", "mpissd", "run", *flags)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
@@ -150,7 +142,7 @@ def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, st
 def test_answers_of_a_chat_are_those_of_a_run(pair: TinyPair, tmp_path: Path) -> None:
     lines = ["one", "two", "/mode sd", "three", "/mode ar", "four", "/stats", "/quit"]
     done = subprocess.run(
-        ["launch/chat.sh", *models(pair)],
+        ["launch/chat.sh", *models(pair), "--num_tokens=24"],
         input="".join(f"{line}\n" for line in lines),
         cwd=ROOT,
         env={**os.environ, **ALWAYS},
