@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -87,10 +88,11 @@ def flags(pair: TinyPair) -> str:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, flags: str) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch, flags: str) -> Iterator[Engine]:
     engine = Engine(monkeypatch, flags)
     engine.connect()
-    return engine
+    yield engine
+    engine.client.close()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -111,7 +113,6 @@ def test_a_recorded_request_is_new_once_and_when_it_returns(engine: Engine, name
         last = {request: answer for request, answer, (_, new) in asked if new} or last
     assert counts["new"] == num_new < counts["rows"] / 3
     assert not counts["lost"] and not counts["late"]
-    engine.client.close()
 
 
 def test_published_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,7 +120,6 @@ def test_published_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_p
     engine.call([([1, 2, 4], [2, 4])])
     for name, count in (+engine.client.counts).items():
         assert REGISTRY.get_sample_value("vllm:mpissd_total", {"count": name}) == count
-    engine.client.close()
 
 
 def test_counts_that_cannot_be_published_do_not_stop_the_engine(
@@ -135,7 +135,6 @@ def test_counts_that_cannot_be_published_do_not_stop_the_engine(
     assert [line.message for line in caplog.records].count(
         "mpissd: counts are not published: no space left on device"
     ) == 1
-    engine.client.close()
 
 
 @pytest.mark.parametrize("fault", ["none", "killed", "refused"])
@@ -226,7 +225,6 @@ def test_candidates_of_hugging_face_follow_one_sequence(engine: Engine) -> None:
         assert drafted[: len(tokens)] == tokens and len(drafted) <= min(len(tokens) + K, 11)
         tokens = [*drafted[: len(tokens) + 1], 6]  # the first drafted token is accepted, if any
     assert engine.client.counts["new"] == 2 and engine.client.counts["accepted"] > 2
-    engine.client.close()
 
 
 def test_a_rank_whose_drafts_are_not_read_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:

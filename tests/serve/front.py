@@ -1,7 +1,6 @@
 """Plays the front: a socket, the ranks of a server, and the messages between them."""
 
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TypeVar
 
 from mpissd.serve.protocol import SOCKET_VARIABLE, End, Line, Message, Ready, Tokens
 from tests.mpi.harness import DIRECT, Started
+from tests.scripts import until
 
 M = TypeVar("M")
 _LONG_S = 90.0
@@ -29,29 +29,31 @@ class Server:
 
     def wait_for(self, kind: type[M], wait_s: float = _LONG_S) -> M:
         """The next message of a kind."""
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end:
-            found = [message for message in self.take() if isinstance(message, kind)]
-            if found:
-                return found[0]
-            assert not self._line.is_closed, "the lead has left"
-        raise AssertionError(f"no {kind.__name__} in {wait_s} s")
+        found: list[M] = []
+        until(
+            lambda: found.extend(m for m in self.take() if isinstance(m, kind)) or found,
+            wait_s,
+            kind.__name__,
+        )
+        return found[0]
 
     def take(self) -> Sequence[Message]:
+        assert not self._line.is_closed, "the lead has left"
         new = self._line.take(0.2)
         self.heard += new
         return new
 
     def ends(self, ids: Sequence[int], wait_s: float = _LONG_S) -> dict[int, End]:
         """The ends of these requests."""
-        limit = time.monotonic() + wait_s
-        while time.monotonic() < limit:
-            found = {m.id: m for m in self.heard if isinstance(m, End) and m.id in ids}
-            if len(found) == len(ids):
-                return found
+        found: dict[int, End] = {}
+
+        def are_ended() -> bool:
             self.take()
-            assert not self._line.is_closed, "the lead has left"
-        raise AssertionError(f"no end of {set(ids) - found.keys()}")
+            found.update({m.id: m for m in self.heard if isinstance(m, End) and m.id in ids})
+            return len(found) == len(ids)
+
+        until(are_ended, wait_s, f"the end of {ids}")
+        return found
 
     def tokens(self, request_id: int) -> list[int]:
         return [

@@ -35,6 +35,12 @@ def opened(rig: Rig, **env: str) -> TerminalSession:
     return TerminalSession(command(rig), str(ROOT), env)
 
 
+def said(screen: TerminalSession, line: str, until: str = "ssd> ") -> str:
+    """Types a line; returns all that is printed until a text is."""
+    screen.type(f"{line}\n")
+    return screen.until(until)
+
+
 def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "")
 
@@ -44,17 +50,13 @@ def test_a_conversation_is_coloured_and_its_history_goes_along(rig: Rig) -> None
         greeting = screen.until("ssd> ")
         assert "tiny, drafts by a draft; T=1, D=1 on numpy" in greeting
         assert "speculation cache" in greeting
-        screen.type("hello\n")
-        answer = screen.until("ssd> ")
+        answer = said(screen, "hello")
         # On a busy machine the meter is drawn between the words, and more than once.
         assert re.search(r"\x1b\[32mone .*two", answer, re.DOTALL) and " tokens in " in answer
-        screen.type("hello\n")
-        screen.until("ssd> ")
-        screen.type("x" * 1100 + "\n")
-        refusal = plain(screen.until("ssd> "))
+        said(screen, "hello")
+        refusal = plain(said(screen, "x" * 1100))
         assert "the server's --context: /reset begins another conversation" in refusal
-        screen.type("hello\n")
-        screen.until("ssd> ")
+        said(screen, "hello")
         first, second, third = (len(each.prompt) for each in rig.script.submitted)
         assert second > 2 * first - 8, "the first answer is part of the history"
         assert third == 2 * second - first, "the refused question is not"
@@ -72,21 +74,14 @@ def test_commands_change_the_mode_the_colours_and_the_history(rig: Rig) -> None:
             ("/dance", "/dance: unknown"),
             ("/", "Ctrl-D"),
         ):
-            screen.type(f"{line}\n")
-            assert shown in screen.until("ssd> ")
-        screen.type("/mode ar\n")
-        screen.until("ar> ")
-        screen.type("hello\n")
-        screen.until("ar> ")
-        screen.type("/stats\n")
-        stats = screen.until("ar> ")
+            assert shown in said(screen, line)
+        said(screen, "/mode ar", "ar> ")
+        said(screen, "hello", "ar> ")
+        stats = said(screen, "/stats", "ar> ")
         assert "all:  1 answers" in stats and "2 of them in the KV cache" in stats
-        screen.type("/show\n")
-        assert "colours off" in screen.until("ar> ")
-        screen.type("/reset\n")
-        screen.until("ar> ")
-        screen.type("hello\n")
-        assert "\x1b[32m" not in screen.until("ar> ")
+        assert "colours off" in said(screen, "/show", "ar> ")
+        said(screen, "/reset", "ar> ")
+        assert "\x1b[32m" not in said(screen, "hello", "ar> ")
         first, second = rig.script.submitted
         assert first.prompt == second.prompt and first.sampling.mode == "ar"
         screen.type("/quit\n")
@@ -97,13 +92,11 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(words: Tokenizer) -> None:
     script = Script(words.encode("again ") * 900, pace_s=0.05, context=9000)
     with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
         screen.until("ssd> ")
-        screen.type("hello\n")
-        screen.until("tok/round")
+        said(screen, "hello", "tok/round")
         screen.type(INTERRUPT)
         assert "stopped; " in screen.until("ssd> ")
         until(lambda: script.ended == {1: "cancelled"})
-        screen.type("hello\n")
-        screen.until("tok/round")
+        said(screen, "hello", "tok/round")
         first, second = (len(each.prompt) for each in script.submitted)
         assert second > first + 5, "what was said stays"
         screen.type(INTERRUPT)
@@ -116,8 +109,7 @@ def test_a_server_that_loses_its_ranks_ends_the_chat(words: Tokenizer) -> None:
     script = Script(words.encode("again ") * 200, pace_s=0.05, dies_after=3, context=2000)
     with serving(words, script, about=ABOUT) as rig, opened(rig) as screen:
         screen.until("ssd> ")
-        screen.type("hello\n")
-        screen.until("mpissd: the job is gone")
+        said(screen, "hello", "mpissd: the job is gone")
         assert screen.end() == 5
 
 

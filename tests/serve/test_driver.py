@@ -333,8 +333,11 @@ def after(pair: TinyPair, prompt: Sequence[int], count: int) -> list[int]:
     return [*prompt, *alone(pair, [*prompt], count)]
 
 
-def rows_of(pair: TinyPair, mode: str, *asked: Submit, prefix_cache: bool = True) -> int:
-    """Decodes these requests one after the other; returns the rows of the target's forwards."""
+def rows_of(
+    pair: TinyPair, mode: str, asked: Sequence[Submit], prefix_cache: bool
+) -> tuple[int, list[int]]:
+    """Decodes these requests one after the other; returns the rows of the target's forwards, and
+    by request the tokens that were cached."""
     mail, rows = Script(*((400 * n, one) for n, one in enumerate(asked))), list[int]()
     serving = Serving(prefix_cache=prefix_cache)
     with Loops(*in_one_process(config(pair, mode=mode), serving)) as loops:
@@ -349,36 +352,26 @@ def rows_of(pair: TinyPair, mode: str, *asked: Submit, prefix_cache: bool = True
     assert all_returned(loops)
     wanted = {one.id: alone(pair, [*one.prompt], one.max_tokens) for one in asked}
     assert mail.tokens() == wanted
-    return sum(rows)
+    return sum(rows), [mail.ends()[one.id].cached for one in asked]
 
 
-@pytest.mark.parametrize("mode", ["inline", "ssd"])
-def test_a_conversation_is_not_computed_again(pair: TinyPair, mode: str) -> None:
-    first = after(pair, SYSTEM, 30)
-    second = after(pair, [*first, 5, 6], 40)
-    turns = Submit(0, SYSTEM, 30), Submit(1, [*first, 5, 6], 40), Submit(2, [*second, 9], 8)
-    saved = rows_of(pair, mode, *turns, prefix_cache=False) - rows_of(pair, mode, *turns)
-    pages = (len(first) - 1) // 64 + (len(second) - 1) // 64  # their last ones are not full
-    assert saved > 0.8 * 64 * pages
-
-
-@pytest.mark.parametrize(("mode", "prefix_cache"), [("ssd", False), ("ssd", True), ("ar", True)])
-def test_cached_tokens_are_counted(pair: TinyPair, mode: str, prefix_cache: bool) -> None:
-    asked = Submit(0, SYSTEM, 4), Submit(1, [*SYSTEM, 5], 4), Submit(2, SYSTEM[:128], 9)
-    mail = Script(*((99 * n, one) for n, one in enumerate(asked)), (198, Submit(3, [5], 9)))
-    run(pair, mode, mail, Serving(prefix_cache=prefix_cache))
-    cached = [mail.ends()[n].cached for n in range(4)]
-    assert cached == ([0, 128, 64, 0] if prefix_cache else [0] * 4)
-
-
-def test_a_prompt_that_ends_with_a_page_is_read_once_more_at_its_end(pair: TinyPair) -> None:
-    for length in (127, 128, 129):
-        rows_of(pair, "ssd", Submit(0, SYSTEM[:length], 5), Submit(1, SYSTEM[:length], 70))
-
-
-def test_a_page_is_found_only_after_the_tokens_that_it_followed(pair: TinyPair) -> None:
-    second = SYSTEM[64:128]
-    rows_of(pair, "ssd", Submit(0, SYSTEM, 9), Submit(1, [*second, *second, 5], 40))
+@pytest.mark.parametrize("mode", ["ar", "inline", "ssd"])
+def test_cached_tokens_are_counted_and_not_computed_again(pair: TinyPair, mode: str) -> None:
+    """Pages of prompts and of answers: the last one that is full is read once more if the prompt
+    ends with it, and one is found only after the tokens that it followed."""
+    first, second = after(pair, SYSTEM, 30), SYSTEM[64:128]
+    prompts = (
+        SYSTEM,
+        [*first, 5, 6],
+        SYSTEM[:127],
+        SYSTEM[:128],
+        SYSTEM[:129],
+        [*second, *second, 5],
+    )
+    asked = [Submit(n, prompt, 20 + 10 * (n == 0)) for n, prompt in enumerate(prompts)]
+    rows, cached = zip(*(rows_of(pair, mode, asked, on) for on in (False, True)), strict=True)
+    assert cached == ([0] * 6, [0, 128, 64, 64, 128, 0])
+    assert rows[0] - rows[1] > 0.8 * sum(cached[1])
 
 
 class Wild(Goodput):

@@ -34,8 +34,16 @@ def client(rig: Rig, **given: Any) -> Any:
     return openai.OpenAI(base_url=f"{rig.url}/v1", max_retries=0, **{"api_key": "none", **given})
 
 
+def chat(rig: Rig, **asked: Any) -> Any:
+    return client(rig).chat.completions.create(**{"model": "tiny", "messages": QUESTION, **asked})
+
+
+def completion(rig: Rig, **asked: Any) -> Any:
+    return client(rig).completions.create(**{"model": "tiny", "prompt": "x", **asked})
+
+
 def test_a_chat(rig: Rig, words: Tokenizer) -> None:
-    answer = client(rig).chat.completions.create(model="tiny", messages=QUESTION)
+    answer = chat(rig)
     assert answer.choices[0].message.content == "hello wörld\nand more"
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop" and answer.object == "chat.completion"
@@ -53,10 +61,7 @@ def test_a_chat(rig: Rig, words: Tokenizer) -> None:
 
 
 def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
-    stream = client(rig).chat.completions.create(
-        model="tiny", messages=QUESTION, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
+    chunks = list(chat(rig, stream=True, stream_options={"include_usage": True}))
     pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
     assert "".join(pieces) == "hello wörld\nand more" and len(pieces) > 3
     assert not any("\ufffd" in piece for piece in pieces)
@@ -70,12 +75,10 @@ def test_a_stream_adds_up_and_characters_arrive_whole(rig: Rig) -> None:
 
 
 def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None:
-    adjusts: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-    adjusts["logit_bias"] = {"7": -100, "8": 2.5}
+    told: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    told |= {"logit_bias": {"7": -100, "8": 2.5}, "temperature": 0.5, "top_p": 0.9, "seed": 7}
     for prompt in ("hello", ["hello"], words.encode("hello"), [words.encode("hello")]):
-        answer = client(rig).completions.create(
-            model="nick", prompt=prompt, max_tokens=3, temperature=0.5, top_p=0.9, seed=7, **adjusts
-        )
+        answer = completion(rig, model="nick", prompt=prompt, max_tokens=3, **told)
         assert answer.choices[0].text == "hello w\ufffd"  # half of ö is no character
         assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
         asked = rig.script.submitted[-1]
@@ -84,16 +87,15 @@ def test_a_completion_of_a_text_or_of_tokens(rig: Rig, words: Tokenizer) -> None
         assert asked.sampling == Sampling(0.5, 0.9, 7, None, bias, 0.5, -0.5)
         assert asked.max_tokens == 3
     with pytest.raises(openai.BadRequestError, match="logit_bias: token 70000: allowed: 0"):
-        client(rig).completions.create(model="tiny", prompt="x", logit_bias={"70000": 1})
-    streamed = client(rig).completions.create(model="tiny", prompt="hello", stream=True)
+        completion(rig, logit_bias={"70000": 1})
+    streamed = completion(rig, prompt="hello", stream=True)
     assert "".join(c.choices[0].text for c in streamed) == "hello wörld\nand more"
 
 
 def test_a_stop_string_ends_the_answer_and_the_leads_work(words: Tokenizer) -> None:
     script = Script([*words.encode("one two three " * 2000), STOP], pace_s=0.01, context=99_999)
     with serving(words, script) as rig:
-        asked = {"model": "tiny", "prompt": "x", "stop": ["o th", "zzz"], "max_tokens": 9999}
-        answer = client(rig).completions.create(**asked)
+        answer = completion(rig, stop=["o th", "zzz"], max_tokens=9999)
         assert answer.choices[0].text == "one tw" and answer.choices[0].finish_reason == "stop"
         until(lambda: script.ended)
         assert script.ended == {1: "cancelled"}
@@ -103,28 +105,22 @@ def test_a_stop_string_ends_the_answer_and_the_leads_work(words: Tokenizer) -> N
 
 def test_the_probabilities_of_the_chosen_tokens(rig: Rig, words: Tokenizer) -> None:
     ids = list(rig.script.answer)
-    chat = client(rig).chat.completions.create(model="tiny", messages=QUESTION, logprobs=True)
-    found = chat.choices[0].logprobs.content
+    found = chat(rig, logprobs=True).choices[0].logprobs.content
     assert [each.logprob for each in found] == [-0.25] * len(ids)
     assert [each.token for each in found] == [words.decode([i], specials=True) for i in ids]
     assert found[0].token == "hello" and found[0].bytes == list(b"hello")
     assert found[0].top_logprobs == [] and rig.script.submitted[-1].sampling.logprobs == 0
-    asked = {"model": "tiny", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
-    tops = client(rig).chat.completions.create(**asked).choices[0].logprobs.content[3].top_logprobs
+    tops = chat(rig, logprobs=True, top_logprobs=2).choices[0].logprobs.content[3].top_logprobs
     assert [each.logprob for each in tops] == [-0.25, -2.0]
     assert rig.script.submitted[-1].sampling.logprobs == 2
     assert [each.token for each in tops] == [words.decode([n]) for n in (20, 21)]
-    told = client(rig).completions.create(model="tiny", prompt="x", logprobs=2)
+    told = completion(rig, logprobs=2)
     told = told.choices[0].logprobs.top_logprobs[0]
     assert told == {words.decode([20]): -0.25, words.decode([21]): -2.0, "hello": -0.25}
-    told = client(rig).completions.create(model="tiny", prompt="x", logprobs=0)
+    told = completion(rig, logprobs=0)
     assert told.choices[0].logprobs.token_logprobs == [-0.25] * len(ids)
-    assert client(rig).completions.create(model="tiny", prompt="x").choices[0].logprobs is None
-    chunks = list(
-        client(rig).chat.completions.create(
-            model="tiny", messages=QUESTION, logprobs=True, stream=True
-        )
-    )
+    assert completion(rig).choices[0].logprobs is None
+    chunks = list(chat(rig, logprobs=True, stream=True))
     streamed = [c.choices[0].logprobs for c in chunks if c.choices]
     assert sum(len(each.content) for each in streamed if each is not None) == len(ids)
 
@@ -136,9 +132,9 @@ def test_forms_reach_the_lead_as_grammars(rig: Rig) -> None:
     module("llguidance", "grammars")
     strict = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     for form in ({"type": "json_object"}, strict):
-        client(rig).chat.completions.create(model="tiny", messages=QUESTION, response_format=form)
+        chat(rig, response_format=form)
     for form in ({"guided_regex": "a+"}, {"guided_choice": ["yes", "n|o"]}, {}):
-        client(rig).completions.create(model="tiny", prompt="x", extra_body=form)
+        completion(rig, extra_body=form)
     made = [make_grammar("", "json", json.dumps(each)) for each in ({"type": "object"}, SCHEMA)]
     made += [make_grammar("", "regex", "a+"), make_grammar("", "choice", ["yes", "n|o"]), ""]
     assert [asked.sampling.grammar for asked in rig.script.submitted] == made
@@ -164,7 +160,7 @@ def test_a_form_that_cannot_be_is_refused(rig: Rig, form: dict[str, Any], said: 
     if "schema" in form:
         form = {"response_format": {"type": "json_schema", "json_schema": form}}
     with pytest.raises(openai.BadRequestError) as caught:
-        client(rig).completions.create(model="tiny", prompt="x", extra_body=form)
+        completion(rig, extra_body=form)
     error = caught.value.body
     assert re.match(said, error["message"]) or said in error["message"]
     assert error["type"] == "invalid_request_error" and error["param"] in error["message"]
@@ -174,15 +170,15 @@ def test_a_form_that_cannot_be_is_refused(rig: Rig, form: dict[str, Any], said: 
 def test_choices_are_answers_of_their_own(rig: Rig) -> None:
     """The others are sent when the first one's prompt is stored, and count before."""
     text, said = "hello wörld\nand more", len(rig.script.answer)
-    asked = {"model": "tiny", "messages": QUESTION, "n": 3, "seed": 7, "temperature": 1.0}
-    answer = client(rig).chat.completions.create(**asked)
+    asked = {"n": 3, "seed": 7, "temperature": 1.0}
+    answer = chat(rig, **asked)
     assert [(c.index, c.message.content) for c in answer.choices] == [(n, text) for n in range(3)]
     assert answer.usage.completion_tokens == 3 * said and answer.usage.speculation["accepted"] == 15
     asked_first = rig.script.submitted[0]
     assert answer.usage.prompt_tokens == len(asked_first.prompt)
     assert [one.sampling.seed for one in rig.script.submitted] == [7, 8, 9]
     streamed: dict[int, str] = {}
-    for chunk in client(rig).chat.completions.create(**asked, stream=True, max_tokens=said):
+    for chunk in chat(rig, **asked, stream=True, max_tokens=said):
         (choice,) = chunk.choices
         streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
     assert streamed == dict.fromkeys(range(3), text)
@@ -190,7 +186,7 @@ def test_choices_are_answers_of_their_own(rig: Rig) -> None:
     with rig.send(b'{"prompt": "x", "n": 8}'):
         until(lambda: rig.lead.outstanding == 8)
         with pytest.raises(openai.RateLimitError):  # 4 run and 8 wait at most
-            client(rig).completions.create(model="tiny", prompt="x", n=5)
+            completion(rig, n=5)
     until(lambda: not rig.lead.outstanding)
     assert len(rig.script.submitted) == 7
 
@@ -248,7 +244,7 @@ def test_an_event_is_one_line_for_clients_that_split_at_any_line_end() -> None:
 def test_the_models(rig: Rig) -> None:
     assert [model.id for model in client(rig).models.list()] == ["tiny", "nick"]
     with pytest.raises(openai.NotFoundError, match="model='gpt': allowed: tiny, nick"):
-        client(rig).completions.create(model="gpt", prompt="x")
+        completion(rig, model="gpt")
 
 
 def test_a_key(words: Tokenizer) -> None:
@@ -264,16 +260,16 @@ def test_the_leads_refusal_has_its_status(words: Tokenizer) -> None:
     with serving(words, Script([STOP], refuses=True)) as rig:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="refused by the lead"):
-                client(rig).completions.create(model="tiny", prompt="x", stream=stream)
+                completion(rig, stream=stream)
 
 
 def test_the_job_dies_under_its_answers(words: Tokenizer) -> None:
     script = Script([tiny.of_byte(65)] * 390, pace_s=0.02, dies_after=3)
     with serving(words, script) as rig:
-        stream = client(rig).completions.create(model="tiny", prompt="x", stream=True)
+        stream = completion(rig, stream=True)
         with pytest.raises(openai.APIError, match="the job is gone"):
             list(stream)
         with pytest.raises(openai.InternalServerError) as refused:
-            client(rig).completions.create(model="tiny", prompt="x")
+            completion(rig)
         assert refused.value.status_code == 503
         until(lambda: rig.lead.outstanding == 0)
