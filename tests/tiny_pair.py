@@ -28,8 +28,9 @@ class TinyPair:
 
 
 def config(
-    layers: int, *, vocab: int, heads: int, kv_heads: int, hidden: int, head_dim: int = 16
-) -> dict[str, object]:
+    layers: int = 2, *, vocab: int = 97, heads: int = 6, kv_heads: int = 3, hidden: int = 64,
+    head_dim: int = 16,
+) -> dict[str, object]:  # fmt: skip
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
     attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     told = {"head_dim": head_dim, "vocab_size": vocab, "max_position_embeddings": 1024}
@@ -39,25 +40,18 @@ def config(
 def tiny_pair(
     folder: Path,
     *,
-    layers: int = 2,
-    vocab: int = 97,
-    heads: int = 6,
-    kv_heads: int = 3,
-    hidden: int = 64,
-    head_dim: int = 16,
     noise: float = 0.05,
     scale: float = 1.0,
     seed: int = 0,
     head_ids: Sequence[int] | None = None,
+    **sizes: int,
 ) -> TinyPair:
     """Writes a pair: the draft's matrices are the target's and a share `noise` of other ones.
 
     scale: of the LM head, which sets how sharp the target's distributions are. head_ids: the
-    tokens that the draft knows (None: all).
+    tokens that the draft knows (None: all). sizes: of config.
     """
-    told = config(
-        layers, vocab=vocab, heads=heads, kv_heads=kv_heads, hidden=hidden, head_dim=head_dim
-    )
+    told = config(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
     where = folder / "config.json"
     where.write_text(json.dumps(told))

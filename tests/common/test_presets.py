@@ -3,6 +3,7 @@ hub's cache, a wheel, and weights that mpissd ships."""
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,25 +79,15 @@ def test_a_shape_s_name_resolves_to_it() -> None:
 
 def test_config_of_llama_is_the_preset(tmp_path: Path) -> None:
     shape = resolve_model(write(tmp_path, LLAMA_8B))
-    assert shape.name == "some-model"
-    assert vars(shape) == {**vars(PRESETS["llama-3.1-8b"]), "name": "some-model"}
+    assert shape == replace(PRESETS["llama-3.1-8b"], name="some-model")
     assert resolve_model(write(tmp_path, LLAMA_8B) + "/config.json") == shape
 
 
 def test_configs_of_older_families(tmp_path: Path) -> None:
-    opt = {
-        "model_type": "opt",
-        "activation_function": "relu",
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "ffn_dim": 3072,
-        "vocab_size": 50272,
-    }
-    assert vars(resolve_model(write(tmp_path, opt))) == {
-        **vars(PRESETS["opt-125m"]),
-        "name": "some-model",
-    }
+    sizes = {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+    opt = {"model_type": "opt", "activation_function": "relu", "ffn_dim": 3072, "vocab_size": 50272}
+    shape = resolve_model(write(tmp_path, {**sizes, **opt}))
+    assert replace(shape, name="opt-125m") == PRESETS["opt-125m"]
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None}
     shape = resolve_model(write(tmp_path, {**gpt2, "vocab_size": 50257}))
     assert (shape.ffn, shape.gated, shape.num_layers) == (3072, False, 12)

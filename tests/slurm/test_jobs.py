@@ -25,11 +25,8 @@ pytestmark = [*needs_mpi, pytest.mark.slurm]
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0  # of a job; a minute on two idle cores
-NULL = {
-    "BACKEND": "emulated",
-    "DEVICE": "null",
-    "ROUNDS": "5",
-}  # nothing lasts, nothing is computed
+# Nothing lasts, nothing is computed.
+NULL = {"BACKEND": "emulated", "DEVICE": "null", "ROUNDS": "5"}
 # An endless run whose ranks sleep.
 ENDLESS = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--rounds=100000000")
 

@@ -359,12 +359,8 @@ def test_the_text_of_an_answer_continues_the_prompts(tmp_path: Path) -> None:
     byte = {each: 3 + each for each in range(256)}
     for prompt in ([1, 260], [1, 260, 2], [1, byte[0xC3], byte[0xA9]]):
         text = AnswerText(found, [], (), prompt)
-        assert [text.push(token) for token in (word, 2, byte[0xC3], byte[0xA9])] == [
-            " a",
-            "",
-            "",
-            "é",
-        ]
+        pushed = [text.push(token) for token in (word, 2, byte[0xC3], byte[0xA9])]
+        assert pushed == [" a", "", "", "é"]
         assert [text.push(byte[0x80]), text.push(word), text.flush()] == ["\ufffd", " a", ""]
     assert found.piece(word) == " a"
     endings = TextEndings(found, [" a"], {2}, {0: 9}, {0: [1, 260]})
@@ -402,9 +398,8 @@ def test_templates_have_what_transformers_gives_them(
     tmp_path: Path, template: str, text: str
 ) -> None:
     found = load_tokenizer(str(tiny.write(tmp_path, chat_template=template)))
-    assert found.decode(found.chat([{"role": "user", "content": "é", "name": None}])).startswith(
-        text
-    )
+    shown = found.decode(found.chat([{"role": "user", "content": "é", "name": None}]))
+    assert shown.startswith(text)
 
 
 def test_a_template_for_tools_is_used_for_tools(tmp_path: Path) -> None:
@@ -424,12 +419,10 @@ def test_white_space_is_a_prompt_and_a_text_beyond_any_context_is_none(words: To
 
 
 READERS: dict[str, Any] = {
-    "prompts": read_entries,
-    "grammar": read_grammar,
-    "profile": load_profile,
-}
-READERS["tokenizer.json"] = lambda path: load_tokenizer(str(Path(path).parent))
-READERS["rows"] = lambda path: load_rows([path])
+    "prompts": read_entries, "grammar": read_grammar, "profile": load_profile,
+    "tokenizer.json": lambda path: load_tokenizer(str(Path(path).parent)),
+    "rows": lambda path: load_rows([path]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READERS)
