@@ -120,11 +120,7 @@ def test_help_names_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
 def test_figures_without_rows_end_in_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["saguaro", f"--results={FIXTURE}", f"--out={tmp_path / 'out'}"]) == 2
     assert "analysis: saguaro: no rows for it: it needs markov SSD rows" in capsys.readouterr().err
-    null = [
-        json.dumps({**json.loads(line), "device_name": "null device (emulated)"})
-        for line in (FIXTURE / "runs.jsonl").read_text().splitlines()[:5]
-    ]
-    (tmp_path / "runs.jsonl").write_text("\n".join(null))
+    write(tmp_path, *(changed(line, device_name="null device (emulated)") for line in LINES[:5]))
     assert main(["all", f"--results={tmp_path}", f"--out={tmp_path / 'out'}"]) == 2
     told = capsys.readouterr()
     assert told.err.count("\n") == 1 and not told.out and not (tmp_path / "out").exists()

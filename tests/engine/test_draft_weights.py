@@ -26,12 +26,14 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TOKENS = [3, 14, 15, 9, 2, 6]
 
 
-def distilled(home: Path, ids: list[int]) -> tuple[Path, dict[str, Any]]:
-    """A draft as `distill` writes it: int8, the target's embedding, a head over `ids`."""
+def distilled(home: Path, ids: list[int], **about: str) -> tuple[Path, dict[str, Any]]:
+    """A draft as `distill` writes it: int8, the target's embedding, a head over `ids`, which may be
+    the target's, too."""
     whole, values = random_folder(home / "whole", 7, num_hidden_layers=1)
     del values[EMBEDDING]
-    values[HEAD] = values[HEAD][: len(ids)]
-    save(home / "draft", config_of(str(whole)), quantized(values, np.array(ids)), {})
+    head = values.pop(HEAD)[: len(ids)]
+    values |= {} if about else {HEAD: head}
+    save(home / "draft", config_of(str(whole)), quantized(values, np.array(ids)), about)
     return home / "draft", values
 
 
@@ -51,11 +53,8 @@ def test_a_distilled_draft_reads_its_target_s_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_distilled_draft_may_read_its_target_s_head(tmp_path: Path, tied: bool) -> None:
     target, values = random_folder(tmp_path / "target", tie_word_embeddings=tied)
-    whole, own = random_folder(tmp_path / "whole", 7, num_hidden_layers=1)
-    del own[EMBEDDING], own[HEAD]
-    ids = np.array([0, 4, 5, 30, 49])
-    save(tmp_path / "draft", config_of(str(whole)), quantized(own, ids), {"head": "target"})
-    draft = open_checkpoint(str(tmp_path / "draft"), target=str(target))
+    path, _ = distilled(tmp_path, ids := [0, 4, 5, 30, 49], head="target")
+    draft = open_checkpoint(str(path), target=str(target))
     rows = values[EMBEDDING if tied else HEAD][ids]
     assert np.abs(draft.read(HEAD) - rows).max() < 0.005 * np.abs(rows).max()
     for part in (slice(1, 3), slice(3, 5), slice(2, 2)):

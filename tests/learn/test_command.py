@@ -69,8 +69,7 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     out = tmp_path_factory.mktemp("draft")
     prompts = f"--prompts={target.parent / 'asked.jsonl'}"
     flags = ("--steps=20", "--optimizer=muon", "--head=target", "--held_out=32")
-    given = {word.partition("=")[0]: word for word in (*SMALL, *flags)}.values()
-    code, told = distill(f"--target={target}", f"--out={out}", prompts, *given)
+    code, told = distill(f"--target={target}", f"--out={out}", prompts, *SMALL, *flags)
     assert code == 0, told
     return out, told
 
@@ -130,8 +129,7 @@ def test_too_little_time(target: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ModelDraft, "losses", slow)
     flags = "--batch=64 --seconds_training=1 --held_out=0".split()
-    given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}.values()
-    code, told = distill(f"--target={target}", f"--out={tmp_path}", *given)
+    code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, *flags)
     assert code == 0 and max(sizes) == 8, told
     assert 1 <= report_of(tmp_path)["steps"] == len(sizes), sizes  # type: ignore[operator]
 
@@ -160,9 +158,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> Non
     if name == "tokenizer":
         tiny.write(random_folder(tmp_path / "few", vocab_size=50)[0])
     given = [f"--target={path}", f"--out={tmp_path / 'out'}", *SMALL, "--steps=1"]
-    told = {word.partition("=")[0]: word for word in given}
-    told |= {word.partition("=")[0]: word.format(home=tmp_path) for word in flags}
-    code, printed = distill(*told.values())
+    code, printed = distill(*given, *(word.format(home=tmp_path) for word in flags))
     lines = [line for line in printed.splitlines() if line.startswith("mpissd: ")]
     assert code == 2 and len(lines) == 1 and expected in lines[0], printed
     assert not list(tmp_path.glob("out/*")), "half written"
@@ -173,11 +169,10 @@ def test_full_disks_keep_good_files(target: Path, draft: tuple[Path, str], tmp_p
     out = Path(shutil.copytree(draft[0], tmp_path / "draft"))
     good = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
     flags = [f"--target={target}", f"--out={out}", "--save_every=1", "--seconds_training=3"]
-    given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))  # the weights are larger
     try:
-        code, told = distill(*given.values())
+        code, told = distill(*SMALL, *flags)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 1 and "Traceback" not in told, told
@@ -188,7 +183,6 @@ def test_full_disks_keep_good_files(target: Path, draft: tuple[Path, str], tmp_p
 
 @pytest.mark.parametrize("flags", [["--length=60", "--seed=5"], ["--sequences=16"]], ids=str)
 def test_a_target_without_ends_is_refused(target: Path, tmp_path: Path, flags: list[str]) -> None:
-    given = {word.partition("=")[0]: word for word in [*SMALL, *flags]}
-    code, printed = distill(f"--target={target}", f"--out={tmp_path}", *given.values())
+    code, printed = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, *flags)
     assert code == 2 and "sampled tokens answer a message" in printed.splitlines()[-1], printed
     assert os.listdir(tmp_path) == []

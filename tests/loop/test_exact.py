@@ -224,8 +224,7 @@ class RoundedAfter(Watched):
 class RoundedToSingleAfter(RoundedAfter):
     """Rounds to float32, the type that is sent."""
 
-    def rounded(self, probs: sampling.Floats) -> sampling.Row:
-        return sampling.record(probs)
+    rounded = staticmethod(sampling.record)
 
 
 def each_round_alike(purpose: Purpose) -> Callable[[Name], Name]:
