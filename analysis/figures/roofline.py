@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,24 +19,26 @@ _BYTES = 2  # Bytes of a 16-bit number.
 _OF_RANKS = {1: "o", 2: "s", 4: "D", 8: "^"}
 _TRANSPORTS = {"nccl": SERIES[3], "oneshot": SERIES[5], "mpi": SERIES[6]}
 Profile = Mapping[str, Any]
+Ceiling = Callable[[Any], Any]
 
 
 def roofline(data: Data) -> Poster:
-    """Left: flop/s over flop/byte of products and whole forwards. Right: all-reduces, links."""
+    """Left: share of the ceiling over flop/byte of products and whole forwards. Right: all-reduces,
+    links."""
     real = [p for p in data.profiles if p.get("backend") != "emulated"]
     # Probes until 2026-11-24 measured single products, too.
     profiles = [p for p in real if p["tables"].get("products")]
     profiles = profiles or [p for p in real if p["tables"].get("forwards")]
     need(profiles, "profiles/*.json that `mpissd probe` measured on this machine")
-    poster = Poster(8.6)
+    poster = Poster(8.8)
     grid = poster.add_gridspec(2, 2, width_ratios=(1.45, 1))
     left = poster.add_subplot(grid[:, 0], title="products and forwards")
     upper = poster.add_subplot(grid[0, 1], title="all-reduces, inside CUDA graphs")
     lower = poster.add_subplot(grid[1, 1], title="round trip lead ↔ draft")
-    _roof(poster, left, profiles)
-    _products(poster, left, profiles)
-    _forwards(poster, left, profiles)
-    runs = _runs(poster, left, data.rows)
+    ceiling = _roof(poster, left, profiles)
+    _products(poster, left, profiles, ceiling)
+    _forwards(poster, left, profiles, ceiling)
+    runs = _runs(poster, left, data.rows, ceiling)
     reduces = [t for t in tables(profiles, "all_reduces", "name", "ranks", "graph") if t["graph"]]
     reduces.sort(key=lambda table: (table["name"], table["ranks"]))
     names = (f"{table['name']}, {table['ranks']} ranks" for table in reduces)
@@ -52,16 +54,9 @@ def roofline(data: Data) -> Poster:
         "M = 1 … 64 rows. Ceilings: a stream over the weights, an 8192-cubed product, the best "
         f"rate of a message. Verifications: {runs} rows. Bars: interquartile range"
     )
-    for ax, loc, size, ncols in (
-        (left, "lower right", 11, 1),
-        (upper, "upper left", 10, 2),
-        (lower, "upper left", 10, 2),
-    ):
+    for ax in poster.axes:  # One rank has no all-reduce; newer probes measure no links.
         ax.set_visible(bool(ax.get_legend_handles_labels()[0]))
-        if ax.get_visible():  # One rank has no all-reduce; newer probes measure no links.
-            ax.legend(frameon=False, loc=loc, fontsize=size, ncols=ncols)
-    heading = "How near are forwards and messages to the machine's ceilings?"
-    return poster.finish(heading, text, legend=False)
+    return poster.finish("How near are forwards and messages to the machine's ceilings?", text)
 
 
 def window(data: Data) -> Poster:
@@ -89,7 +84,8 @@ def window(data: Data) -> Poster:
         style = {"color": color, "marker": _OF_RANKS.get(tp, "X")}
         y = [forward.seconds[m] / step_s[1] for m in rows]
         poster.line(ax, f"{model} on {tp} GPU{'s' * (tp > 1)}", rows, y, **style)
-        labels.append((f"{y[-1]:.1f}", rows[-1], y[-1]))
+        n = rows.index(8) if 8 in rows else -1
+        labels.append((f"{y[n]:.1f}", rows[n], y[n]))
     rows = np.arange(2, 17)
     poster.line(ax, "K draft forwards", rows, rows - 1, color=BLACK, linestyle="--", linewidth=1.6)
     ax.set(yscale="log", ylabel=f"{short(draft)} forwards in one verification")
@@ -105,21 +101,23 @@ def window(data: Data) -> Poster:
     return poster.finish("How many draft forwards fit inside one verification?", text)
 
 
-def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> Ceiling:
+    """Draws the ceiling; returns its flop/s at x flop/byte."""
     read, peak = (
         max(p["numbers"][name]["value"] for p in profiles)
         for name in ("read_bytes_per_s", "peak_flops_per_s")
     )
     x = np.array([0.5, peak / read, 1000.0])
     label = f"measured ceiling: {read / 1e12:.2f} TB/s, {peak / 1e12:.0f} Tflop/s"
-    poster.line(ax, label, x, np.minimum(x * read, peak) / 1e12, color=BLACK, linewidth=2)
-    ax.set(xscale="log", yscale="log", xlabel="flop per byte moved", ylabel="Tflop/s per GPU")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-    ax.set_xlim(0.5, 1000)
+    poster.line(ax, label, x, np.ones(3), color=BLACK, linewidth=2)
+    ax.set(xscale="log", xlabel="flop per byte moved", ylabel="share of the measured ceiling")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter("{x:.0%}")
+    ax.set(xlim=(0.5, 1000), ylim=(0, 1.1))
+    return lambda x: np.minimum(x * read, peak)
 
 
-def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+def _products(poster: Poster, ax: Axes, profiles: list[Profile], ceiling: Ceiling) -> None:
     measured = [
         (table["k"], table["n"], int(m), seconds)
         for profile in profiles
@@ -132,10 +130,11 @@ def _products(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
     flops = 2.0 * m * k * n
     moved = _BYTES * (k * n + m * (k + n))
     style = {"color": GREY, "marker": ".", "linestyle": "none", "markersize": 4, "alpha": 0.6}
-    poster.line(ax, "one cuBLAS product", flops / moved, flops / seconds / 1e12, **style)
+    y = flops / seconds / ceiling(flops / moved)
+    poster.line(ax, "one cuBLAS product", flops / moved, y, **style)
 
 
-def _forwards(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
+def _forwards(poster: Poster, ax: Axes, profiles: list[Profile], ceiling: Ceiling) -> None:
     fused_first = sorted(forwards(profiles).items(), key=lambda item: not item[0].fuse)
     seen: dict[tuple[str, int], Forward] = {}
     for key, table in fused_first:
@@ -148,13 +147,13 @@ def _forwards(poster: Poster, ax: Axes, profiles: list[Profile]) -> None:
         style = {"color": color, "marker": _OF_RANKS.get(tp, "X"), "markersize": 7}
         style["linewidth"] = 1.2
         rows = np.array(sorted(table.seconds))
-        y = 2.0 * rows * table.params / np.array([table.seconds[m] for m in rows]) / 1e12
+        y = 2.0 * rows * table.params / np.array([table.seconds[m] for m in rows]) / ceiling(rows)
         spread = np.array([table.spread[m] for m in rows]) / 2
         ends = {"low": y * (1 - spread), "high": y * (1 + spread)}
         poster.line(ax, label, 2 * rows / _BYTES, y, **ends, **style)
 
 
-def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
+def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame, ceiling: Ceiling) -> int:
     """Draws the verifications of rows by their floor's bytes and flops; returns the number of
     rows."""
     runs = rows[(rows["t_target_s"] > 0) & plain(rows) & ~rows["lm_head"].astype(bool)]
@@ -162,9 +161,9 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame) -> int:
     is_known = (numbers > 0).all(axis=1) & (runs["context"] == 0)
     numbers = numbers[is_known]
     x = numbers["floor_flops"] / numbers["floor_bytes"]
-    y = numbers["floor_flops"] / runs.loc[is_known, "t_target_s"] / 1e12
+    y = numbers["floor_flops"] / runs.loc[is_known, "t_target_s"] / ceiling(x)
     if len(x):
-        rim = {"markeredgecolor": BLACK, "markeredgewidth": 0.6, "markersize": 11, "zorder": 5}
+        rim = {"markeredgecolor": BLACK, "markeredgewidth": 0.6, "markersize": 7, "zorder": 2}
         style = {"color": YELLOW, "marker": "*", "linestyle": "none", **rim}
         poster.line(ax, "verification in a run", x, y, **style)
     return len(x)
@@ -194,7 +193,8 @@ def _messages(poster: Poster, ax: Axes, curves: Iterable[tuple[str, str, Profile
     if rate:
         (low, high), bottom = ax.get_xlim(), ax.get_ylim()[0]
         x = np.geomspace(low, high, 20)
-        ax.plot(x, x * 1024 / rate * 1e6, color=BLACK, linewidth=2, zorder=1)
+        label = "at the best rate of a message"
+        ax.plot(x, x * 1024 / rate * 1e6, color=BLACK, linestyle=":", zorder=1, label=label)
         ax.set(xlim=(low, high))
         ax.set_ylim(bottom=bottom)
 
