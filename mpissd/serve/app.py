@@ -317,8 +317,12 @@ class Endpoints:
             self._token_s.observe((time.monotonic() - choice.first_s) / (choice.num_tokens - 1))
 
     async def _models(self, http: Http) -> Response:
+        try:
+            ready = self._lead.check()
+        except Problem as problem:  # no model can answer yet, or any more
+            return refusal(problem)
         names = ("max_running", "context", "backend", "device_name", "draws")
-        known = {name: getattr(self._lead.ready, name, None) for name in names}
+        known = {name: getattr(ready, name) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
         chat = self._tokenizer.template is not None
         model["mpissd"] = {**self._about, **known, "chat": chat}

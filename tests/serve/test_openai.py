@@ -241,10 +241,13 @@ def test_an_event_is_one_line_for_clients_that_split_at_any_line_end() -> None:
     assert empty == "" and json.loads(line.removeprefix("data: ")) == data
 
 
-def test_the_models(rig: Rig) -> None:
+def test_the_models(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [model.id for model in client(rig).models.list()] == ["tiny", "nick"]
     with pytest.raises(openai.NotFoundError, match="model='gpt': allowed: tiny, nick"):
         completion(rig, model="gpt")
+    monkeypatch.setattr(rig.lead, "ready", None)  # as before the lead's first message
+    with pytest.raises(openai.InternalServerError, match="the models are being loaded"):
+        client(rig).models.list()
 
 
 def test_a_key(words: Tokenizer) -> None:
@@ -272,4 +275,6 @@ def test_the_job_dies_under_its_answers(words: Tokenizer) -> None:
         with pytest.raises(openai.InternalServerError) as refused:
             completion(rig)
         assert refused.value.status_code == 503
+        with pytest.raises(openai.InternalServerError, match="the job is gone"):
+            client(rig).models.list()
         until(lambda: rig.lead.outstanding == 0)
