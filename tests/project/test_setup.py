@@ -14,7 +14,7 @@ import pytest
 from tests.needs import lack
 from tests.scripts import ROOT, until
 
-TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock".split()
+TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock readlink".split()
 
 # "-c" runs the real Python, "-m venv DIR" makes a copy of this script, "-m pip" is logged and ends
 # with the code of $FAKE_PIP.
@@ -127,6 +127,20 @@ def test_models_with_weights_bring_libraries(machine: Machine, flags: str, needs
     for _ in range(2):
         machine.setup(*flags.split(), MPIRUN="given")
     assert machine.installed() == [f".[{extra}]" if extra else ".", *([wheel] if wheel else [])]
+
+
+def test_a_link_to_another_checkouts_environment_is_refused(machine: Machine) -> None:
+    machine.setup()
+    shutil.move(machine.home / ".venv", machine.home / "moved")
+    (machine.home / ".venv").symlink_to("moved")
+    machine.setup("test")  # its own, moved elsewhere
+    with (machine.home / "setup.cfg").open("a") as file:
+        file.write("# another checkout's\n")
+    stamp = machine.stamp.read_text()
+    _, err = machine.setup(code=1)
+    assert "set-up: .venv is a link to moved, which is not set up for this checkout" in err
+    assert len(err.splitlines()) == 1 and machine.stamp.read_text() == stamp
+    assert machine.installed() == [".[mpi]", ".[mpi,test]"]
 
 
 def test_nodes_that_share_a_venv(machine: Machine) -> None:
