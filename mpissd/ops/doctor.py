@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
 MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
 NOT_PASSED = ("dry_run", "progress")  # flags that the ranks of the trial do not get
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
+_LOAD_S = 0.5  # of the machine's load
 _GRACE_S = 2.0  # time for a child to end after a signal
 _MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
 _SHM_A_RANK = 32 << 20  # shared memory of MPI and NCCL for each rank
@@ -131,6 +133,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
     num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
     gpus, gpu_error = read_gpus() if run.backend in ("auto", "cupy") else ([], "")
     findings = [*_of_machine(config.run, num_ranks, check), *_of_gpus(gpus, gpu_error)]
+    findings += of_load(num_ranks)
     if not run.dry_run and all(finding.verdict != BAD for finding in findings):
         given = [f"--{name}={text}" for name, text in said(run).items() if name not in NOT_PASSED]
         command = ranks_command(["doctor", "--json", *given], num_ranks)
@@ -201,6 +204,19 @@ def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
         yield Finding("GPUs", f"{len(gpus)} × {gpus[0]}")
     if gpus and importlib.util.find_spec("cupy") is None:
         yield Finding("CuPy", "not installed, and there are GPUs", WARN, _CUPY)
+
+
+def of_load(num_ranks: int) -> Iterator[Finding]:
+    """Yields what keeps this host's cores busy while the doctor sleeps."""
+    from mpissd.lab.measure.load import counters, reasons
+
+    before = counters()
+    time.sleep(_LOAD_S)
+    now = counters()
+    spent = {name: now[name] - value for name, value in before.items() if name in now}
+    if busy := reasons([spent, *[{"own": 0.0}] * (num_ranks - 1)], len(usable_cores())):
+        fix = "times measured now are too long: end the other processes, or wait"
+        yield Finding("load", f"the machine is busy: {', '.join(busy)}", WARN, fix)
 
 
 def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:

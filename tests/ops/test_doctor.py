@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mpissd.common.flags import parse_into, said
-from mpissd.ops.doctor import BAD, NOT_PASSED, OK, WARN, DoctorConfig, ask, judge, render
+from mpissd.lab.measure import load
+from mpissd.ops.doctor import BAD, NOT_PASSED, OK, WARN, DoctorConfig, ask, judge, of_load, render
 
 GPUS = ["NVIDIA H200, 580.95.05"] * 4
 VERSIONS = {
@@ -70,6 +71,13 @@ def test_healthy_machines_have_no_fault() -> None:
         findings = judge(facts, 3, gpus)
         assert [finding for finding in findings if finding.verdict != OK] == []
         assert render(findings).endswith("\ndoctor: this run works\n")
+
+
+def test_a_busy_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "reasons", lambda spent, cores: dict.fromkeys(["others"], 0.4))
+    (finding,) = of_load(3)
+    assert (finding.verdict, finding.detail) == (WARN, "the machine is busy: others")
+    assert render([finding]).endswith("\ndoctor: this run works; 1 warning\n")
 
 
 @pytest.mark.parametrize(

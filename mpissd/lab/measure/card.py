@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
@@ -150,8 +150,11 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
             clock.join()
 
 
-def print_summary(row: Row, out: str = "") -> None:
-    """Prints a short table of a row. out: the folder that has the answers to several prompts."""
+def print_summary(row: Row, out: str = "", busy: Iterable[str] = ()) -> None:
+    """Prints a short table of a row.
+
+    out: the folder that has the answers to several prompts. busy: what disturbed the machine.
+    """
 
     def us(value: float | None) -> str:
         if value is None:
@@ -186,4 +189,5 @@ def print_summary(row: Row, out: str = "") -> None:
         lines.append(("hits", f"{row.hit_rate:.3f} of the lookups"))
     if (row.num_prompts or 0) > 1 and out:
         lines.append(("answers", f"{answers_file(out, row.run_id)}: of {row.num_prompts} prompts"))
+    lines += [("busy", text) for text in busy]
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)

@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import TYPE_CHECKING
 
 from mpissd.engine.comm.topology import usable_cores
-from mpissd.engine.session.session import Machine, Session
+
+if TYPE_CHECKING:  # `doctor` probes a machine whose MPI may not load
+    from mpissd.engine.session.session import Machine, Session
 
 _NAMED = 0.05  # least share that is named; quiet machines have 1 to 2%
 _TEXTS = {  # by counter

@@ -36,6 +36,7 @@ from mpissd.lab.gates import violations
 from mpissd.lab.measure.beside import compared
 from mpissd.lab.measure.calibrate import calibrate, choose, host_costs, warm_up
 from mpissd.lab.measure.card import print_card, print_summary, progress_bar, status_line
+from mpissd.lab.measure.load import counters, disturbances
 from mpissd.lab.measure.row import (
     LeadReport,
     Measured,
@@ -79,9 +80,12 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
             session.learning = comms
             if topology.is_lead:
                 print_card(session)
+            before = counters()
             row = measure(session)
+            # A rank that is lost takes no part in a collective.
+            busy = disturbances(before, session) if config.on_draft_loss == "abort" else {}
             if row is not None and not is_shown:
-                print_summary(row, config.out)
+                print_summary(row, config.out, busy)
             if _is_compared(session, row, is_shown=is_shown):
                 session.resources.close()
                 with status_line(config, terminal) as say:
