@@ -103,7 +103,9 @@ def test_the_words_of_a_verdict() -> None:
               ("ar", 60.0), ("sd", 40.0))]  # fmt: skip
     (answer,) = UseComparison(copied, num_rounds=20).answers()
     assert (answer.use, answer.ratio.mean) == (copied[0], pytest.approx(1.5))
-    (sentence, *_) = UseComparison(one_turn, num_rounds=20).lines()[5:]
+    lines = UseComparison(one_turn, num_rounds=20).lines()
+    assert lines[:2] == ["tok/s in 1 turn:", "  SSD K=2 on 2 GPUs       104.0"]
+    (sentence, *_) = lines[5:]
     assert sentence.startswith(
         "→ Cannot tell whether speculation on 1 GPU pays: too few turns to show"
     )

@@ -171,12 +171,13 @@ class UseComparison:
         """Returns a table of the uses, what disturbed them, and a sentence on each question."""
         counts = sorted({use.speed.turns for use in self.uses if use.speed})
         turns = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]])) or "0"
-        lines = [f"tok/s in {turns} turn{'s' * (turns != '1')} (95% interval):"]
+        lines = [f"tok/s in {turns} turns (95% interval):" if turns != "1" else "tok/s in 1 turn:"]
         width = max(len(str(use)) for use in self.uses)
         for use in sorted(self.uses, key=lambda use: -use.mean):
             text = f"not measured: {use.refused}" if use.refused else "not measured"
             if (speed := use.speed) is not None:
-                text = f"{speed.mean:.1f} ({speed.interval('{:.1f}'.format)})"
+                text = f"{speed.mean:.1f}"
+                text += f" ({speed.interval('{:.1f}'.format)})" * (turns != "1")
             lines.append(f"  {use!s:{width}}  {text}")
         busy = f"The machine is busy, in the worst turn: {', '.join(self.busy)}."
         lines += [busy] * bool(self.busy)
