@@ -133,4 +133,6 @@ def compare(config: CompareConfig) -> int:
         raise ConfigError(f"results {places_of!r}: no rows there")
     settings = [comparison.setting for comparison in comparisons]
     print(best.render(comparisons, claims.claims(settings, rows)))
+    if any("turn" in (row.sweep or {}) for row in rows):
+        print("rows of OUT/beside count whole passes; `run` prints them without prefill and luck")
     return 0

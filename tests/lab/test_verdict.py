@@ -16,6 +16,7 @@ from mpissd.lab.measure import beside, calibrate, run
 from mpissd.lab.measure.beside import acceptance_rates, pass_of, rival, speed
 from mpissd.lab.measure.load import counters, gpu_reasons, reasons
 from mpissd.lab.measure.verdict import TimedUse, UseComparison
+from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.uses import Family
 
 FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
@@ -156,16 +157,16 @@ def test_rivals_have_the_k_that_is_fastest_here(
 
     monkeypatch.setattr(calibrate, "fastest", fastest)
     monkeypatch.setattr(beside, "_LATE_S", 1e9)
+    monkeypatch.setattr(run, "disturbances", lambda *_: {"others used 40%": 0.4})
     flags: dict[str, Any] = {"mode": "ar", "backend": "numpy", "alpha": 0.6, "beside": "all"}
     config = RunConfig(**flags, rounds=30, beside_s=0, progress="off", out=str(tmp_path), seed=7)
     assert run.execute(config) == 0
     assert asked == [(4, True, (0.6,) * 10)]
-    rows = [json.loads(line) for line in (tmp_path / "beside/runs.jsonl").read_text().splitlines()]
-    rows = [row for row in map(Row.from_dict, rows) if row.sweep and row.sweep["turn"]]
+    rows = load_rows([tmp_path / "beside"])  # without those of the warm-up
     assert {row.lookahead for row in rows if row.mode == "sd"} == {3}
     assert sorted({row.seed for row in rows}) == [8, 9, 10]  # a seed a turn: `compare` pairs them
     *told, _, last = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("→") for line in told)
+    assert any(line.startswith("→") for line in told) and "    busy  others used 40%" in told
     told_uses = {use["lookahead"]: use["speeds"] for use in json.loads(last)["beside"]["uses"]}
     for row in rows:  # by the mean of the imposed acceptance, not by its draws
         mean = sum(0.6**k for k in range(row.lookahead + 1))
