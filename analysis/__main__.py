@@ -163,9 +163,9 @@ def execute(what: str, *flags: str) -> int:
             for (_, name), (lines, why) in zip(jobs, results, strict=True):
                 reasons[name] = why and reasons.get(name, why)
                 print("".join(f"{line}\n" for line in lines), end="", flush=True)
-        for name, why in reasons.items():
-            if why:
-                print(f"analysis: {name}: {why}", file=sys.stderr)
+        if missing := ", ".join(name for name, why in reasons.items() if why):
+            text = f"analysis: not drawn, as FIGURE --help says which rows each needs: {missing}"
+            print(textwrap.fill(text, 100), file=sys.stderr)
         return 0 if "" in reasons.values() else 2
     items = list(draw(data, what, options.device))
     for note in dict.fromkeys(note for item in items for note in item.notes):
