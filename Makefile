@@ -86,7 +86,7 @@ whole = $(if $(shell [[ $(call quote,$2) =~ ^$3$$ ]] || echo no),\
     $(error $1=$2: $1 is a whole number, $4),$2)
 tp = $(call whole,TP,$(if $(call is_given,TP),$(call given,TP),1),[1-9][0-9]*,1 or more)
 default_drafts = $(if $(filter ar,$(call given,MODE)),0,1)
-drafts = $(call whole,DRAFTS,$(or $(call given,DRAFTS),$(default_drafts)),[01],0 or 1)
+drafts = $(call whole,DRAFTS,$(or $(call given,DRAFTS),$(default_drafts)),[01],0 or 1 (docs/retired.md: why not 2))
 groups = $(call whole,GROUPS,$(or $(call given,GROUPS),1),[1-9][0-9]*,1 or more)
 learners = $(call whole,LEARNERS,$(or $(call given,LEARNERS),0),(0|[1-9][0-9]*),0 or more)
 num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts) + $(learners))))

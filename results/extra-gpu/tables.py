@@ -165,10 +165,10 @@ def answers() -> Lines:
     trees = [rate(five_gpus, n, "SSD") / rate(five_gpus, n, "tree inline") for n in {*uses["law"]}]
     paper = float(PAPER["SSD, T=4"]) / float(PAPER["SD inline, T=4"])
     yield (
-        "- **70B/1B on 4 + 1 H100s, the paper's setting: not measured here.** Predicted, of "
-        f"products only, at alpha .8: SSD makes {chain:.2f}× of SD on four GPUs (the paper: "
-        f"{paper:.2f}×). Of a tree on all five it makes {min(trees):.2f} to {max(trees):.2f}× by "
-        "prompts, each ±30%: undecided."
+        "- **70B/1B on 4 + 1 H100s, the paper's setting: not measured here.** Predicted "
+        f"from products alone, at alpha .8: SSD makes {chain:.2f}× the tok/s of SD on four GPUs "
+        f"(the paper: {paper:.2f}×). Over a tree on all five that is {min(trees):.2f} to "
+        f"{max(trees):.2f}×, depending on the prompts, and uncertain by 30%: undecided."
     )
     parts: dict[str, list[str]] = {}
     for setting, _, strongest, ends in _settings():
