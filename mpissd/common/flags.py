@@ -142,13 +142,10 @@ def flag(
     needs: str | Mapping[Any, str] = "",
     neutral: Any = None,
 ) -> Any:
-    """Makes a dataclass field that is a flag.
-
-    text: its help. modes: in which it has an effect; in others a sweep measures one value of it.
-    workloads: that read it ("": all); others refuse it. needs: conditions on other flags
-    (Condition), separated by spaces, for values other than the default and `neutral`; a mapping
-    gives them by value.
-    """
+    """Makes a dataclass field that is a flag. text: its help. modes: in which it has an effect; in
+    others a sweep measures one value of it. workloads: that read it ("": all); others refuse it.
+    needs: conditions on other flags (Condition), separated by spaces, for values other than the
+    default and `neutral`; a mapping gives them by value."""
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
     return field(
         default=default,
@@ -251,11 +248,9 @@ def read(
     arguments: Sequence[str], names: Collection[str], positional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Returns a command's flags as text, read by fire: --name=value, --name value or --noname.
-    Raises ConfigError for a word that is no flag.
-
-    positional: flags that words without -- give, in order. fire calls a command before it reports
-    an unknown flag, so the command it calls here takes any; parse_into refuses them.
-    """
+    Raises ConfigError for a word that is no flag. positional: flags that words without -- give, in
+    order. fire calls a command before it reports an unknown flag, so the command it calls here
+    takes any; parse_into refuses them."""
     import fire
     from fire.decorators import SetParseFn
 

@@ -69,13 +69,11 @@ _FORMS = (
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Returns the shape that `text` names; raises ConfigError if it names none.
-
-    `text` is a preset or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) or a
-    depth (70b@8L); gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim, vocab,
-    gated; a Hugging Face folder, config.json, .gguf, or hub name in the cache; a head-sized draft
-    of any of these; or lookup.
-    """
+    """Returns the shape that `text` names; raises ConfigError if it names none. `text` is a preset
+    or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) or a depth (70b@8L);
+    gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim, vocab, gated; a Hugging
+    Face folder, config.json, .gguf, or hub name in the cache; a head-sized draft of any of these;
+    or lookup."""
     text = text.strip()
     if text.lower() == LOOKUP.name:
         return LOOKUP

@@ -53,13 +53,10 @@ class Logprob(NamedTuple):
 
 
 class Control(NamedTuple):
-    """The lead's decisions on the next round, for all ranks.
-
-    lookahead: the most tokens that are drafted for a sequence (None: K). width: the most bonus
-    candidates after each number of accepted tokens for which the draft drafts ahead (None: its
-    fan-out; 0: none). prefill_rows: rows of prompts in parts (Event.PREFILL) that are stored with
-    the verification.
-    """
+    """The lead's decisions on the next round, for all ranks. lookahead: the most tokens that are
+    drafted for a sequence (None: K). width: the most bonus candidates after each number of accepted
+    tokens for which the draft drafts ahead (None: its fan-out; 0: none). prefill_rows: rows of
+    prompts in parts (Event.PREFILL) that are stored with the verification."""
 
     lookahead: int | None = None
     width: int | None = None
@@ -68,18 +65,15 @@ class Control(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are drafted and chosen; the same on all ranks.
-
-    temperature, top_p: of the target's distribution; at temperature 0 its likeliest token is taken.
-    seed: of the draws, whatever the request's id (None: the job's). logprobs: how many of the
-    target's likeliest tokens are returned beside each of its own (None: no log-probabilities).
-    logit_bias: addends to the target's logits by token, before temperature and top_p.
-    presence_penalty, frequency_penalty: subtracted once, and for each time, from the logit of a
-    token that the answer has [OpenAI API reference]. grammar: which tokens may follow
-    (text.grammar; "": any), of at most MOST_GRAMMAR bytes. lookahead: most tokens that are drafted
-    in a round (None: K; 0: the draft skips the sequence). mode: of a server's rounds, "ar", "sd" or
-    "ssd" (None: the server's choice).
-    """
+    """How the tokens of a request are drafted and chosen; the same on all ranks. temperature,
+    top_p: of the target's distribution; at temperature 0 its likeliest token is taken. seed: of the
+    draws, whatever the request's id (None: the job's). logprobs: how many of the target's likeliest
+    tokens are returned beside each of its own (None: no log-probabilities). logit_bias: addends to
+    the target's logits by token, before temperature and top_p. presence_penalty, frequency_penalty:
+    subtracted once, and for each time, from the logit of a token that the answer has [OpenAI API
+    reference]. grammar: which tokens may follow (text.grammar; "": any), of at most MOST_GRAMMAR
+    bytes. lookahead: most tokens that are drafted in a round (None: K; 0: the draft skips the
+    sequence). mode: of a server's rounds, "ar", "sd" or "ssd" (None: the server's choice)."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -147,10 +141,8 @@ GREEDY = Sampling()
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
-
     prompt: its tokens up to first_token if the workers read them, or empty. answered: how many of
-    the prompt's last tokens belong to the answer already.
-    """
+    the prompt's last tokens belong to the answer already."""
 
     request_id: int
     first_token: int = 0
@@ -168,12 +160,10 @@ _FREE = Control()
 
 class Outcome:
     """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
-
     rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node where
     the accepted path ends), bonus (t*). The speculation of round + 1 has the rows whose event is
     LIVE, in their order. prompts: the requests of those new sequences that have a prompt. control:
-    of round + 1.
-    """
+    of round + 1."""
 
     WIDTH = 5
 
@@ -211,12 +201,10 @@ class Outcome:
 
 
 class Speculation:
-    """The draft tokens of round `round`; row i has num_draft[i] <= K of them (in a tree: N).
-
-    rows: int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens.
-    With sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was
-    drawn (1: it was certain). In tokens and q, columns from num_draft[i] on are not read.
-    """
+    """The draft tokens of round `round`; row i has num_draft[i] <= K of them (in a tree: N). rows:
+    int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens. With
+    sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was drawn
+    (1: it was certain). In tokens and q, columns from num_draft[i] on are not read."""
 
     HEAD = 3
 

@@ -115,10 +115,8 @@ class Ledger:
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each mark of the rounds first_round … last_round-1, in order of time.
-
         int64 [n, 4]: the round, the phase, its start and its end in ns of this process's
-        perf_counter.
-        """
+        perf_counter."""
         rounds, starts, stops = np.array(self._rounds).reshape(-1, 3).T
         counts = np.diff(stops, prepend=0)
         closed = int(counts.sum())
@@ -131,11 +129,8 @@ class Ledger:
 
 class DraftLedger(Ledger):
     """A draft's ledger, whose marks also show the draft's next activity to the host's watchdog (50
-    ns).
-
-    Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make a
-    lone AR rank 3% slower.
-    """
+    ns). Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make
+    a lone AR rank 3% slower."""
 
     def __init__(self) -> None:
         super().__init__(DraftPhase)
@@ -161,11 +156,9 @@ class NullLedger(Ledger):
 
 
 class DraftLog:
-    """A draft's ledger, and its times and counts by round.
-
-    ranks: counts the ranks of bonus tokens (a features.ranks.RankCounts, or None). stored_s: the
-    seconds of the last answer in which the draft stored tokens that its KV cache lacked.
-    """
+    """A draft's ledger, and its times and counts by round. ranks: counts the ranks of bonus tokens
+    (a features.ranks.RankCounts, or None). stored_s: the seconds of the last answer in which the
+    draft stored tokens that its KV cache lacked."""
 
     # By round. t_draft_s: seconds of drafting after the outcome, NaN if a sequence was a hit.
     # t_growth_s: seconds of drafting ahead, NaN if the next outcome came before its end. num_jit:

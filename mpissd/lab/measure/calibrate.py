@@ -159,11 +159,9 @@ def forwards(
 
 
 def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns places of `rows` rows after the mean context, for timing; None without a cache.
-
-    Rows are grouped by sequence as in a verification, so that neighbours read the same keys and
-    values. Their results are not used.
-    """
+    """Returns places of `rows` rows after the mean context, for timing; None without a cache. Rows
+    are grouped by sequence as in a verification, so that neighbours read the same keys and values.
+    Their results are not used."""
     if not options.capacity:
         return None
     number = np.arange(rows)
@@ -343,11 +341,9 @@ def fastest(
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     """Returns the seconds that the all-reduces of a forward of b(K+1) rows take: 0 at T = 1, None
-    if unknown. Collective over the target ranks.
-
-    Those in a captured forward cannot be timed alone, so on GPUs as many are timed in a program of
-    their own. On CPUs Group.spent_s times them where they run.
-    """
+    if unknown. Collective over the target ranks. Those in a captured forward cannot be timed alone,
+    so on GPUs as many are timed in a program of their own. On CPUs Group.spent_s times them where
+    they run."""
     cost = stepper.cost(stepper.bucket(session.job.verify_rows))
     backend = session.backend
     group = session.group

@@ -77,11 +77,9 @@ def progress_line(
     config: RunConfig, terminal: TextIO | None = None, every_s: float = 0.5
 ) -> Iterator[Callable[[Callable[[float], str]], None]]:
     """Yields show(text), to be called often; now and then it writes a line, which `text` makes from
-    the seconds since the beginning, if a person is watching.
-
-    A terminal (None: stderr if it is one) has one line, redrawn at most every `every_s` seconds. A
-    launcher's pipe gets whole lines, as Open MPI 5 holds output back until a line ends.
-    """
+    the seconds since the beginning, if a person is watching. A terminal (None: stderr if it is one)
+    has one line, redrawn at most every `every_s` seconds. A launcher's pipe gets whole lines, as
+    Open MPI 5 holds output back until a line ends."""
     screen = terminal or (sys.stderr if sys.stderr.isatty() else None)
     begun = monotonic()
     if config.progress == "off" or (config.progress == "auto" and screen is None):

@@ -485,13 +485,11 @@ def answers_file(out: str, run_id: str) -> Path:
 def _write_text(
     workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
 ) -> None:
-    """Writes the prompt and the answer of each sequence that began, in the prompts' order.
-
-    Keys of a line: the prompt's own; text: the answer without its stop token or stop string (None
-    without a tokenizer); tokens: the emitted ids, the last of which ends the answer; sources: what
-    drafted each token; ended: "stop_token", "stop" (a stop string), "length" (num_tokens or the
-    context), or "rounds" if the run ended first; gates: the faults.
-    """
+    """Writes the prompt and the answer of each sequence that began, in the prompts' order. Keys of
+    a line: the prompt's own; text: the answer without its stop token or stop string (None without a
+    tokenizer); tokens: the emitted ids, the last of which ends the answer; sources: what drafted
+    each token; ended: "stop_token", "stop" (a stop string), "length" (num_tokens or the context),
+    or "rounds" if the run ended first; gates: the faults."""
     records = lead.records
     config = workload.job.config
     sources = records.source_arrays()

@@ -83,11 +83,8 @@ def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration and its simulated rates.
-
-    backup: what drafts after a cache miss. derived: where its times come from if some of them were
-    derived from others, else None.
-    """
+    """One configuration and its simulated rates. backup: what drafts after a cache miss. derived:
+    where its times come from if some of them were derived from others, else None."""
 
     mode: str
     tp: int
@@ -145,10 +142,8 @@ class Choice:
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns the job of a choice under the models and options of `config`.
-
-    Raises ConfigError if its fan-out is impossible.
-    """
+    """Returns the job of a choice under the models and options of `config`. Raises ConfigError if
+    its fan-out is impossible."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
@@ -174,9 +169,7 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 @lru_cache(maxsize=512)
 def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) -> Job:
     """Returns the job of a choice with a uniform fan-out, or its own if that is given.
-
-    memory_bytes: of each rank, which must hold the job (None: no limit).
-    """
+    memory_bytes: of each rank, which must hold the job (None: no limit)."""
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     config = replace(
@@ -197,10 +190,8 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
 
 def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
     """Returns a job of `config`'s pair with this mode, T and D, at K = 1 and some acceptance.
-
     memory_bytes: of each rank, which must hold the job (None: no limit). Raises ConfigError if it
-    does not, or if the ranks cannot share the pair.
-    """
+    does not, or if the ranks cannot share the pair."""
     config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
     return _job_of(config, choice, memory_bytes)
@@ -232,12 +223,10 @@ def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) ->
 @dataclass(frozen=True)
 class Sharding:
     """The target on T ranks, with the durations of its forwards, the draft's and the host's.
-
     num_drafts: the numbers of draft ranks D for which the machine has memory. hosts: the host's
     costs by (mode, D); None: not known; a missing key: none. label: returns where a choice's times
     were derived from, None if they were measured. most_rows: of the largest forward whose time is
-    known well enough to advise it (None: any).
-    """
+    known well enough to advise it (None: any)."""
 
     tp: int
     device: DeviceCosts
@@ -259,11 +248,9 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Survey:
-    """A pair on a machine of so many GPUs: its shardings, and the uses that have none.
-
-    unjudged: uses that would fit, with the reason why no forwards or host costs are known.
-    too_large: uses (with D of 0 and 1) that do not fit in memory.
-    """
+    """A pair on a machine of so many GPUs: its shardings, and the uses that have none. unjudged:
+    uses that would fit, with the reason why no forwards or host costs are known. too_large: uses
+    (with D of 0 and 1) that do not fit in memory."""
 
     run: RunConfig
     profile: Profile
@@ -275,10 +262,8 @@ class Survey:
 
 def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T of at most `gpus` that the model can be divided into and that fits in memory.
-
     Raises ConfigError if nothing can be judged: it names the profile's models, or the fault of the
-    last T.
-    """
+    last T."""
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -313,10 +298,8 @@ def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
 
 
 def runnable_at(run: RunConfig, tp: int) -> RunConfig:
-    """Returns the configuration under which T ranks can hold the pair.
-
-    Products need shares of equal size; at another T only a whole transformer runs, if it can.
-    """
+    """Returns the configuration under which T ranks can hold the pair. Products need shares of
+    equal size; at another T only a whole transformer runs, if it can."""
     use = Family("ar", tp, 0)
     transformer = replace(run, forward="transformer", fuse=False)
     return transformer if not fits(run, use) and fits(transformer, use) else run
@@ -353,9 +336,7 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
     """Returns products on T of so many GPUs, which hold shares of unequal size and no draft rank.
-
-    Raises ConfigError if the forwards of no T below and above are known.
-    """
+    Raises ConfigError if the forwards of no T below and above are known."""
     target = pair_job(run, Family("ar", 1, 0)).target.name
     evens = [even for even in tps_of(target, 8 * tp) if fits(run, Family("ar", even, 0))]
     low = max(even for even in evens if even < tp)
@@ -383,11 +364,9 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     """Returns the profile's forwards on T = tp ranks at every row count that a search may ask for.
-
     A branch reads its own KV, whose length depends on K. The KV of the middle K is used for all
     (wrong by less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a
-    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown.
-    """
+    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown."""
     job = replace(pair_job(run, Family("sd", tp, 1)), lookahead=MOST_LOOKAHEAD // 2)
     draft = job.draft_shard
     assert draft is not None, "a pair without a draft"
@@ -412,9 +391,7 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
     """Returns {(mode, D): host costs} of every method at T = tp, None for those that are unknown.
-
-    The result is empty if the profile has no host costs at all.
-    """
+    The result is empty if the profile has no host costs at all."""
     costs: dict[tuple[str, int], HostCosts | None] = {}
     for mode, drafts in METHODS if profile.hosts else ():
         job = replace(pair_job(run, Family(mode, 1, drafts)), tp=tp, lookahead=run.lookahead)
@@ -425,10 +402,8 @@ def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that are tried of each parameter of SSD.
-
-    backup_shares: of K, rounded up, the K_b (None: every value in 1..K). fast: whether backup=fast.
-    """
+    """The values that are tried of each parameter of SSD. backup_shares: of K, rounded up, the K_b
+    (None: every value in 1..K). fast: whether backup=fast."""
 
     lookaheads: tuple[int, ...] = ()
     fan_outs: tuple[str, ...] = ()
@@ -463,11 +438,9 @@ ROUGH = Space(  # For large batches, because a configuration's time grows with i
 def candidates(
     run: RunConfig, sharding: Sharding, space: Space, *, trees: bool = False
 ) -> Iterator[Choice]:
-    """Yields the choices of every mode on a sharding: AR, SD and lookups at every K, and SSD.
-
-    There are no lookups if their acceptance is 0: each round would be one of AR with more rows.
-    trees: whether trees are choices as well, SD's of up to MOST_LOOKAHEAD tokens, SSD's of _TREES.
-    """
+    """Yields the choices of every mode on a sharding: AR, SD and lookups at every K, and SSD. There
+    are no lookups if their acceptance is 0: each round would be one of AR with more rows. trees:
+    whether trees are choices as well, SD's of up to MOST_LOOKAHEAD tokens, SSD's of _TREES."""
     tp = sharding.tp
     batch = run.batch_size
     longest = longest_lookahead(run)
@@ -503,10 +476,8 @@ def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Ch
 
 
 def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> list[Choice]:
-    """Returns the choices that are possible, with their simulated rates.
-
-    quick: of fewer rounds, to rank many. Without it the rates equal `expected` of the choice's job.
-    """
+    """Returns the choices that are possible, with their simulated rates. quick: of fewer rounds, to
+    rank many. Without it the rates equal `expected` of the choice's job."""
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     alike: dict[Family, list[tuple[Choice, Job]]] = {}
     for choice in choices:

@@ -132,12 +132,10 @@ class Question(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """The fastest choice of each mode, T and D, fastest first, and what a verdict on them rests on.
-
     measured: the fastest measured rows of each use in the planned case. samples: logarithms of each
     use's rate without each group of prompts, [G]; empty without --laws, or if a group is all that
     determines the hits. ssd_gains: {prompts: (SSD's tok/s over the strongest other use's, that
-    use)} by rows of the same pair whose acceptance was measured.
-    """
+    use)} by rows of the same pair whose acceptance was measured."""
 
     survey: Survey
     judged: tuple[Choice, ...]
@@ -185,10 +183,8 @@ class Plan:
         return next((choice for choice in self.judged if choice.mode in modes), None)
 
     def other(self, mode: str, gpus: int) -> Choice | None:
-        """Returns the fastest use of at most so many GPUs in another mode.
-
-        None if there is none, or if one that would fit was not judged: it may be the fastest.
-        """
+        """Returns the fastest use of at most so many GPUs in another mode. None if there is none,
+        or if one that would fit was not judged: it may be the fastest."""
         if any(use.mode != mode and use.gpus <= gpus for use in self.missing):
             return None
         uses = (use for use in self.judged if use.mode != mode and use.gpus <= gpus)
@@ -285,9 +281,7 @@ class Plan:
 
     def level(self, best: Choice) -> list[Choice]:
         """Returns the uses that are no slower than the best one for sure, with it; none if it wins.
-
-        The interval of its gain over them reaches 1, or they were measured no slower.
-        """
+        The interval of its gain over them reaches 1, or they were measured no slower."""
         level = [
             choice
             for choice in self.judged
@@ -311,12 +305,10 @@ class Plan:
 
 
 def plan(survey: Survey, *, trees: bool = False) -> Plan:
-    """Returns the fastest mode, K, fan-out and backup at each T and D of a survey.
-
-    It simulates a coarse grid of choices, then a fine one around the best few; a test compares it
-    with the exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError
-    where rounds take no time.
-    """
+    """Returns the fastest mode, K, fan-out and backup at each T and D of a survey. It simulates a
+    coarse grid of choices, then a fine one around the best few; a test compares it with the
+    exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError where
+    rounds take no time."""
     run = survey.run
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     space = COARSE if run.batch_size <= _FEW else ROUGH
@@ -384,10 +376,8 @@ def with_best_tree(
     config: RunConfig, profile: Profile, tp: int, levels: int | None = None
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Returns a configuration of --tree=auto with the fastest tree, or chain, and their rates.
-
     levels: K, if it is given (None: any). A chain stays unless the best tree is _GAIN as fast.
-    Raises ConfigError if laws, forwards or host costs are not known, or for SSD.
-    """
+    Raises ConfigError if laws, forwards or host costs are not known, or for SSD."""
     if config.mode == "ar":
         return replace(config, tree=None), {}
     refuse(BEST_TREES, config=config)
@@ -463,13 +453,10 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
-    """Returns `Plan.ssd_gains`, by rows of whole transformers: of SSD on so many GPUs, and of
-    other uses on at most as many.
-
-    Acceptance was measured in a recording, or by laws. Of each prompts SSD's newest visit counts.
-    Where no tree ran beside SSD, only a gain that does not pay counts: more uses could but lower
-    it.
-    """
+    """Returns `Plan.ssd_gains`, by rows of whole transformers: of SSD on so many GPUs, and of other
+    uses on at most as many. Acceptance was measured in a recording, or by laws. Of each prompts
+    SSD's newest visit counts. Where no tree ran beside SSD, only a gain that does not pay counts:
+    more uses could but lower it."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)

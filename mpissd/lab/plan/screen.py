@@ -55,10 +55,8 @@ tok/s of measured rows of the same case. ≈: no slower than the best for sure."
 
 @dataclass(frozen=True)
 class Screen:
-    """A plan as text and as JSON.
-
-    device: the value of --profile. at: the plans at other alphas than the assumed one.
-    """
+    """A plan as text and as JSON. device: the value of --profile. at: the plans at other alphas
+    than the assumed one."""
 
     plan: Plan
     device: str = ""
@@ -69,9 +67,7 @@ class Screen:
         cls, run: RunConfig, profile: Profile, gpus: int, device: str, folders: str, *, trees: bool
     ) -> Screen:
         """Answers which configuration to run: the one place where all parts of `plan` meet.
-
-        folders: of measured rows, separated by commas. device, trees: see Screen, and `plan`.
-        """
+        folders: of measured rows, separated by commas. device, trees: see Screen, and `plan`."""
         surveyed = survey(run, profile, gpus)
         best = plan(surveyed, trees=trees)
         files = [path for folder in folders.split(",") for path in row_files(Path(folder))]
@@ -316,10 +312,8 @@ class Screen:
         return f"It rests on {times}, and {models}."
 
     def _surer(self, details: bool) -> Iterator[str]:
-        """Yields what is unknown, each with the command that measures it.
-
-        `make pair` also probes, so a probe of its own is for details, datasheets and --laws.
-        """
+        """Yields what is unknown, each with the command that measures it. `make pair` also probes,
+        so a probe of its own is for details, datasheets and --laws."""
         run = self.survey.run
         use = next(iter(self.plan.to_probe), self.plan.best)
         is_sheet = is_datasheet(self.survey.profile)
@@ -481,10 +475,8 @@ def _probe_flags(choice: Choice) -> dict[str, str]:
 
 
 def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]) -> str:
-    """Returns a command line with the planned models and forwards, as T ranks can hold them.
-
-    It calls the launch script if that is here, which also starts as root.
-    """
+    """Returns a command line with the planned models and forwards, as T ranks can hold them. It
+    calls the launch script if that is here, which also starts as root."""
     models = {name: getattr(run, name) for name in ("pair", "target", "draft")}
     flags = {name: value for name, value in models.items() if value is not None} | flags
     runnable = runnable_at(run, choice.tp)

@@ -34,7 +34,6 @@ EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the 
 @dataclass(frozen=True)
 class HostCosts:
     """Median seconds of host work and of the link; the module's docstring lists each field's phase.
-
     link: one way to a polling rank (draft → lead: including reading the message). draft_read: from
     finding OUTCOME to having read it, as WAIT measures it in rounds where growth kept the message
     waiting (0 if there are none: the link then includes it). follower: from the plan's publication
@@ -43,8 +42,7 @@ class HostCosts:
     (launch, delay of the wait's end, collect). keys_lane: for each of the b·ΣF lanes (0 in a job's
     own costs, whose keys were measured with the same fan-out). joined: seconds by which a growth
     step is shorter than a backup's, where the device joins growth steps. wake: the delay with which
-    a wait for the target's forward ends.
-    """
+    a wait for the target's forward ends."""
 
     lead_send: float = 0.0
     lead_commit: float = 0.0
@@ -113,10 +111,8 @@ class HostCosts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
         """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
-
         lead_upload and joined may be missing: older profiles count the former in lead_launch, and
-        have costs of naps as well, which are 0 on GPUs.
-        """
+        have costs of naps as well, which are 0 on GPUs."""
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
         values = {name: value for name, value in values.items() if name not in ("nap", "patience")}
@@ -130,12 +126,10 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Seconds of a forward by its row count: measured points, linearly interpolated.
-
-    Fewer rows than the first point cost as much as it does (a forward is memory-bound there). After
-    the last point, the slope of the last two points continues if it is positive. few: the table for
-    jobs whose forwards have at most `few_rows` rows, if those use another kernel.
-    """
+    """Seconds of a forward by its row count: measured points, linearly interpolated. Fewer rows
+    than the first point cost as much as it does (a forward is memory-bound there). After the last
+    point, the slope of the last two points continues if it is positive. few: the table for jobs
+    whose forwards have at most `few_rows` rows, if those use another kernel."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -149,10 +143,8 @@ class RowTable:
         return cls(rows, seconds)
 
     def __call__(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns seconds for row counts of any shape.
-
-        most_rows: the rows of their jobs' largest forward, which selects the table (None: this).
-        """
+        """Returns seconds for row counts of any shape. most_rows: the rows of their jobs' largest
+        forward, which selects the table (None: this)."""
         wanted = np.asarray(rows, np.float64)
         times = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
@@ -175,9 +167,7 @@ class DeviceCosts:
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns the seconds of draft forwards (growth or backup) with these row counts.
-
-        most_rows: as RowTable takes it.
-        """
+        most_rows: as RowTable takes it."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
@@ -185,10 +175,8 @@ class DeviceCosts:
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
         """Returns the seconds of draft forwards that read `candidates` of each of these rows.
-
         Between measured numbers of candidates time goes in straight lines. most_rows: as RowTable
-        takes it.
-        """
+        takes it."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]
@@ -204,10 +192,8 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target and of the draft.
-
-        lists: {k: {rows: seconds}} of the draft's forwards that read k candidates a row.
-        """
+        """Makes the costs from measured {rows: seconds} of the target and of the draft. lists: {k:
+        {rows: seconds}} of the draft's forwards that read k candidates a row."""
         drafts = None if draft is None else RowTable.of(draft)
         tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
         return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))
@@ -217,9 +203,7 @@ class DeviceCosts:
         cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
         """Returns the emulated backend's durations for every bucket of a job, bit-identical.
-
-        draft_profile: the profile of the draft ranks' devices, if they differ.
-        """
+        draft_profile: the profile of the draft ranks' devices, if they differ."""
         batch = job.config.batch_size
         drafts = draft_profile or profile
         verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
@@ -243,11 +227,9 @@ def forwards(
     *,
     any_job: bool = False,
 ) -> RowTable:
-    """Returns the seconds of one rank's forward at each row count, by the profile.
-
-    The job's largest forward has the most of these rows, which selects the kernel. any_job: that
-    row count is not chosen yet, so that the table holds both kernels.
-    """
+    """Returns the seconds of one rank's forward at each row count, by the profile. The job's
+    largest forward has the most of these rows, which selects the kernel. any_job: that row count is
+    not chosen yet, so that the table holds both kernels."""
     rows = sorted(rows)
     limit = profile.few_rows
 

@@ -49,11 +49,9 @@ def with_derived(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> Profile:
     """Returns the profile with this forward added, unless it has it or nothing to derive it from.
-
     It is interpolated; or it is one rank's measured share with the all-reduces added; or derived
     from the same model at another T; or, of a transformer, from another model. Raises ConfigError
-    if no all-reduce over T ranks is known.
-    """
+    if no all-reduce over T ranks is known."""
     key = shard.key(sequences, options)
     if key in profile.forwards:
         return profile
@@ -105,11 +103,9 @@ def _of_other_models(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
     """Derives a transformer's forward from its floor, and what another one takes beyond its own.
-
     One row takes as much more for each layer, and further rows by the bytes of a rank. The other
     model is the one measured at the nearest T, and of those the nearest in size. The result is
-    empty for products, and if no other transformer or no rate is known.
-    """
+    empty for products, and if no other transformer or no rate is known."""
     others = []
     for key, (kernel, *_) in (*profile.forwards.items(), *profile.shards.items()):
         if key.sequences and not kernel.seconds.source.startswith(DERIVED):
@@ -212,11 +208,9 @@ def shipped_profiles() -> dict[str, Profile]:
 
 def with_hosts(profile: Profile) -> Profile:
     """Returns the profile with host costs for every method that has been measured on its device.
-
     Methods missing from this profile are taken from the built-in profile of the same device and
     labelled "derived". A profile without any host costs is returned unchanged: it treats the host's
-    work as free.
-    """
+    work as free."""
     other = shipped_profiles().get(profile.kind)
     if not profile.hosts or other is None:
         return profile
@@ -235,12 +229,10 @@ def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
 
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
-    """Returns the entry of the job's mode whose T, then b, then K are nearest, or None.
-
-    A transformer's entries hold for a transformer only at the same T, and without a draft rank at
+    """Returns the entry of the job's mode whose T, then b, then K are nearest, or None. A
+    transformer's entries hold for a transformer only at the same T, and without a draft rank at
     any: a GPU runs such rounds without the host. Without such an entry a transformer uses those of
-    products, and products use a transformer's.
-    """
+    products, and products use a transformer's."""
     config = job.config
     alike = _entries(profile, config.mode, config.drafts)
     transformers = [entry for entry in alike if entry.forward == "transformer"]
@@ -268,11 +260,9 @@ def costs_at(
     profile: Profile, entry: HostEntry | None, batch_size: int, context: int = 0
 ) -> HostCosts:
     """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
-
     Uses the entries that differ from `entry` only in b and in a transformer's context; interpolates
-    over b first, then over the context. Without an entry all costs are zero. Raises ConfigError
-    for a missing or unknown field.
-    """
+    over b first, then over the context. Without an entry all costs are zero. Raises ConfigError for
+    a missing or unknown field."""
     if entry is None:
         return HostCosts()
 
@@ -308,11 +298,9 @@ def costs_at(
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
-    """Raises ConfigError if a probed profile has no forwards of the job's models.
-
-    A built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft
-    ranks' devices, if they differ.
-    """
+    """Raises ConfigError if a probed profile has no forwards of the job's models. A built-in
+    profile (h100, h200, …) models any pair. draft_profile: the profile of the draft ranks' devices,
+    if they differ."""
     batch = job.config.batch_size
     for device, need in zip((profile, draft_profile or profile), job.needs, strict=False):
         if device.forwards and not device.models_others:
@@ -321,12 +309,10 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
-    """Returns the flags that a probed profile implies if the user sets none.
-
-    These are pair, and fuse and lm_head, or forward. Each is included if all measured forwards
-    agree on it; pair only if the profile does not model every pair. forward: if the user set it,
-    only forwards of that kind count.
-    """
+    """Returns the flags that a probed profile implies if the user sets none. These are pair, and
+    fuse and lm_head, or forward. Each is included if all measured forwards agree on it; pair only
+    if the profile does not model every pair. forward: if the user set it, only forwards of that
+    kind count."""
     measured = [
         key
         for key, kernels in profile.forwards.items()
@@ -349,13 +335,11 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
     """Returns the origin of a job's derived times, as text beginning with "derived", or None.
-
     profile: of the target's device, with its forward, and of the hosts. drafts: of the draft's
-    device. A forward is derived if its table is marked so, if its table ends before the job's
-    rows, or if the profile was measured but lacks this forward. On a modelled device it is derived
-    if the all-reduces are. Host costs are derived from another T or by a stated rule, or are not
-    known at all, unless the profile has none.
-    """
+    device. A forward is derived if its table is marked so, if its table ends before the job's rows,
+    or if the profile was measured but lacks this forward. On a modelled device it is derived if the
+    all-reduces are. Host costs are derived from another T or by a stated rule, or are not known at
+    all, unless the profile has none."""
     batch = job.config.batch_size
     needs = job.needs[:1] if job.config.is_lookup else job.needs
     models = zip((profile, drafts), needs, strict=False)

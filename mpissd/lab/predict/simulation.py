@@ -46,14 +46,12 @@ _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 @dataclass(frozen=True)
 class Grid:
-    """G configurations of one batch size with the durations of their rounds, in seconds.
-
-    hazards: [G, K], 0 beyond a configuration's own K. p_hit: P(hit | k accepted), [G, source, end,
-    K+1], with source: after a backup or a hit, and end: whether k is all. The tables from verify_s
-    to most_steps are indexed by the numbers of live sequences and of hits among them: [G, L, b+1]
-    with L = b+1, or L = 1 if all sequences live on. most_steps: K where branches grow, 0 elsewhere.
-    lanes_s: a draft step of 0..b sequences, [G, b+1]. The other arrays are [G].
-    """
+    """G configurations of one batch size with the durations of their rounds, in seconds. hazards:
+    [G, K], 0 beyond a configuration's own K. p_hit: P(hit | k accepted), [G, source, end, K+1],
+    with source: after a backup or a hit, and end: whether k is all. The tables from verify_s to
+    most_steps are indexed by the numbers of live sequences and of hits among them: [G, L, b+1] with
+    L = b+1, or L = 1 if all sequences live on. most_steps: K where branches grow, 0 elsewhere.
+    lanes_s: a draft step of 0..b sequences, [G, b+1]. The other arrays are [G]."""
 
     batch_size: int
     host: HostCosts
@@ -78,9 +76,7 @@ class Grid:
         cls, jobs: Sequence[Job], device: DeviceCosts, host: HostCosts, *, ends: bool = False
     ) -> Grid:
         """Makes the grid of jobs of one batch size on the same devices and hosts; AR has K = 0.
-
-        ends: whether sequences may end before others of their batch.
-        """
+        ends: whether sequences may end before others of their batch."""
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
         counts = np.arange(batch + 1)
@@ -165,11 +161,9 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns P(the outcome is a key | the accepted path ends at level d) of trees.
-
-    The shape is [source, end, K+1]. The next round does not depend on which node of the level it
-    is, so that the mean over the level's nodes is exact.
-    """
+    """Returns P(the outcome is a key | the accepted path ends at level d) of trees. The shape is
+    [source, end, K+1]. The next round does not depend on which node of the level it is, so that the
+    mean over the level's nodes is exact."""
     tree = job.tree
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
@@ -205,9 +199,7 @@ def _widened(parts: Any, width: int) -> Floats:
 
 def padded(rows: Ints, compiled: Ints) -> Ints:
     """Returns the smallest compiled row count that holds each of `rows` [G, …] (job.buckets).
-
-    compiled: [G, n], those besides the powers of two below the largest.
-    """
+    compiled: [G, n], those besides the powers of two below the largest."""
     rows = np.asarray(rows)
     columns = compiled.T.reshape(compiled.shape[1], -1, *(1,) * (rows.ndim - 1))
     powers = 2 ** np.ceil(np.log2(np.maximum(rows, 1))).astype(np.int64)
@@ -219,12 +211,9 @@ def padded(rows: Ints, compiled: Ints) -> Ints:
 
 
 class LawDraws:
-    """Draws the accepted tokens and hits of rounds by the imposed models.
-
-    All configurations read the same uniforms. Those of a sequence are spread evenly over the chains
-    of a round (one in each R-th of [0, 1)), so that means come out with less noise than from
-    independent draws.
-    """
+    """Draws the accepted tokens and hits of rounds by the imposed models. All configurations read
+    the same uniforms. Those of a sequence are spread evenly over the chains of a round (one in each
+    R-th of [0, 1)), so that means come out with less noise than from independent draws."""
 
     def __init__(self, grid: Grid, chains: int) -> None:
         self.chains = chains
@@ -242,10 +231,8 @@ class LawDraws:
         return live
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns k, how many of num_draft tokens each sequence's round accepts, [G, R, b].
-
-        hit: whether a branch of the cache drafted them, or a backup.
-        """
+        """Returns k, how many of num_draft tokens each sequence's round accepts, [G, R, b]. hit:
+        whether a branch of the cache drafted them, or a backup."""
         uniform = self._next()[None, :, :, None]
         free = (uniform < self._reached).sum(axis=3)[self._kind]
         if self._fast.any():
@@ -254,10 +241,8 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the outcomes of this round are keys of the cache, [G, R, b].
-
-        end: whether all served tokens were accepted.
-        """
+        """Returns whether the outcomes of this round are keys of the cache, [G, R, b]. end: whether
+        all served tokens were accepted."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 
@@ -283,11 +268,9 @@ def _spread(chains: int, batch: int, number: int) -> Floats:
 
 
 class RecordedDraws:
-    """A run's recorded outcomes, round by round, in place of LawDraws.
-
-    sequences: as RoundRecords.sequences has them, [n, 8]. A round's sequences are identified only
-    by their place in it; times depend on no more.
-    """
+    """A run's recorded outcomes, round by round, in place of LawDraws. sequences: as
+    RoundRecords.sequences has them, [n, 8]. A round's sequences are identified only by their place
+    in it; times depend on no more."""
 
     chains = 1
 
@@ -346,10 +329,8 @@ class Rounds:
         return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
-        """Simulates round r from OUTCOME r-1 to its own outcome.
-
-        Returns its tokens, seconds, hits and the lead's wait, under the names that `Expected` has.
-        """
+        """Simulates round r from OUTCOME r-1 to its own outcome. Returns its tokens, seconds, hits
+        and the lead's wait, under the names that `Expected` has."""
         grid = self._grid
         draws = self._draws
         self.live = draws.live(number, self.live)
@@ -391,12 +372,10 @@ class Rounds:
         return {"tokens": tokens, "round_s": round_s, "hit_rate": hit, "wait_s": seen - ready}
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
-        """Returns the seconds of draft steps between OUTCOME and SPECULATION, [G, R].
-
-        won, live: hits and live sequences, [G, R]. steps: that the branches of hits have grown.
-        Hits are finished and misses drafted in shared forwards until one of the two groups has K
-        (or K_b) tokens; then the other goes on alone.
-        """
+        """Returns the seconds of draft steps between OUTCOME and SPECULATION, [G, R]. won, live:
+        hits and live sequences, [G, R]. steps: that the branches of hits have grown. Hits are
+        finished and misses drafted in shared forwards until one of the two groups has K (or K_b)
+        tokens; then the other goes on alone."""
         grid = self._grid
         lanes_s = grid.lanes_s.ravel()
         missed = live - won
@@ -433,11 +412,9 @@ _KNOWN: dict[tuple[Any, ...], Expected] = {}  # rows of many seeds have one grid
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:
-    """Returns the means of every configuration, which do not depend on the others in the grid.
-
-    At b = 1 they are of 8,192 rounds that grow branches (quick: of 1,024). Without growth all
-    rounds last as long, and the means are exact.
-    """
+    """Returns the means of every configuration, which do not depend on the others in the grid. At b
+    = 1 they are of 8,192 rounds that grow branches (quick: of 1,024). Without growth all rounds
+    last as long, and the means are exact."""
     columns = {field.name: np.zeros(len(grid)) for field in fields(Expected)}
     summed = [name for name in columns if name != "tok_per_s"]
     sequences, least, num_rounds = _QUICK if quick else _PRECISE
@@ -475,10 +452,8 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
 
 
 def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]) -> Floats:
-    """Predicts the seconds of a run's rounds, [n], given their outcomes.
-
-    sequences: as RoundRecords.sequences() has them, [rows, 8].
-    """
+    """Predicts the seconds of a run's rounds, [n], given their outcomes. sequences: as
+    RoundRecords.sequences() has them, [rows, 8]."""
     draws = RecordedDraws(job, sequences)
     rounds = Rounds(Grid.of([job], device, host, ends=True), draws)
     seconds = (rounds.advance(number)["round_s"][0, 0] for number in range(draws.num_rounds))
@@ -486,31 +461,24 @@ def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np
 
 
 def is_predictable(job: Job) -> bool:
-    """Returns whether the imposed models give this job a mean.
-
-    The job must have imposed tokens, and a draft that takes K steps over fan-out lists that are the
-    same in every round.
-    """
+    """Returns whether the imposed models give this job a mean. The job must have imposed tokens,
+    and a draft that takes K steps over fan-out lists that are the same in every round."""
     has_steps = job.draft is None or job.draft.num_tokens == 1
     return job.workload.is_imposed and has_steps
 
 
 def is_followable(job: Job) -> bool:
-    """Returns whether the simulation can time this job's rounds from their own outcomes.
-
-    Of text and of replays: acceptance and hits are a pair's own.
-    """
+    """Returns whether the simulation can time this job's rounds from their own outcomes. Of text
+    and of replays: acceptance and hits are a pair's own."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)
 
 
 def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Predicts the long-run means of this job's runs, from costs and its imposed models.
-
-    Keys that a result row has mean the same here. The others are round_us.mean, exposed_us (the
-    lead's mean wait for its speculation) and T_p. Raises ConfigError for a job without a mean.
-    """
+    """Predicts the long-run means of this job's runs, from costs and its imposed models. Keys that
+    a result row has mean the same here. The others are round_us.mean, exposed_us (the lead's mean
+    wait for its speculation) and T_p. Raises ConfigError for a job without a mean."""
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "

@@ -44,11 +44,9 @@ _SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without a
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
     """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
-
     mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). brief:
     measures a transformer for a plan of its T and batch size only. Raises Refused on every rank for
-    an impossible configuration or wrong sums (exit code 3).
-    """
+    an impossible configuration or wrong sums (exit code 3)."""
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
@@ -111,10 +109,8 @@ class Prober:
                 self._conclude(gathered, name, perf_counter() - begun)
 
     def _conclude(self, gathered: list[Any], name: str | None, seconds: float) -> None:
-        """Writes the table, the profile and the JSON line; on the lead.
-
-        gathered: tables, notes and place of each rank. seconds: that the probe took.
-        """
+        """Writes the table, the profile and the JSON line; on the lead. gathered: tables, notes and
+        place of each rank. seconds: that the probe took."""
         session = self._session
         job = self._job
         backend = session.backend
@@ -178,14 +174,12 @@ class Prober:
             self._turn(where, lambda: self._model(probe(), SoloGroup(), needs[DRAFT]))
 
     def _model(self, probe: GroupProbe, group: Group, need: Need) -> None:
-        """Measures one model's forwards; need: its weights, options and rows.
-
-        Products are measured with the kernel of small jobs if it differs, and with the common one;
-        the weights are made anew for each, because their order differs. A transformer is measured
-        at the probe's batch size and at the batch size of its second host costs. A probe with one
-        target rank also measures the share of the target that rank 0 of T > 1 would hold, without
-        all-reduces: derive.py adds them, so that `plan` knows these T.
-        """
+        """Measures one model's forwards; need: its weights, options and rows. Products are measured
+        with the kernel of small jobs if it differs, and with the common one; the weights are made
+        anew for each, because their order differs. A transformer is measured at the probe's batch
+        size and at the batch size of its second host costs. A probe with one target rank also
+        measures the share of the target that rank 0 of T > 1 would hold, without all-reduces:
+        derive.py adds them, so that `plan` knows these T."""
         config = self._job.config
         shard = need.shard
         options = need.options
@@ -267,13 +261,10 @@ class Prober:
 
 def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> Iterator[RunConfig]:
     """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
-    and SSD.
-
-    Each is measured at the probe's batch size and at eight times that size; brief: only SSD, whose
-    host work grows with the branches of all sequences. on_host: forwards run on the host's cores; a
-    transformer's then disturb the caches more the longer their contexts are, so that two are
-    measured.
-    """
+    and SSD. Each is measured at the probe's batch size and at eight times that size; brief: only
+    SSD, whose host work grows with the branches of all sequences. on_host: forwards run on the
+    host's cores; a transformer's then disturb the caches more the longer their contexts are, so
+    that two are measured."""
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
         contexts = [NEAR, config.context]
@@ -287,10 +278,8 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
 
 
 def _measured(session: Session, source: str) -> Entry | None:
-    """Times one configuration's forwards and runs its rounds; returns its entry on the lead.
-
-    Raises Refused on every rank if its models do not fit in memory.
-    """
+    """Times one configuration's forwards and runs its rounds; returns its entry on the lead. Raises
+    Refused on every rank if its models do not fit in memory."""
     job = session.job
     world = session.topology.world
     count = 0

@@ -41,21 +41,17 @@ _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
-    """Returns the contexts after which transformers are measured: near, far and two between.
-
-    Time grows in straight lines while all sequences' KV caches fit in one level of memory. ends:
-    near and far only.
-    """
+    """Returns the contexts after which transformers are measured: near, far and two between. Time
+    grows in straight lines while all sequences' KV caches fit in one level of memory. ends: near
+    and far only."""
     far = max(longest, FAR)
     return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
 
 
 def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
-    """Makes one entry of a profile's table from the seconds of each launch, by rows or bytes.
-
-    It has their median, their interquartile range over the median (None if that is 0), and their
-    number.
-    """
+    """Makes one entry of a profile's table from the seconds of each launch, by rows or bytes. It
+    has their median, their interquartile range over the median (None if that is 0), and their
+    number."""
     seconds, spread = dict[str, float](), dict[str, float | None]()
     for at, taken in times.items():
         low, seconds[str(at)], high = (float(q) for q in np.percentile(taken, [25, 50, 75]))
@@ -66,10 +62,8 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 
 
 class GroupProbe:
-    """Measures on all ranks of `comm`; every method is collective.
-
-    faults: receives a line for each error in this rank's data. show: called between launches.
-    """
+    """Measures on all ranks of `comm`; every method is collective. faults: receives a line for each
+    error in this rank's data. show: called between launches."""
 
     show: Callable[[], None] = staticmethod(lambda: None)
 
@@ -86,12 +80,9 @@ class GroupProbe:
         self, onces: Mapping[int, Callable[[], float]], per: int = 1
     ) -> dict[int, NDArray[np.float64]]:
         """Returns the seconds of each launch; once() launches `per` operations and returns its
-        seconds.
-
-        They take turns, so that a disturbance hits all of them and no median. The ranks launch
-        equally often, and each launch counts with the time of the rank that began last, because the
-        others' times include waiting for it.
-        """
+        seconds. They take turns, so that a disturbance hits all of them and no median. The ranks
+        launch equally often, and each launch counts with the time of the rank that began last,
+        because the others' times include waiting for it."""
         warm_s, budget_s, least, most = _PACE[self._kind]
         counts, seconds = {}, dict[int, list[float]]()
         for at, once in onces.items():
@@ -126,11 +117,9 @@ class GroupProbe:
         most_rows: int | None = None,
         model: tuple[ModelSource, Weights | None] = (ModelSource(), None),
     ) -> Entry:
-        """Measures one model; returns its "forwards" entry by rows.
-
-        most_rows: row limit of the jobs that run this kernel (None: no limit). model: weights to
-        use, and their source (default: bare products, made here).
-        """
+        """Measures one model; returns its "forwards" entry by rows. most_rows: row limit of the
+        jobs that run this kernel (None: no limit). model: weights to use, and their source
+        (default: bare products, made here)."""
         stepper = Stepper(
             self._backend,
             group,
@@ -156,7 +145,6 @@ class GroupProbe:
 
     def _lists(self, stepper: Stepper) -> list[Entry]:
         """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
-
         They run in a chain, one after the other in one program, so that its launch does not matter.
         """
         kind = stepper.shard.key(1, stepper.options).forward
@@ -199,11 +187,9 @@ class GroupProbe:
         *,
         ends: bool = False,
     ) -> list[Entry]:
-        """Measures a transformer for each number of sequences after each of `contexts`.
-
-        ends: as `contexts` takes it. Returns the "forwards" entries. What does not fit in memory
-        with the weights is left out.
-        """
+        """Measures a transformer for each number of sequences after each of `contexts`. ends: as
+        `contexts` takes it. Returns the "forwards" entries. What does not fit in memory with the
+        weights is left out."""
         most, itemsize = rows[-1], self._backend.itemsize
         weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
         entries = []
@@ -221,9 +207,7 @@ class GroupProbe:
 
     def all_reduces(self, group: Group, hidden: int) -> Entry:
         """Measures the group's all-reduce of ROWS hidden vectors and of 1 MB, as forwards run it.
-
-        Returns its "all_reduces" entry.
-        """
+        Returns its "all_reduces" entry."""
         itemsize = self._backend.itemsize
         shapes = sorted(
             [*((rows, hidden) for rows in ROWS), (1, LARGE_BYTES // itemsize)], key=prod
@@ -234,10 +218,8 @@ class GroupProbe:
         return entry({"name": name, "ranks": self._comm.size, "graph": graph}, self._source, taken)
 
     def _all_reduce(self, group: Group, rows: int, width: int) -> Any:
-        """Returns the seconds of all-reduces, launched in a chain over separate buffers.
-
-        The buffers are filled anew before every launch: repeated sums would exceed float16.
-        """
+        """Returns the seconds of all-reduces, launched in a chain over separate buffers. The
+        buffers are filled anew before every launch: repeated sums would exceed float16."""
         count, backend = _CHAIN[self._kind], self._backend
         buffers = [backend.activation(rows, width) for _ in range(count)]
 

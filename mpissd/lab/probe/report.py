@@ -52,11 +52,9 @@ def fit(
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Fits the "numbers" and the "all_reduce" of a profile to its tables.
-
-    itemsize: bytes of a weight. peak: flop/s of a large product. memory: free bytes of each rank.
-    source: how the tables were measured.
-    """
+    """Fits the "numbers" and the "all_reduce" of a profile to its tables. itemsize: bytes of a
+    weight. peak: flop/s of a large product. memory: free bytes of each rank. source: how the tables
+    were measured."""
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
@@ -112,10 +110,8 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
 
 
 def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
-    """Writes OUT/profiles/NAME.json atomically, replacing an older one of that name.
-
-    Raises ConfigError if the folder cannot be written, or the profile could not be read back.
-    """
+    """Writes OUT/profiles/NAME.json atomically, replacing an older one of that name. Raises
+    ConfigError if the folder cannot be written, or the profile could not be read back."""
     path = Path(out) / "profiles" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)

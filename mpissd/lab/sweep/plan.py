@@ -240,11 +240,9 @@ class SweepPlan:
 
 def planned(config: SweepConfig) -> SweepPlan:
     """Returns the plan of a sweep, the same on every rank. Other flags of `config` hold where a
-    block does not set them; --num_drafts is D of the whole job.
-
-    Raises ConfigError if the grid is wrong, needs more draft ranks than the job has or more
-    combinations than a sweep could measure, or if the shard has no configuration.
-    """
+    block does not set them; --num_drafts is D of the whole job. Raises ConfigError if the grid is
+    wrong, needs more draft ranks than the job has or more combinations than a sweep could measure,
+    or if the shard has no configuration."""
     blocks = read_grid(str(config.grid))
     first, step = config.shard_of
     count = sum(math.prod(map(len, block.values())) for block in blocks)
