@@ -225,18 +225,16 @@ class WorkloadFlags(Checked):
         words,
         "hit law: power:A=.75,r=1, power:A=.6/.2,r=.4/.5 (k<K/k=K), p_hit:.9 or smollm2",
     )
-    laws: str | None = flag(
+    laws: str | None = drafting(
         None,
         words,
         "file of `mpissd pair`: a real pair's acceptance and hits (text, replay: of its fan-outs)",
-        modes=DRAFTING,
         workloads="gemm text replay",
     )
-    lookup: str = flag(
+    lookup: str = drafting(
         "prompt",
         choice(*LOOKUPS),
         f"how --backup=fast finds what to copy: {', '.join(LOOKUPS)}",
-        modes=DRAFTING,
         workloads="gemm text replay",
     )
     temperature: float = flag(
@@ -251,18 +249,16 @@ class WorkloadFlags(Checked):
     order: int | None = of_markov(
         None, integer(1, 3), "number of tokens that the next one depends on (markov; default 2)"
     )
-    divergence: float | None = flag(
+    divergence: float | None = drafting(
         None,
         number(0, 1),
         "distance of the draft from the target: 0 equal, 1 independent (markov; default 0.2)",
-        modes=DRAFTING,
         workloads="markov",
     )
-    saguaro_c: float | None = flag(
+    saguaro_c: float | None = growing(
         None,
         number(0, 1),
         "factor C of Saguaro sampling (ssd; default 1: plain sampling)",
-        modes=GROWING,
         workloads="markov text",
         needs="mode=ssd temperature>0",
         neutral=1.0,

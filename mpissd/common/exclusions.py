@@ -27,21 +27,15 @@ class Exclusion:
     why: str = ""
 
 
-def refusal(exclusions: Iterable[Exclusion], **values: Any) -> str | None:
-    """Returns the message of the first exclusion that a configuration asks for; None without one.
-    values: what the exclusions read, as the comment above them states."""
+def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
+    """Raises ConfigError for the first exclusion that a configuration asks for. values: what the
+    exclusions read, as the comment above them states."""
     for row in exclusions:
         if row.is_asked(SimpleNamespace(**values)):
             other = row.other if row.other.startswith("without ") else f"with {row.other}"
             why = f": {row.why}" if row.why else ""
-            return f"{row.feature} {other}{why}: allowed: {row.allowed}".format(**values)
-    return None
-
-
-def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
-    """Raises ConfigError for the first exclusion that a configuration asks for (`refusal`)."""
-    if (message := refusal(exclusions, **values)) is not None:
-        raise ConfigError(message)
+            message = f"{row.feature} {other}{why}: allowed: {row.allowed}"
+            raise ConfigError(message.format(**values))
 
 
 # Values: config.
@@ -125,20 +119,4 @@ DRAFTS = (
     Exclusion("draft={job.draft.name}", "workload={config.workload}", "gemm",
               lambda at: at.job.draft and at.job.draft.num_tokens > 1
               and not at.job.workload.drafts_in_parallel),
-)  # fmt: skip
-# Of rounds that the device decides, and of branches that it grows, without the host: the host does
-# it where these exclude it, and nothing is refused. Values: job.
-DEVICE_ROUNDS = (
-    Exclusion("device rounds", "a server", "run", lambda at: at.job.serving),
-    Exclusion("device rounds", "a draft rank", "num_drafts=0", lambda at: at.job.config.drafts),
-    Exclusion("device rounds", "backup=fast", "jit", lambda at: at.job.config.fast_lookup),
-    Exclusion("device rounds", "backup_lookahead={job.backup_lookahead}", "{job.lookahead}",
-              lambda at: at.job.backup_lookahead < at.job.lookahead),
-)  # fmt: skip
-DEVICE_GROWTH = (
-    Exclusion("device growth", "a server", "run", lambda at: at.job.serving),
-    Exclusion("device growth", "learners=1", "learners=0", lambda at: at.job.config.learners),
-    Exclusion("device growth", "a tree", "a chain", lambda at: at.job.tree_lanes),
-    Exclusion("device growth", "without a draft rank", "1", lambda at: not at.job.config.drafts),
-    Exclusion("device growth", "without branches", "mode=ssd", lambda at: not at.job.fan_out),
 )  # fmt: skip

@@ -276,21 +276,16 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
         if name not in fields:
             raise unknown("flag", f"--{name}", (f"--{n}" for n in fields))
     completed = kind.completed({name: str(text) for name, text in flags.items()})
-    return _filled(
-        kind, {name: fields[name].metadata["parse"](name, text) for name, text in completed.items()}
-    )
-
-
-def _filled(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """Makes a configuration, and those that it contains, from typed values of their flags."""
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    arguments = {f.name: values[f.name] for f in fields if f.name in values}
-    for f in fields:
-        if flags := f.metadata.get("flags"):
-            inner = {name: values.get(name, declared.default) for name, declared in flags.items()}
-            held = f.metadata["contains"]
-            is_unchecked = f.metadata["is_unchecked"]
-            arguments[f.name] = unchecked(held, **inner) if is_unchecked else held(**inner)
+    values = {name: fields[name].metadata["parse"](name, text) for name, text in completed.items()}
+    arguments: dict[str, Any] = {}
+    for f in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if f.name in values:
+            arguments[f.name] = values[f.name]
+        elif inner := f.metadata.get("flags"):
+            inner = {name: values.get(name, declared.default) for name, declared in inner.items()}
+            make = partial(unchecked, f.metadata["contains"])
+            make = make if f.metadata["is_unchecked"] else f.metadata["contains"]
+            arguments[f.name] = make(**inner)
     return kind(**arguments)
 
 

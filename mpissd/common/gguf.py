@@ -38,15 +38,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
 # Errors that impossible sizes and types raise when they are read.
-_DAMAGED = (
-    StructError,
-    LookupError,
-    ValueError,
-    TypeError,
-    ArithmeticError,
-    MemoryError,
-    RecursionError,
-)
+_DAMAGED: tuple[type[Exception], ...] = (StructError, LookupError, ValueError, TypeError)
+_DAMAGED += (ArithmeticError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)

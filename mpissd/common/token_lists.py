@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
@@ -47,16 +46,13 @@ def tokens_of(path: Path) -> dict[int, str]:
         return {number: token for number, (token, kind) in pairs if kind == _NORMAL}
     file = path / "tokenizer.json"
     try:
-        return _ordinary(json.loads(read_file(file)))
+        tokenizer = json.loads(read_file(file))
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of a unigram model: [token, score]
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        special = {entry["id"] for entry in tokenizer.get("added_tokens") or []}
+        return {number: token for token, number in vocabulary.items() if number not in special}
     except (FileNotFoundError, NotADirectoryError):  # the latter for a bare config.json
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} is damaged or no tokenizer.json") from error
-
-
-def _ordinary(tokenizer: Any) -> dict[int, str]:
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of a unigram model: [token, score]
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    special = {entry["id"] for entry in tokenizer.get("added_tokens") or []}
-    return {number: token for token, number in vocabulary.items() if number not in special}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.real_pairs import ASSUMED, ASSUMED_LAW, PairHits
+from mpissd.common.real_pairs import ASSUMED, ASSUMED_LAW, MissLaw
 from mpissd.common.records import RoundRecords
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Outcome, Request, Source, Speculation
@@ -60,7 +60,7 @@ class Law:
         hazards: Mapping[Any, Sequence[float]],
         fan_out: Sequence[int] = (),
         p_hit: float | None = None,
-        laws: tuple[tuple[float, float, float], tuple[float, float, float]] = ASSUMED.laws,
+        laws: tuple[MissLaw, MissLaw] = ASSUMED,
     ) -> None:
         self.seed, self.vocab, self.hazards = seed, vocab, hazards
         self.fan_out, self.p_hit = fan_out, p_hit
@@ -135,7 +135,7 @@ class Scenario:
     inline: bool = False
     heads: int = 1
     num_followers: int = 0
-    pair: PairHits = ASSUMED  # imposes the hits if p_hit is None
+    pair: tuple[MissLaw, MissLaw] = ASSUMED  # imposes the hits if p_hit is None
 
     @property
     def K(self) -> int:
@@ -160,7 +160,7 @@ class Scenario:
         return {Source.CACHE: primary, Source.JIT: primary, Source.FAST: (self.fast_rate,) * self.K}
 
     def law(self) -> Law:
-        return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit, self.pair.laws)
+        return Law(self.seed, self.vocab, self.hazards(), self.fans, self.p_hit, self.pair)
 
 
 class CountingForwards:

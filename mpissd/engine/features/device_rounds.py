@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.exclusions import DEVICE_ROUNDS, refusal
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
@@ -66,7 +65,9 @@ def chained_forwards(
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
     """Returns whether the device can decide whole rounds of the lead's workers."""
     is_missing = draft is None and job.lookahead > 0
-    if is_missing or refusal(DEVICE_ROUNDS, job=job):
+    is_cut = job.backup_lookahead < job.lookahead
+    is_apart = job.serving or job.config.drafts or job.config.fast_lookup
+    if is_missing or is_cut or is_apart:
         return False
     is_dynamic = job.dynamic is not None
     return all(device_decides(worker, is_dynamic) for worker in (draft, target) if worker)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpissd.common.exclusions import DEVICE_GROWTH, refusal
 from mpissd.common.rounds import Ints, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.features.device_rounds import device_decides
@@ -22,7 +21,8 @@ from mpissd.engine.round.sequence import Batch
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
     """Returns a draft rank's worker whose device grows branches without waiting for the host, or
     `worker` if the host must feed it each step's tokens."""
-    if refusal(DEVICE_GROWTH, job=job) or not device_decides(worker):
+    is_fed = job.serving or job.config.learners or job.tree_lanes
+    if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker
     stepper = worker.stepper
     assert isinstance(stepper, Stepper)

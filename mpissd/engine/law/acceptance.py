@@ -145,8 +145,8 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
 class Power(NamedTuple):
     """The hit model miss(F) = min(1, floor + A·F^−r) of a bonus token's rank."""
 
-    hit_a: float = ASSUMED.hit_a[0]
-    hit_r: float = ASSUMED.hit_r[0]
+    hit_a: float = ASSUMED[0].A
+    hit_r: float = ASSUMED[0].r
     floor: float = 0.0
 
 
@@ -215,7 +215,7 @@ def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
         return named_hit_law(f"p_hit:{flags.p_hit}")
     if flags.laws is not None:
         return named_hit_law(f"laws:{flags.laws}", lookahead)
-    return _power_law(*DEFAULT.laws)
+    return _power_law(*DEFAULT)
 
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
@@ -227,7 +227,7 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
     what = f"hit_law {text!r}"
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:
-        return _power_law(*NAMED[text.strip()].laws)
+        return _power_law(*NAMED[text.strip()])
     if kind == "p_hit":
         p_hit = _number(what, values)
         return HitLaw(f"p_hit:{p_hit}", p_hit)
