@@ -183,8 +183,8 @@ def launch(command: cli.Command) -> int:
         error = fault_of_disk(problem) if isinstance(problem, OSError) else problem
         if error is None:
             raise
-        tell = guard.waited if isinstance(error, Overdue) else guard.failed
-        if not tell(str(error)):
+        kind = "waited" if isinstance(error, Overdue) else "failed"
+        if not guard.failed(str(error), kind):
             print(f"mpissd: rank {MPI.COMM_WORLD.rank}: {error}", file=sys.stderr, flush=True)
         MPI.COMM_WORLD.Abort(error.exit_code)
         return error.exit_code

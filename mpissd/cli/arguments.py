@@ -170,8 +170,7 @@ class Command:
 
 def parse(arguments: Sequence[str]) -> Command:
     """Returns the command that the arguments name; prints help or versions and raises SystemExit(0)
-    if they ask. Raises ConfigError for a wrong command, flag or value, or --device without
-    emulation."""
+    if they ask. Raises ConfigError for a wrong command, flag or value, or an idle --device."""
     if list(arguments) in (["--version"], ["version"]):
         print("\n".join(imported("mpissd.cli.version:lines")()))
         sys.exit(0)
@@ -201,9 +200,8 @@ def _help() -> Iterator[str]:
 def _help_of(name: str) -> Iterator[str]:
     """Yields a command's help: how to call it, what it does, and each flag with its default."""
     spec = SPECS[name]
-    yield " ".join(
-        ["python -m mpissd", name, *(f"[{w.upper()}]" for w in spec.words), "[--flag …]"]
-    )
+    places = [f"[{word.upper()}]" for word in spec.words]
+    yield " ".join(["python -m mpissd", name, *places, "[--flag …]"])
     yield f"  {spec.about}"
     for flag_name, field in flags_of(spec.config).items():
         default = "" if field.default is None else f"={field.default}"

@@ -98,9 +98,7 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
         except ConfigError:
             return False
         raise
-    if path is None:
-        return False
-    return is_gguf(path) or any(path.glob("*.safetensors"))
+    return path is not None and (is_gguf(path) or any(path.glob("*.safetensors")))
 
 
 @dataclass(frozen=True)
@@ -173,9 +171,7 @@ class MethodFlags(Checked):
     @property
     def drafts(self) -> int:
         """Number of draft ranks D; the default is 0 for ar, and 1 for sd and ssd."""
-        if self.num_drafts is not None:
-            return self.num_drafts
-        return 0 if self.mode == "ar" else 1
+        return int(self.mode != "ar") if self.num_drafts is None else self.num_drafts
 
     @property
     def is_lookup(self) -> bool:
@@ -188,10 +184,9 @@ class MethodFlags(Checked):
     def check(self) -> None:
         """Refuses a backup that drafts more than K tokens; raises ConfigError."""
         super().check()
-        if self.backup_lookahead is not None and self.backup_lookahead > self.lookahead:
-            raise ConfigError(
-                f"backup_lookahead={self.backup_lookahead}: allowed: 1..{self.lookahead}"
-            )
+        tokens = self.backup_lookahead
+        if tokens is not None and tokens > self.lookahead:
+            raise ConfigError(f"backup_lookahead={tokens}: allowed: 1..{self.lookahead}")
 
 
 @dataclass(frozen=True)
@@ -495,10 +490,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
             value = getattr(self, name)
             allowed = readers(name, field.metadata["workloads"])
             if value != field.default and self.workload not in allowed:  # it would change nothing
-                raise ConfigError(
-                    f"{name}={value} with workload={self.workload}: allowed: "
-                    f"workload={' or '.join(allowed)}"
-                )
+                given = f"{name}={value} with workload={self.workload}"
+                raise ConfigError(f"{given}: allowed: workload={' or '.join(allowed)}")
         self.learning  # noqa: B018  (raises a wrong --learn)
         refuse(FLAGS, config=self)
 

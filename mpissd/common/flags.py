@@ -75,7 +75,6 @@ def switch(name: str, text: str) -> bool:
 
 
 def ranks_or_switch(name: str, text: str) -> bool | int:
-    """Parses a number of ranks, or a switch."""
     if text.isdecimal() and text != "0":
         return int(integer(1)(name, text))
     return switch(name, text)
@@ -108,7 +107,6 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Parses a condition without spaces."""
         name, is_equal, values = text.partition("=")
         if is_equal:
             return cls(name, values)

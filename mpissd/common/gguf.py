@@ -111,7 +111,6 @@ def _joined(first: GgufFile, count: Any) -> GgufFile:
 
 
 def _read(path: Path) -> GgufFile:
-    """Returns one file of a model; raises ConfigError."""
     try:
         state = check_regular(path)
         return _read_once(path, state.st_mtime_ns, state.st_size)

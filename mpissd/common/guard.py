@@ -116,8 +116,7 @@ def join(
 
 def _connect() -> socket.socket | None:
     """Returns a connection to this job's watchdog on this host, started if needed; None after 50
-    vain attempts. Its abstract socket ends with its users. Raises OSError if sockets are
-    refused."""
+    vain attempts. Its abstract socket ends with its users. Raises OSError without sockets."""
     job = [os.environ.get(name, "") for name in _JOB_NAMES]
     job = job if any(job) else [str(os.getppid())]
     digest = sha256("\n".join([*job, str(os.getuid())]).encode()).hexdigest()
@@ -175,15 +174,11 @@ def stage(now: Stage) -> None:
 
 
 def failed(text: str, kind: str = "failed") -> bool:
-    """Reports a fault of this rank; returns whether the watchdog printed it within 5 s."""
+    """Reports a fault of this rank; returns whether the watchdog printed it within 5 s. kind:
+    failed, or waited for a wait that timed out, of which it prints the missing rank."""
     if _guard is None or not _guard.tell(kind, text=text[:_MOST]):
         return False
     return _guard.printed.wait(_ANSWER_S)
-
-
-def waited(text: str) -> bool:
-    """Reports a wait that timed out; returns whether the watchdog printed the missing rank."""
-    return failed(text, "waited")
 
 
 def hangs(rank: int, text: str) -> None:

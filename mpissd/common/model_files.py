@@ -47,9 +47,8 @@ def find_in_cache(text: str) -> Path | None:
     """Returns the current snapshot of OWNER/NAME in the hub's cache; None if there is none."""
     if not is_hub_name(text):
         return None
-    home = os.environ.get("HF_HOME") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
-    )
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    home = os.environ.get("HF_HOME") or Path(caches, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or Path(home, "hub")
     folder = Path(cache).expanduser() / f"models--{text.replace('/', '--')}"
     try:

@@ -11,8 +11,7 @@ from pathlib import Path
 @cache
 def commit() -> str | None:
     """Returns the checkout's commit, with "+" if files have changed; elsewhere MPISSD_COMMIT, or
-    None. An environment inside another project's checkout has a git that does not track this
-    file."""
+    None. The git of another project's checkout around this file does not track it."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
     describe = [*git, "describe", "--always", "--dirty=+", "--abbrev=12"]

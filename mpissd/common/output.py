@@ -151,7 +151,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file for writing that replaces `path` once the block ends without an error: readers
-    see all or nothing, over NFS as well. A device or pipe is written into. Raises OSError with the
+    see all or nothing, also over NFS. A device or pipe is written into. Raises OSError with the
     path."""
     if path.exists() and not path.is_file():
         with _named(path), path.open("wb") as file:

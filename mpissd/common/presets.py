@@ -99,8 +99,8 @@ def preset_of(text: str) -> str | None:
 
 def files_of(text: str) -> Path | None:
     """Returns the Hugging Face folder, .gguf or config.json of a model's name, with or without a
-    depth (@8L); None if its weights are random. Raises ConfigError for no name, or files that are
-    not here."""
+    depth (@8L); None if its weights are random. Raises ConfigError for no name, or missing files.
+    """
     text = SCALED.sub("", text.strip())
     if (name := preset_of(text)) is not None:
         return model_files.packaged(name)
@@ -130,9 +130,8 @@ def split_pair(text: str) -> tuple[str, str]:
     if text.lower() in pairs:
         return pairs[text.lower()]
     if "/" not in text:
-        raise ConfigError(
-            f"{unknown('pair', text, pairs)}; or target/draft, each a preset, {_FORMS}"
-        )
+        error = unknown("pair", text, pairs)
+        raise ConfigError(f"{error}; or target/draft, each a preset, {_FORMS}")
     reason: object = f"no '/' parts it into a target and a draft, each a preset, {_FORMS}"
     for target, draft in _splits(text):
         try:

@@ -20,9 +20,8 @@ from mpissd.common.workloads import readers
 
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
-    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run "
-    "out progress beside beside_s json on_draft_loss num_drafts groups chat_template workload "
-    "grammar tree_shape"
+    "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run out progress beside "
+    "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape"
 ).split()
 # The flags of a run that are about models, methods and sampling.
 ANSWERING = frozenset(
@@ -73,7 +72,6 @@ class RanksFlags(TextFlags):
 
     @property
     def num_ranks(self) -> int:
-        """Target and draft ranks of the job."""
         return self.tp + self.num_drafts
 
     def fit_world(self, command: str, num_ranks: int) -> None:

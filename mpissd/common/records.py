@@ -19,7 +19,6 @@ class RoundRecords:
     """The measured rounds; a row is one sequence in one round, because the batch may shrink."""
 
     def __init__(self, lookahead: int) -> None:
-        """Starts without rounds. lookahead: K."""
         self.lookahead = lookahead
         # {request id: tokens that count} of the sequences that ended at a stop.
         self.ends: dict[int, int] = {}
@@ -85,8 +84,7 @@ class RoundRecords:
         return np.column_stack(columns).astype(np.int64)
 
     def by_version(self) -> list[tuple[int, int, int, int]]:
-        """Returns (version, rounds, drafted, accepted) of the draft's versions, over all
-        sequences."""
+        """Returns (version, rounds, drafted, accepted) by version of the draft's weights."""
         rounds, outcomes, speculations = self._read()
         versions, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
         sums = np.zeros((len(versions), 3), np.int64)
@@ -128,10 +126,8 @@ class RoundRecords:
         ids, first = np.unique(outcomes[order, 0], return_index=True)
         ends = np.cumsum(accepted[order] + 1)[first[1:] - 1]
         parts = np.split(emitted, ends) if len(ids) else []
-        return {
-            request_id: part[: self.ends.get(request_id)]
-            for request_id, part in zip(ids.tolist(), parts, strict=True)
-        }
+        emitted_by_id = zip(ids.tolist(), parts, strict=True)
+        return {number: part[: self.ends.get(number)] for number, part in emitted_by_id}
 
 
 def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -37,8 +37,7 @@ def uniforms(
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns numbers start … start+count-1, float64 in [0, 1), of the stream of key (seed,
-    word)."""
+    """Returns numbers start … start+count-1 of the stream of key (seed, word), in [0, 1)."""
     first = start // _WORDS
     bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS

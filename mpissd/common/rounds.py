@@ -88,7 +88,6 @@ class Sampling:
 
     @property
     def adjusts(self) -> bool:
-        """Whether `adjusted` changes logits."""
         return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
 
     @property
@@ -188,8 +187,7 @@ class Outcome:
 
     @property
     def fresh(self) -> Ints:
-        """The rows of new sequences, which join now (ADMIT) or once their prompts are stored
-        (PREFILL), [n, 5]."""
+        """The rows of new sequences, [n, 5]: ADMIT, or PREFILL, whose prompts are stored first."""
         new: Ints = self.rows[_FRESH[self.events]]
         return new
 
@@ -246,20 +244,17 @@ class Speculation:
 
     def lost(self) -> Speculation:
         """Returns this speculation without the distributions of its uncertain tokens."""
-        sampled = self.sampled
         return Speculation(
-            self.round, self.rows, sampled=sampled, version=self.version, is_lost=True
+            self.round, self.rows, sampled=self.sampled, version=self.version, is_lost=True
         )
 
     @classmethod
     def width(cls, lookahead: int, sampled: bool) -> int:
-        """Returns the number of columns of `rows`."""
         return cls.HEAD + lookahead * (3 if sampled else 1)
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """The number of each row's uncertain tokens (q < 1), [b], each of which has a distribution
-        that the draft sends."""
+        """The number of each row's uncertain tokens (q < 1), whose distributions are sent, [b]."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]

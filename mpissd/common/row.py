@@ -38,9 +38,8 @@ _LEAST = {  # of the numbers that may not be 0, or may be negative
     "tok_per_s": 1e-9,
     **dict.fromkeys(("prediction_error", "sampling_error", "ledger_closure"), -_LIMIT),
 }
-NEEDED = (  # keys without which a row is compared with no other
-    "run_id mode device_name target tok_per_s lookahead world_size tp".split()
-)
+# Keys without which a row is compared with no other.
+NEEDED = "run_id mode device_name target tok_per_s lookahead world_size tp".split()
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _NAMES |= {list: "a list", Mapping: "an object"}
 _OTHER_KEYS = {  # that are read, too
@@ -345,7 +344,6 @@ class Row(Mapping[str, Any]):
 
     @property
     def command(self) -> list[str]:
-        """The words of the command line that wrote the row."""
         return [str(word) for word in self._origin("command") or ()]
 
     def _origin(self, name: str) -> Any:

@@ -94,7 +94,6 @@ class ModelShape:
 
     @property
     def lm_head_inputs(self) -> tuple[int, ...]:
-        """The input width of each LM head."""
         return self.head_widths or (self.hidden,) * (1 if self.head is None else self.head.lm_heads)
 
     @property

@@ -36,8 +36,8 @@ def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None
 
 def tokens_of(path: Path) -> dict[int, str]:
     """Returns {id: token} of a .gguf or a folder's tokenizer.json; {} without one. Added and
-    special tokens are left out, as models of one vocabulary rename them. Raises ConfigError if it
-    is damaged."""
+    special tokens are left out, as models of one vocabulary rename them. Raises ConfigError for
+    damage."""
     if is_gguf(path):
         metadata = read_gguf(path).metadata
         tokens = metadata.get("tokenizer.ggml.tokens", [])

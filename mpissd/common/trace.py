@@ -63,14 +63,9 @@ class FollowPhase(IntEnum):
 
 
 # {DraftPhase that ends: the activity that begins then}, which the host's watchdog process reports.
-_NEXT = bytes(
-    (
-        *(Doing.ANSWER,) * DraftPhase.SEND,
-        *(Doing.GROWTH,) * (DraftPhase.RECORD - DraftPhase.SEND),
-        Doing.OUTCOME_WAIT,
-        Doing.GROWTH,
-    )
-)
+_ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
+_GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)
+_NEXT = bytes([*_ANSWERING, *_GROWING, Doing.OUTCOME_WAIT, Doing.GROWTH])
 
 
 class Ledger:
@@ -115,8 +110,7 @@ class Ledger:
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each mark of the rounds first_round … last_round-1, in order of time.
-        int64 [n, 4]: the round, the phase, its start and its end in ns of this process's
-        perf_counter."""
+        int64 [n, 4]: the round, the phase, its start and its end in ns of perf_counter."""
         rounds, starts, stops = np.array(self._rounds).reshape(-1, 3).T
         counts = np.diff(stops, prepend=0)
         closed = int(counts.sum())
@@ -183,8 +177,7 @@ class DraftLog:
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:
-        """Notes the number of misses for which the model drafts, and the seconds in which it stored
-        tokens that its KV cache lacked."""
+        """Notes the misses for which the model drafts, and the seconds of storing missing tokens."""
         self._num_jit = num_jit
         self.stored_s = stored_s
 
@@ -193,15 +186,12 @@ class DraftLog:
         self._draft_s = _UNKNOWN if seconds is None else seconds
 
     def growth_begins(self) -> None:
-        """Notes that the growth of branches begins now."""
         self._growth_start = perf_counter()
 
     def growth_ends(self) -> None:
-        """Notes that all branches are grown."""
         self._growth_s = perf_counter() - self._growth_start
 
     def close_round(self, round_: int) -> None:
-        """Records a round."""
         if self._rounds is not None:
             add = self._rounds.append  # five calls take less time than one extend()
             add(round_)

@@ -46,7 +46,7 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
     def give_up() -> None:
         text = f"{what}: not over after {seconds:.0f} s (--deadline_s)"
-        if not guard.waited(text):
+        if not guard.failed(text, "waited"):
             sys.stderr.write(f"mpissd: {text}\n")
             sys.stderr.flush()
         os._exit(FaultError.exit_code)

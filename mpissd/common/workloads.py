@@ -41,7 +41,6 @@ def class_of(name: str) -> Any:
 
 
 def imported(where: str) -> Any:
-    """Imports and returns what "module:name" names."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 

@@ -161,8 +161,7 @@ class Chat:
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yields the chunks of a streamed answer, which gets what is left of the context if
-        max_tokens does not fit. Raises ConfigError for a refusal, FaultError if the server is
-        gone."""
+        max_tokens does not fit. Raises ConfigError for a refusal, FaultError without a server."""
         with self._http.stream("POST", "chat/completions", json=body) as response:
             if response.status_code == 200:
                 events = EventStream()

@@ -359,22 +359,16 @@ def _decisions(facts: Facts) -> Faults:
     asked = facts.has_draft
     wanted = facts.get("backup_lookahead")
     is_backup = asked & (source != Source.CACHE)
-    wrong = (
-        (
-            (accepted < 0) | (accepted > drafted) | (drafted > lookahead),
-            "accepted {k} of {n} drafted tokens, lookahead is {row.lookahead}",
-        ),
+    is_outside = (accepted < 0) | (accepted > drafted) | (drafted > lookahead)
+    is_unasked = ~asked & ((source != Source.NONE) | (drafted > 0))
+    is_other = is_backup & (drafted != (drafted if wanted is None else wanted))
+    of_lost = "of source {source}, draft_lost_round is {row.draft_lost_round}"
+    for places, message in (
+        (is_outside, "accepted {k} of {n} drafted tokens, lookahead is {row.lookahead}"),
         (hit != (source == Source.CACHE), "has hit {hit} and source {source}"),
-        (
-            ~asked & ((source != Source.NONE) | (drafted > 0)),
-            "has {n} drafted tokens of source {source}, draft_lost_round is {row.draft_lost_round}",
-        ),
-        (
-            is_backup & (drafted != (drafted if wanted is None else wanted)),
-            "has {n} such tokens, backup_lookahead is {row.backup_lookahead}",
-        ),
-    )
-    for places, message in wrong:
+        (is_unasked, f"has {{n}} drafted tokens {of_lost}"),
+        (is_other, "has {n} such tokens, backup_lookahead is {row.backup_lookahead}"),
+    ):
         for n in np.flatnonzero(places)[:1]:
             values = {"k": accepted[n], "n": drafted[n], "hit": hit[n], "source": source[n]}
             yield f"round {round_[n]} {message.format(row=row, **values)}"
@@ -427,10 +421,7 @@ def _phases(facts: Facts, role: str) -> Faults:
         yield f"phases_us.{role} adds up to {total:.3f} µs, the mean round is {mean:.3f} µs"
 
 
-CHECKS = (
-    *(_missing, _finite, _clock, _ranks, _floor),
-    *(_device, _counts, _tokens, _decisions, _ledger),
-)
+CHECKS = (_missing, _finite, _clock, _ranks, _floor, _device, _counts, _tokens, _decisions, _ledger)
 
 
 def violations(row: Row, rounds: Rounds) -> list[str]:

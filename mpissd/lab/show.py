@@ -58,7 +58,6 @@ def open_terminal() -> Iterator[TextIO | None]:
 
 
 def columns_of(terminal: TextIO) -> int:
-    """Returns a terminal's current width."""
     try:
         return os.get_terminal_size(terminal.fileno()).columns or _DEFAULT_COLUMNS
     except OSError:
@@ -109,7 +108,6 @@ class Meter:
         return " · ".join(parts)
 
     def long(self) -> str:
-        """Returns the numbers as a sentence."""
         parts = [f"{self.num_tokens} tokens in {self.num_rounds} rounds"]
         parts.append(f"{self.tokens_a_round:.2f} a round")
         parts += [] if self.hit_rate is None else [f"hit rate {self.hit_rate:.2f}"]
@@ -209,8 +207,8 @@ class Painter:
 
 class Show:
     """Follows one sequence of a run on the lead rank. write: takes new text and the margin's
-    numbers. limit: tokens of the answer. is_live: whether `write` shows text at once. has_cache: as
-    in Meter."""
+    numbers. limit: tokens of the answer. is_live: whether `write` shows text at once. has_cache: of
+    Meter."""
 
     def __init__(
         self,

@@ -127,9 +127,8 @@ class _Beside:
                 except Refused as refused:  # raised on all ranks
                     wide_places = []
                     uses = self._comparison.uses
-                    uses += [
-                        TimedUse(family, uses[0].unit, refused=str(refused)) for family in wide
-                    ]
+                    unit = uses[0].unit
+                    uses += [TimedUse(family, unit, refused=str(refused)) for family in wide]
                 places = places + wide_places if is_whole else wide_places
                 self._turns(places, run.beside_s / (2 - is_whole))
                 note = "Memory holds one division of the ranks at a time: one after the other."

@@ -161,7 +161,7 @@ def forwards(
 def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
     """Returns places of `rows` rows after the mean context, for timing; None without a cache. Rows
     are grouped by sequence as in a verification, so that neighbours read the same keys and values.
-    Their results are not used."""
+    """
     if not options.capacity:
         return None
     number = np.arange(rows)
@@ -342,8 +342,8 @@ def fastest(
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     """Returns the seconds that the all-reduces of a forward of b(K+1) rows take: 0 at T = 1, None
     if unknown. Collective over the target ranks. Those in a captured forward cannot be timed alone,
-    so on GPUs as many are timed in a program of their own. On CPUs Group.spent_s times them where
-    they run."""
+    so on GPUs as many are timed in another program. On CPUs Group.spent_s times them where they
+    run."""
     cost = stepper.cost(stepper.bucket(session.job.verify_rows))
     backend = session.backend
     group = session.group
@@ -421,11 +421,8 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
     """Returns a job's host costs from its warm-up; draft: None in AR or if the draft was lost."""
     costs: dict[str, Any] = {
-        f"lead_{phase.name.lower()}": np.median(lead.seconds(phase))
-        for phase in (
-            *(LeadPhase.SEND, LeadPhase.COMMIT, LeadPhase.BROADCAST),
-            *(LeadPhase.UPLOAD, LeadPhase.SAMPLE, LeadPhase.RECORD),
-        )
+        f"lead_{name}": np.median(lead.seconds(LeadPhase[name.upper()]))
+        for name in "send commit broadcast upload sample record".split()
     }
     assert lead.num_rows is not None, "a warm-up without a lead"
     launch = lead.seconds(LeadPhase.LAUNCH)

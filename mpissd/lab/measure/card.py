@@ -39,10 +39,8 @@ def print_card(session: Session) -> None:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
     groups = f"{config.groups} groups of " if config.groups > 1 else ""
-    lines = [
-        ("mode", mode),
-        ("target", f"{job.target.name}, {groups}T={job.tp}, {sizes[0]} a rank"),
-    ]
+    target = f"{job.target.name}, {groups}T={job.tp}, {sizes[0]} a rank"
+    lines = [("mode", mode), ("target", target)]
     if job.draft is not None:
         where = "inline on the lead" if job.inline else f"{sizes[1]} on its own rank"
         lines.append(("draft", f"{job.draft.name}, {where}"))

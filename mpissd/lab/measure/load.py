@@ -30,8 +30,7 @@ _GPU = "uuid,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_ther
 
 def counters() -> dict[str, float]:
     """Returns those counters of seconds that this system has: the clock (wall), this rank's CPU
-    time (own) and waits for a core (delayed), its cores' CPU time (busy, stolen), a quota's
-    stops."""
+    time (own) and waits for a core (delayed), its cores' CPU time (busy, stolen), and a quota."""
     tick = os.sysconf("SC_CLK_TCK")
     values = {"wall": perf_counter(), "own": process_time()}
     with suppress(OSError, ValueError, IndexError):

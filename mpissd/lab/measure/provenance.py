@@ -20,8 +20,7 @@ _STARTED = datetime.now(timezone.utc)
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any]:
     """Returns what could explain another result on another day: versions, command, hosts, devices.
-    cuda: the loaded libraries, perhaps not those that CuPy was compiled against; None without
-    CuPy."""
+    cuda: the loaded libraries, perhaps others than CuPy was compiled against; None without CuPy."""
     packages: dict[str, str | None] = dict.fromkeys(("numpy", "mpi4py", "nvmath-python"))
     for name in packages:
         with suppress(metadata.PackageNotFoundError):

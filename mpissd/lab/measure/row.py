@@ -349,8 +349,7 @@ def _weights(job: Job) -> dict[str, Any]:
 
 def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     """Returns the row's times of forwards and drafts, and a verification's floor. t_draft_s is
-    measured if at least 10 rounds missed the cache completely, else computed from timed
-    forwards."""
+    measured if at least 10 rounds missed the cache completely, else computed."""
     job = session.job
     records = measured.lead.records
     draft = measured.draft

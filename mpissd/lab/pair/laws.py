@@ -85,11 +85,8 @@ class Outcomes(NamedTuple):
 
         ranks = None
         if self.ranks is not None:
-            rejected, complete = self.ranks
-            ranks = (
-                rejected._replace(counts=kept(rejected.counts)),
-                complete._replace(counts=kept(complete.counts)),
-            )
+            rejected, complete = (part._replace(counts=kept(part.counts)) for part in self.ranks)
+            ranks = rejected, complete
         return Outcomes(kept(self.accepted), ranks, {k: kept(of) for k, of in self.fast.items()})
 
 
@@ -183,9 +180,8 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
                 rank = OUTSIDE
             ranked[k == lookahead].append((n, rank))
     tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
-    rejected, complete = (
-        Ranks.of(of[0], of[1], num, widest, vocabulary is not None) for of in tables
-    )
+    knows = vocabulary is not None
+    rejected, complete = (Ranks.of(of[0], of[1], num, widest, knows) for of in tables)
     fast = {kind: np.zeros((num, lookahead + 1), np.int64) for kind in LOOKUPS}
     for kind, counts in fast.items():
         for n, part in enumerate(recording.sequences):
@@ -311,12 +307,16 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
     for table in tables:
         counts = table.counts.sum(axis=0)
         total += [*counts[:limit], counts[limit:-1].sum(), counts[-1]]
-    fit = _fitted(total)
     outcomes = int(total.sum())
+    ranks = np.repeat([*range(1, limit + 1), 0], total[:-1])
+    fit = None
+    if (law := most_likely(ranks, np.full(len(ranks), limit))) is not None:
+        floor = float(total[-1]) / outcomes
+        fit = (1.0 - floor) * law[0], law[1], floor
     misses = {}
     for width in (f for f in WIDTHS if f <= limit and outcomes):
-        law = None if fit is None else power_law_miss(width, *fit)
-        misses[str(width)] = {"miss": float(total[width:].sum() / outcomes), "law": law}
+        fitted = None if fit is None else power_law_miss(width, *fit)
+        misses[str(width)] = {"miss": float(total[width:].sum() / outcomes), "law": fitted}
     return {
         "outcomes": outcomes,
         "ranks": total[:-2].tolist(),
@@ -325,18 +325,6 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
         "misses": misses,
         "fit": None if fit is None else dict(zip(("A", "r", "floor"), fit, strict=True)),
     }
-
-
-def _fitted(total: Array) -> tuple[float, float, float] | None:
-    """Returns (A, r, floor) of counts [F + 2]; None if they do not determine a fit."""
-    limit = len(total) - 2
-    outcomes = int(total.sum())
-    ranks = np.repeat([*range(1, limit + 1), 0], total[:-1])
-    law = most_likely(ranks, np.full(len(ranks), limit))
-    if law is None:
-        return None
-    floor = float(total[-1]) / outcomes
-    return (1.0 - floor) * law[0], law[1], floor
 
 
 def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[str]:

@@ -96,13 +96,10 @@ def make(config: PairConfig) -> Recording:
     source = ModelSource(draft, target)
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
+    count = sum(len(p) + end * steps for p, (_, end) in zip(asked, answers, strict=True))
     with (
         _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
-        _counted(
-            model,
-            "drafting",
-            sum(len(p) + e * steps for p, (_, e) in zip(asked, answers, strict=True)),
-        ),
+        _counted(model, "drafting", count),
     ):
         for prompt, (tokens, end) in zip(asked, answers, strict=True):
             rollout, top = drafted(model, prompt, tokens[:end], steps)

@@ -107,7 +107,6 @@ class Choice:
 
     @property
     def family(self) -> Family:
-        """Its mode, T and D."""
         return Family(self.mode, self.tp, self.num_drafts)
 
     @property
@@ -142,8 +141,7 @@ class Choice:
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns the job of a choice under the models and options of `config`. Raises ConfigError if
-    its fan-out is impossible."""
+    """Returns the job of a choice; raises ConfigError if its fan-out is impossible."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
@@ -262,8 +260,7 @@ class Survey:
 
 def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every T of at most `gpus` that the model can be divided into and that fits in memory.
-    Raises ConfigError if nothing can be judged: it names the profile's models, or the fault of the
-    last T."""
+    Raises ConfigError if nothing can be judged: it names the models, or the last T's fault."""
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -411,7 +408,6 @@ class Space:
     fast: tuple[bool, ...] = (False, True)
 
     def backups(self, lookahead: int) -> Sequence[int]:
-        """Returns the K_b to try at a K."""
         if self.backup_shares is None:
             return range(1, lookahead + 1)
         shares = (math.ceil(share * lookahead - 1e-9) for share in self.backup_shares)

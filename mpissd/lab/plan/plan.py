@@ -92,7 +92,6 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval."""
         factor = math.exp(min(self.half, 700.0))
         return self.value / factor, self.value * factor
 
@@ -102,7 +101,6 @@ class Estimate:
 
     @property
     def interval(self) -> str:
-        """The ends as text."""
         return "–".join(map(number, self.ends)) if self.half < _LARGEST else "no interval"
 
 
@@ -144,8 +142,7 @@ class Plan:
     ssd_gains: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
     def with_evidence(self, rows: Iterable[Row]) -> Plan:
-        """Returns the plan with measured rows; with laws, weighs each use again without each group
-        of the prompts."""
+        """Returns the plan with measured rows and, with laws, each use's rates without groups."""
         run = self.survey.run
         logs: dict[Family, list[float]] = {}
         parts = () if run.laws is None else load_laws(run.laws).without_each
@@ -201,11 +198,8 @@ class Plan:
     @property
     def prompts(self) -> int | None:
         """The number of prompts that the laws rest on; None without laws, 0 if it is unknown."""
-        return (
-            None
-            if self.survey.run.laws is None
-            else load_laws(self.survey.run.laws).about.get("prompts", 0)
-        )
+        laws = self.survey.run.laws
+        return None if laws is None else load_laws(laws).about.get("prompts", 0)
 
     def error(self, *choices: Choice) -> float:
         """Returns the error of predictions, as a share."""
@@ -246,7 +240,6 @@ class Plan:
         return f" ({text})"
 
     def rate(self, use: Choice) -> Estimate:
-        """Returns a use's tokens a second."""
         half = math.hypot(math.log1p(self.error(use)), self.sampling(use))
         return Estimate(use.tok_per_s, half)
 
@@ -307,8 +300,8 @@ class Plan:
 def plan(survey: Survey, *, trees: bool = False) -> Plan:
     """Returns the fastest mode, K, fan-out and backup at each T and D of a survey. It simulates a
     coarse grid of choices, then a fine one around the best few; a test compares it with the
-    exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError where
-    rounds take no time."""
+    exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError for
+    rounds without time."""
     run = survey.run
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     space = COARSE if run.batch_size <= _FEW else ROUGH
@@ -425,8 +418,7 @@ def with_best_tree(
 
 
 def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:
-    """Returns the fastest measured configuration of each use that was judged, with the planned
-    models, acceptance and hits."""
+    """Returns the fastest measured configuration of each judged use, in the planned case."""
     names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
     shared = {"workload": "gemm", "schedule": None} | {name: getattr(run, name) for name in names}
     measured = {}

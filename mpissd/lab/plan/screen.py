@@ -55,8 +55,7 @@ tok/s of measured rows of the same case. ≈: no slower than the best for sure."
 
 @dataclass(frozen=True)
 class Screen:
-    """A plan as text and as JSON. device: the value of --profile. at: the plans at other alphas
-    than the assumed one."""
+    """A plan as text and as JSON. device: the value of --profile. at: the plans at other alphas."""
 
     plan: Plan
     device: str = ""
@@ -81,13 +80,7 @@ class Screen:
 
     @property
     def survey(self) -> Survey:
-        """Where the pair fits on the machine."""
         return self.plan.survey
-
-    @property
-    def gpus(self) -> int:
-        """The most GPUs to use."""
-        return self.survey.gpus
 
     @property
     def best(self) -> Choice | None:
@@ -98,7 +91,7 @@ class Screen:
     def chosen(self) -> Choice:
         """The fastest use; without SSD, if by rows it does not pay and acceptance is assumed."""
         if is_assumed(self.survey.run) and self._measured_verdict == "does not pay":
-            return self.plan.other("ssd", self.gpus) or self.plan.best
+            return self.plan.other("ssd", self.survey.gpus) or self.plan.best
         return self.plan.best
 
     @property
@@ -116,7 +109,6 @@ class Screen:
 
     @property
     def unit(self) -> str:
-        """What a rank is called."""
         is_gpu = re.search("NVIDIA|Tesla|Instinct|Radeon", self.survey.profile.device_name)
         return "GPU" if is_gpu else "rank"
 
@@ -124,7 +116,7 @@ class Screen:
         """Returns the text. details: every use, the assumptions, the sources of derived times."""
         run = self.survey.run
         judged = self.plan.judged
-        above = [heading(run, self.survey.profile, self.gpus), *self._sentences()]
+        above = [heading(run, self.survey.profile, self.survey.gpus), *self._sentences()]
         device = f" (on another machine append --backend=emulated --device={self.device})"
         device *= "/" not in self.device
         below = [
@@ -171,7 +163,7 @@ class Screen:
         pairs = []
         for use, other in (
             (plan.first(*DRAFTING, TREE), plan.first("ar", LOOKUP)),
-            (plan.first("ssd"), plan.other("ssd", self.gpus)),
+            (plan.first("ssd"), plan.other("ssd", self.survey.gpus)),
         ):
             if use is None or other is None:
                 break
@@ -255,10 +247,11 @@ class Screen:
         low, high = (number(end(gain for gain, _ in gains.values())) for end in (min, max))
         ends = low if low == high else f"{low} to {high}"
         others = ", ".join(dict.fromkeys(name for _, name in gains.values()))
+        gpus = f"{self.survey.gpus} {self.unit}s"
         return (
             f"A {self.unit} of its own for the draft {self._measured_verdict}, as measured with "
-            f"this pair on {self.gpus} {self.unit}s: SSD makes {ends} times the strongest other "
-            f"use ({others}), by rows of {_some(gains)}."
+            f"this pair on {gpus}: SSD makes {ends} times the strongest other use ({others}), by "
+            f"rows of {_some(gains)}."
         )
 
     def _limits(self) -> str:
@@ -271,7 +264,7 @@ class Screen:
         if large and memory is not None:
             texts.append(f"T={_some(large)} does not fit in {memory / 1e9:.0f} GB.")
         heads = resolve_model(run.target or split_pair(str(run.pair))[0]).num_kv_heads
-        if self.gpus > heads:
+        if self.survey.gpus > heads:
             texts.append(f"No T above {heads}, the number of key-value heads.")
         deciding = [self.plan.best]
         for question in self._questions:
@@ -304,9 +297,8 @@ class Screen:
             times = f"times of other models than {', '.join(names)} {error}"
         models = "assumed acceptance and hits"
         if run.laws is not None:
-            files = ", ".join(
-                str(source["file"]) for source in load_laws(run.laws).about["sources"]
-            )
+            sources_of = load_laws(run.laws).about["sources"]
+            files = ", ".join(str(source["file"]) for source in sources_of)
             models = f"{self.plan.prompts or 'unknown'} prompts of {files}"
             models += self.plan.sampling_text((q.use, q.other) for q in self._questions)
         return f"It rests on {times}, and {models}."
@@ -335,7 +327,7 @@ class Screen:
             names = f"TARGET={shlex.quote(target)} DRAFT={shlex.quote(draft)}"
             if run.pair is not None and has_weights(split_pair(run.pair)[0]):
                 names = f"PAIR={shlex.quote(run.pair)}"
-            yield f"    make pair {names} PROMPTS=FILE.jsonl GPUS={self.gpus}"
+            yield f"    make pair {names} PROMPTS=FILE.jsonl GPUS={self.survey.gpus}"
         if probes:
             yield f"    {_command('probe', run, use, _probe_flags(use))} --name={name}"
 
@@ -360,16 +352,16 @@ class Screen:
         copied = max(
             self.plan.judged,
             key=lambda choice: (
-                self.gpus // choice.gpus * choice.tok_per_s,
+                self.survey.gpus // choice.gpus * choice.tok_per_s,
                 choice.tok_per_s / choice.batch_size,
-                -(self.gpus // choice.gpus) * choice.gpus,
+                -(self.survey.gpus // choice.gpus) * choice.gpus,
             ),
         )
-        copies = self.gpus // copied.gpus
+        copies = self.survey.gpus // copied.gpus
         if copies > 1:
             total = number(copies * copied.tok_per_s)
             notes.append(
-                f"Most tok/s of all {self.gpus} {self.unit}s: {copies} × {copied.family}, "
+                f"Most tok/s of all {self.survey.gpus} {self.unit}s: {copies} × {copied.family}, "
                 f"{total} tok/s in all, {number(copied.tok_per_s)} each."
             )
         sources: dict[str, list[str]] = {}

@@ -74,8 +74,7 @@ class HostCosts:
 
     @property
     def lead_s(self) -> float:
-        """Seconds on the lead from speculation to launch, and from the end of the forward to the
-        outcome."""
+        """Seconds on the lead from speculation to launch, and from the forward to the outcome."""
         launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
@@ -85,24 +84,9 @@ class HostCosts:
         return self.lead_send + self.lead_commit
 
     @property
-    def send_s(self) -> float:
-        """Seconds from the outcome on the lead until its message is at the draft."""
-        return self.lead_send + self.link
-
-    @property
     def draft_s(self) -> float:
         """Seconds of drafting, without draft steps and messages."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
-
-    @property
-    def inline_s(self) -> float:
-        """Seconds of drafting on the lead, without draft steps; no message is sent."""
-        return self.draft_s + self.draft_record
-
-    @property
-    def reply_s(self) -> float:
-        """Seconds on the draft from OUTCOME seen to SPECULATION started, without draft steps."""
-        return self.draft_read + self.draft_s + self.draft_send
 
     def to_dict(self) -> dict[str, float]:
         """Returns {field: seconds}, for a profile's JSON."""
@@ -116,9 +100,8 @@ class HostCosts:
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
         values = {name: value for name, value in values.items() if name not in ("nap", "patience")}
-        for name in values:
-            if name not in names:
-                raise unknown("host cost", name, names)
+        if others := [name for name in values if name not in names]:
+            raise unknown("host cost", others[0], names)
         if missing := [name for name in names if name not in values]:
             raise ConfigError(f"host costs: missing {', '.join(missing)}")
         return cls(**values)
@@ -166,8 +149,7 @@ class DeviceCosts:
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns the seconds of draft forwards (growth or backup) with these row counts.
-        most_rows: as RowTable takes it."""
+        """Returns the seconds of draft forwards with these rows; most_rows: as in RowTable."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
@@ -175,8 +157,7 @@ class DeviceCosts:
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
         """Returns the seconds of draft forwards that read `candidates` of each of these rows.
-        Between measured numbers of candidates time goes in straight lines. most_rows: as RowTable
-        takes it."""
+        Between measured numbers of candidates time is linear. most_rows: as in RowTable."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]

@@ -38,8 +38,7 @@ METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
 
 
 def with_models(profile: Profile, job: Job) -> Profile:
-    """Returns the profile with the forwards of a job's target and draft, as `with_derived` adds
-    them."""
+    """Returns the profile with the derived forwards of a job's target and draft."""
     for need in job.needs:
         profile = with_derived(profile, need.shard, job.config.batch_size, need.options)
     return profile
@@ -209,8 +208,8 @@ def shipped_profiles() -> dict[str, Profile]:
 def with_hosts(profile: Profile) -> Profile:
     """Returns the profile with host costs for every method that has been measured on its device.
     Methods missing from this profile are taken from the built-in profile of the same device and
-    labelled "derived". A profile without any host costs is returned unchanged: it treats the host's
-    work as free."""
+    labelled "derived". A profile without any host costs is returned as it is: the host's work is
+    free."""
     other = shipped_profiles().get(profile.kind)
     if not profile.hosts or other is None:
         return profile
@@ -249,8 +248,7 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
-    """Returns a job's host costs from the profile, or the built-in one of its device; zero costs if
-    none are known."""
+    """Returns a job's host costs from the profile, or its device's built-in one; 0 if unknown."""
     profile = with_hosts(profile)
     context = job.options.context if job.config.is_transformer else 0
     return costs_at(profile, entry_of(profile, job), job.config.batch_size, context)
@@ -262,7 +260,7 @@ def costs_at(
     """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
     Uses the entries that differ from `entry` only in b and in a transformer's context; interpolates
     over b first, then over the context. Without an entry all costs are zero. Raises ConfigError for
-    a missing or unknown field."""
+    wrong fields."""
     if entry is None:
         return HostCosts()
 
@@ -289,18 +287,16 @@ def costs_at(
             costs |= {"keys": max(0.0, without), "keys_lane": slope}
         by_context[length] = HostCosts.from_dict(costs).to_dict()
     points = tuple(length + 1 for length in by_context)  # a curve has no point 0
-    return HostCosts(
-        **{
-            name: Curve(points, tuple(costs[name] for costs in by_context.values()))(context + 1)
-            for name in HostCosts().to_dict()
-        }
-    )
+    costs = {
+        name: Curve(points, tuple(of[name] for of in by_context.values()))(context + 1)
+        for name in HostCosts().to_dict()
+    }
+    return HostCosts(**costs)
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
     """Raises ConfigError if a probed profile has no forwards of the job's models. A built-in
-    profile (h100, h200, …) models any pair. draft_profile: the profile of the draft ranks' devices,
-    if they differ."""
+    profile (h100, h200, …) models any pair. draft_profile: of the draft ranks, if it differs."""
     batch = job.config.batch_size
     for device, need in zip((profile, draft_profile or profile), job.needs, strict=False):
         if device.forwards and not device.models_others:
@@ -311,8 +307,7 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
     """Returns the flags that a probed profile implies if the user sets none. These are pair, and
     fuse and lm_head, or forward. Each is included if all measured forwards agree on it; pair only
-    if the profile does not model every pair. forward: if the user set it, only forwards of that
-    kind count."""
+    if the profile does not model every pair. forward: if set, only forwards of that kind count."""
     measured = [
         key
         for key, kernels in profile.forwards.items()
@@ -360,8 +355,7 @@ def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 
 
 def _forward(profile: Profile, need: Need, sequences: int) -> Iterator[str]:
-    """Yields the origin of a model's largest forward if it is derived, neither measured nor
-    modelled."""
+    """Yields the origin of a model's largest forward if it is derived."""
     shard = need.shard
     rows = need.buckets[-1]
     cost = shard.cost(rows, sequences, EMULATED_ITEMSIZE, need.options)

@@ -182,8 +182,7 @@ def _column(values: Iterable[int]) -> Ints:
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns the row counts of configurations as one array, [G, n]; short lists repeat their last
-    one."""
+    """Returns configurations' row counts as one array, [G, n]; short lists repeat their last."""
     longest = max(map(len, lists))
     return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
 
@@ -241,8 +240,7 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the outcomes of this round are keys of the cache, [G, R, b]. end: whether
-        all served tokens were accepted."""
+        """Returns whether the outcomes are keys, [G, R, b]. end: whether all tokens were accepted."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 
@@ -269,8 +267,8 @@ def _spread(chains: int, batch: int, number: int) -> Floats:
 
 class RecordedDraws:
     """A run's recorded outcomes, round by round, in place of LawDraws. sequences: as
-    RoundRecords.sequences has them, [n, 8]. A round's sequences are identified only by their place
-    in it; times depend on no more."""
+    RoundRecords.sequences has them, [n, 8]. A round's sequences are identified by their place in
+    it."""
 
     chains = 1
 
@@ -308,7 +306,8 @@ class Rounds:
         self._grid = grid
         self._draws = draws
         self._host = grid.host
-        self._inline_s = np.where(grid.lookahead == 0, 0.0, grid.host.inline_s)[:, None]
+        inline_s = grid.host.draft_s + grid.host.draft_record  # no message is sent
+        self._inline_s = np.where(grid.lookahead == 0, 0.0, inline_s)[:, None]
         batch = grid.batch_size
         shape = len(grid), draws.chains, batch
         numbers = np.arange(len(grid))[:, None]
@@ -338,32 +337,33 @@ class Rounds:
         won = hit.sum(axis=2)
         live = self.live.sum(axis=2)
         place = self._place(live, won)
-        ready = self._clock + self._host.ask_s
+        host = self._host
+        ready = self._clock + host.ask_s
         inline = grid.inline[:, None]
         steps = np.zeros(ready.shape, np.int64)
         if inline.all():
             seen = ready + self._drafting_s(won, live, steps) + self._inline_s
         else:
             # The draft polls between growth steps: it sees the outcome when the running one ends.
-            asked = self._clock + self._host.send_s
+            asked = self._clock + (host.lead_send + host.link)
             step_s = grid.step_s.ravel()[self._grown]
             free = self._sent + grid.keys_s.ravel()[self._grown]
             grown_s = asked - free
             with np.errstate(divide="ignore", invalid="ignore"):
                 begun = np.ceil(np.where(grown_s > 0, grown_s / step_s, 0.0))
             steps = np.minimum(begun, grid.most_steps.ravel()[self._grown]).astype(np.int64)
-            free = free + steps * step_s + self._host.draft_record
+            free = free + steps * step_s + host.draft_record
             noticed = np.maximum(free, asked)
             drafting_s = self._drafting_s(won, live, steps)
-            self._sent = noticed + drafting_s + self._host.reply_s
+            self._sent = noticed + drafting_s + (host.draft_read + host.draft_s + host.draft_send)
             self._grown = place
-            seen = np.maximum(ready, self._sent + self._host.link)
+            seen = np.maximum(ready, self._sent + host.link)
             if inline.any():
                 seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
             hit, grid.lookahead[:, None, None], grid.backup_lookahead[:, None, None]
         )
-        over = seen + grid.verify_s.ravel()[place] + self._host.lead_s
+        over = seen + grid.verify_s.ravel()[place] + host.lead_s
         accepted = draws.accepted(hit, num_draft)
         self._hit = draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)

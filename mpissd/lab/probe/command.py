@@ -65,11 +65,7 @@ class Prober:
     """One rank's part in every stage, and its measurements."""
 
     def __init__(
-        self,
-        session: Session,
-        show: Callable[[Callable[[float], str]], None],
-        *,
-        brief: bool,
+        self, session: Session, show: Callable[[Callable[[float], str]], None], *, brief: bool
     ) -> None:
         """show: of `progress_line`. brief: as `execute_probe` takes it."""
         self._show_line = show
@@ -159,8 +155,7 @@ class Prober:
             self._turn(turn, read)
 
     def forwards(self) -> None:
-        """Measures the target's forwards on all its ranks, then the draft's, with each possible
-        kernel."""
+        """Measures the target's forwards on its ranks, then the draft's, with each kernel."""
         topology = self._topology
         needs = self._job.needs
         if not topology.is_draft:
@@ -222,8 +217,7 @@ class Prober:
             self._tables["all_reduces"] += [entry] if self._topology.is_lead else []
 
     def hosts(self) -> None:
-        """Measures host work and link time for every configuration that these ranks allow, on all
-        of them."""
+        """Measures host work and link time for every configuration that these ranks allow."""
         session = self._session
         probed = self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
@@ -263,8 +257,8 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
     """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
     and SSD. Each is measured at the probe's batch size and at eight times that size; brief: only
     SSD, whose host work grows with the branches of all sequences. on_host: forwards run on the
-    host's cores; a transformer's then disturb the caches more the longer their contexts are, so
-    that two are measured."""
+    host's cores; a transformer's then disturb the caches more at longer contexts, so two are
+    measured."""
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
         contexts = [NEAR, config.context]

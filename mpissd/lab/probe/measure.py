@@ -42,16 +42,15 @@ _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
     """Returns the contexts after which transformers are measured: near, far and two between. Time
-    grows in straight lines while all sequences' KV caches fit in one level of memory. ends: near
-    and far only."""
+    grows in straight lines while all sequences' KV caches fit in one level of memory. ends: no
+    others."""
     far = max(longest, FAR)
     return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
 
 
 def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
     """Makes one entry of a profile's table from the seconds of each launch, by rows or bytes. It
-    has their median, their interquartile range over the median (None if that is 0), and their
-    number."""
+    has their number, their median, and their interquartile range over it (None if it is 0)."""
     seconds, spread = dict[str, float](), dict[str, float | None]()
     for at, taken in times.items():
         low, seconds[str(at)], high = (float(q) for q in np.percentile(taken, [25, 50, 75]))
@@ -188,8 +187,8 @@ class GroupProbe:
         ends: bool = False,
     ) -> list[Entry]:
         """Measures a transformer for each number of sequences after each of `contexts`. ends: as
-        `contexts` takes it. Returns the "forwards" entries. What does not fit in memory with the
-        weights is left out."""
+        `contexts` takes it. Returns the "forwards" entries, without those that do not fit in
+        memory."""
         most, itemsize = rows[-1], self._backend.itemsize
         weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
         entries = []
@@ -206,8 +205,7 @@ class GroupProbe:
         return entries
 
     def all_reduces(self, group: Group, hidden: int) -> Entry:
-        """Measures the group's all-reduce of ROWS hidden vectors and of 1 MB, as forwards run it.
-        Returns its "all_reduces" entry."""
+        """Returns the "all_reduces" entry of ROWS hidden vectors and of 1 MB, as forwards run it."""
         itemsize = self._backend.itemsize
         shapes = sorted(
             [*((rows, hidden) for rows in ROWS), (1, LARGE_BYTES // itemsize)], key=prod

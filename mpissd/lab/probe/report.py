@@ -53,8 +53,8 @@ def fit(
     source: str,
 ) -> dict[str, Any]:
     """Fits the "numbers" and the "all_reduce" of a profile to its tables. itemsize: bytes of a
-    weight. peak: flop/s of a large product. memory: free bytes of each rank. source: how the tables
-    were measured."""
+    weight. peak: flop/s of a large product. memory: free bytes of each rank. source: how all were
+    measured."""
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
@@ -75,10 +75,7 @@ def fit(
     numbers = {
         "read_bytes_per_s": (read, "read-only stream"),
         "peak_flops_per_s": (peak, "a large product"),
-        "product_overhead_s": (
-            max(0.0, beyond_s / cost.num_products),
-            f"{of_product} T={job.tp}",
-        ),
+        "product_overhead_s": (max(0.0, beyond_s / cost.num_products), f"{of_product} T={job.tp}"),
         "launch_s": (empty, "device time of an empty program"),
         "memory_bytes": (
             min(sizes) if len(sizes) == len(memory) else None,
@@ -126,10 +123,7 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
 
 
 def print_table(
-    tables: Tables,
-    notes: Sequence[str],
-    host: Sequence[Entry],
-    places: Sequence[Mapping[str, Any]],
+    tables: Tables, notes: Sequence[str], host: Sequence[Entry], places: Sequence[Mapping[str, Any]]
 ) -> None:
     """Prints all measurements; `places`: of the ranks, from Topology.place."""
     lines = [*_lines(tables)]

@@ -120,10 +120,7 @@ def read_grid(grid: str) -> list[Block]:
             axes[name] = values
         return [_block(axes)]
     parser = configparser.ConfigParser(
-        interpolation=None,
-        delimiters=("=",),
-        comment_prefixes=("#",),
-        inline_comment_prefixes=("#",),
+        interpolation=None, delimiters="=", comment_prefixes="#", inline_comment_prefixes="#"
     )
     try:
         parser.read_string(read_file(Path(grid)).decode(), grid)
@@ -267,9 +264,8 @@ def planned(config: SweepConfig) -> SweepPlan:
     points = tuple(by_digest.values())[first - 1 :: step]
     if not points:
         raise ConfigError(f"shard={config.shard}: {len(by_digest)} configurations leave it none")
-    return SweepPlan(
-        points, config.repeats, config.run.seed, used if num_drafts is None else int(num_drafts)
-    )
+    drafts = used if num_drafts is None else int(num_drafts)
+    return SweepPlan(points, config.repeats, config.run.seed, drafts)
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
