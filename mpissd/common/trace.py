@@ -177,7 +177,7 @@ class DraftLog:
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:
-        """Notes the misses for which the model drafts, and the seconds of storing missing tokens."""
+        """Notes the misses for which the model drafts, and the seconds of storing tokens."""
         self._num_jit = num_jit
         self.stored_s = stored_s
 

@@ -52,7 +52,7 @@ def draft(columns: dict[str, Any], grow_s: float | None = None, **us: Any) -> Wa
 
 def costs(told: Job, *warm: Any) -> dict[str, float]:
     """The costs in µs, without those that are 0."""
-    found = host_costs(told, DEVICE, *warm).to_dict()
+    found = vars(host_costs(told, DEVICE, *warm))
     return {name: round(seconds * 1e6, 3) for name, seconds in found.items() if seconds}
 
 

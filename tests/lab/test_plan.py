@@ -99,7 +99,7 @@ def random_cell(rnd: random.Random) -> Survey:
     config, gpus = RunConfig(**flags), rnd.randint(1, 3)
     profile = load_profile(rnd.choice(["h100", "h200", "a100-80"]))
     scale = rnd.uniform(0, 2)
-    host = HostCosts(**{name: scale * value for name, value in HOST.to_dict().items()})
+    host = HostCosts(**{name: scale * value for name, value in vars(HOST).items()})
     try:
         return surveyed(config, profile, gpus, host)
     except ConfigError:  # too little memory

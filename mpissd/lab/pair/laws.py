@@ -138,9 +138,8 @@ def read(name: str) -> Iterator[Dataset]:
     folder = path if path.is_dir() else path.parent
     rows = [row for row in load_rows([path]) if row.workload == "text" and row.mode != "ar"]
     if not rows:
-        raise ConfigError(
-            f"sources={name}: allowed: a recording (.npz), or rows of text that draft"
-        )
+        allowed = "allowed: a recording (.npz), or rows of text that draft"
+        raise ConfigError(f"sources={name}: {allowed}")
     for row in rows:
         weights = row.weights or {}
         about = {
@@ -236,9 +235,8 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
     for name in ("target_sha256", "draft_sha256"):
         files = {source.about[name]: source.about["file"] for source in sources}
         if len(files) > 1:
-            raise ConfigError(
-                f"sources of several models ({', '.join(files.values())}): allowed: one pair"
-            )
+            names = ", ".join(files.values())
+            raise ConfigError(f"sources of several models ({names}): allowed: one pair")
     sampled: dict[str, str] = {}
     for about in (source.about for source in sources):
         warmth = about["temperature"] or 0.0
@@ -247,10 +245,8 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
         shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
         sampled.setdefault(f"T = {warmth:g}{shaped}", about["file"])
     if len(sampled) > 1:
-        files_of = "; ".join(f"{file}: {how}" for how, file in sampled.items())
-        raise ConfigError(
-            f"sources of unlike sampling ({files_of}): allowed: one temperature and C"
-        )
+        ways = "; ".join(f"{file}: {how}" for how, file in sampled.items())
+        raise ConfigError(f"sources of unlike sampling ({ways}): allowed: one temperature and C")
     levels = sorted({k for source in sources for k in source.outcomes})
     if lookahead not in levels:
         had = ", ".join(map(str, levels))

@@ -67,7 +67,7 @@ class HostCosts:
     wake: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in self.to_dict().items():
+        for name, value in vars(self).items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not (is_number and 0 <= value < math.inf):
                 raise ConfigError(f"host cost {name}={value}: allowed: seconds, at least 0")
@@ -88,15 +88,11 @@ class HostCosts:
         """Seconds of drafting, without draft steps and messages."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
 
-    def to_dict(self) -> dict[str, float]:
-        """Returns {field: seconds}, for a profile's JSON."""
-        return dict(vars(self))
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
-        """Reads what to_dict made; raises ConfigError for a field that is missing or unknown.
-        lead_upload and joined may be missing: older profiles count the former in lead_launch, and
-        have costs of naps as well, which are 0 on GPUs."""
+        """Reads {field: seconds} of a profile's JSON; raises ConfigError for a field that is
+        missing or unknown. lead_upload and joined may be missing: older profiles count the former
+        in lead_launch, and have costs of naps as well, which are 0 on GPUs."""
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
         values = {name: value for name, value in values.items() if name not in ("nap", "patience")}

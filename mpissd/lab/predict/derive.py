@@ -285,11 +285,11 @@ def costs_at(
             slope = max(0.0, last.seconds["keys"] - first.seconds["keys"]) / branches
             without = first.seconds["keys"] - slope * first.lanes * first.batch_size
             costs |= {"keys": max(0.0, without), "keys_lane": slope}
-        by_context[length] = HostCosts.from_dict(costs).to_dict()
+        by_context[length] = vars(HostCosts.from_dict(costs))
     points = tuple(length + 1 for length in by_context)  # a curve has no point 0
     costs = {
         name: Curve(points, tuple(of[name] for of in by_context.values()))(context + 1)
-        for name in HostCosts().to_dict()
+        for name in vars(HostCosts())
     }
     return HostCosts(**costs)
 

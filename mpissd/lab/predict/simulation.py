@@ -240,7 +240,7 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the outcomes are keys, [G, R, b]. end: whether all tokens were accepted."""
+        """Returns whether the outcomes are keys, [G, R, b]; end: whether all was accepted."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 

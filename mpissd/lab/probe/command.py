@@ -310,4 +310,4 @@ def _measured(session: Session, source: str) -> Entry | None:
         "context": job.options.context if job.config.is_transformer else 0,
         "forward": "transformer" if job.config.is_transformer else "gemm",
     }
-    return {**about, "from": source, "seconds": profile.host.to_dict()}
+    return {**about, "from": source, "seconds": vars(profile.host)}

@@ -205,7 +205,7 @@ class GroupProbe:
         return entries
 
     def all_reduces(self, group: Group, hidden: int) -> Entry:
-        """Returns the "all_reduces" entry of ROWS hidden vectors and of 1 MB, as forwards run it."""
+        """Returns the "all_reduces" entry of ROWS hidden vectors and of 1 MB."""
         itemsize = self._backend.itemsize
         shapes = sorted(
             [*((rows, hidden) for rows in ROWS), (1, LARGE_BYTES // itemsize)], key=prod
