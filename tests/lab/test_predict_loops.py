@@ -77,7 +77,7 @@ class VirtualInbox(Inbox):
     never depends on the answer."""
 
     def __init__(self, message: Message, clock: Clock, messages: Any, read_s: float) -> None:
-        super().__init__(message)
+        super().__init__(message, bool)
         self._clock, self._queue, self._read_s = clock, messages, read_s
         self._due: float | None = None
 

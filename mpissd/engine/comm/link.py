@@ -16,6 +16,7 @@ import select
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -54,20 +55,18 @@ class Outbox(ABC):
 
 
 class Inbox:
-    """Receives messages of one kind, one at a time, into the preallocated memory `message`."""
+    """Receives messages of one kind, one at a time, into the preallocated memory `message`; receive
+    does so without blocking, and returns whether one was there."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message, receive: Callable[[], bool]) -> None:
         self.message = message
+        self._receive = receive
         self._full = False
 
     def arrived(self) -> bool:
         """Returns, without blocking, whether `message` holds one that was received."""
         self._full = self._full or self._receive()
         return self._full
-
-    def _receive(self) -> bool:
-        """Receives into `message` without blocking; returns whether one was there."""
-        raise NotImplementedError
 
     def release(self) -> None:
         """Lets the next message overwrite this one."""
@@ -218,31 +217,15 @@ def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outco
     return outcome
 
 
-class QueueOutbox(Outbox):
-    """Sends copies of messages to a queue."""
+class DirectOutbox(Outbox):
+    """Sends the used part of a message at once, by a function `put`."""
 
-    def __init__(self, message: Message, messages: queue.SimpleQueue[Ints]) -> None:
+    def __init__(self, message: Message, put: Callable[[Ints], object]) -> None:
         super().__init__(message)
-        self._queue = messages
+        self._put = put
 
     def send(self, size: int | None = None) -> None:
-        self._queue.put(self.message.array[: size or self.message.usual].copy())
-
-
-class QueueInbox(Inbox):
-    """Receives messages from a queue."""
-
-    def __init__(self, message: Message, messages: queue.SimpleQueue[Ints]) -> None:
-        super().__init__(message)
-        self._queue = messages
-
-    def _receive(self) -> bool:
-        try:
-            numbers = self._queue.get_nowait()
-        except queue.Empty:
-            return False
-        self.message.array[: len(numbers)] = numbers
-        return True
+        self._put(self.message.array[: HEADER + int(self.message.array[_SIZE])])
 
 
 def queue_link(
@@ -251,11 +234,23 @@ def queue_link(
     """Returns both ends of a link between two threads of one process. waiter, draft_waiter: how the
     lead and the draft wait (None: as the lead)."""
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
-    boxes: tuple[MakeOutbox, MakeInbox] = (
-        lambda message: QueueOutbox(message, queues[message.kind]),
-        lambda message: QueueInbox(message, queues[message.kind]),
-    )
-    return LeadEnd(shape, waiter, *boxes), DraftEnd(shape, draft_waiter or waiter, *boxes)
+
+    def outbox(message: Message) -> Outbox:
+        return DirectOutbox(message, lambda numbers: queues[message.kind].put(numbers.copy()))
+
+    def inbox(message: Message) -> Inbox:
+        return Inbox(message, partial(received, message))
+
+    def received(message: Message) -> bool:
+        try:
+            numbers = queues[message.kind].get_nowait()
+        except queue.Empty:
+            return False
+        message.array[: len(numbers)] = numbers
+        return True
+
+    draft = DraftEnd(shape, draft_waiter or waiter, outbox, inbox)
+    return LeadEnd(shape, waiter, outbox, inbox), draft
 
 
 def packets() -> socket.socket:
@@ -264,42 +259,25 @@ def packets() -> socket.socket:
 
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns the makers of outboxes and inboxes for a link over a connected socket."""
+    """Returns the makers of outboxes and inboxes for a link over a connected socket. They raise
+    OSError if the peer has left, or reads nothing."""
     connected.setblocking(False)
     return (
-        lambda message: SocketOutbox(message, connected),
-        lambda message: SocketInbox(message, connected),
+        lambda message: DirectOutbox(message, connected.send),
+        lambda message: Inbox(message, partial(_received, connected, message)),
     )
 
 
-class SocketOutbox(Outbox):
-    """Sends messages; raises OSError if the peer has left, or reads nothing."""
-
-    def __init__(self, message: Message, connected: socket.socket) -> None:
-        super().__init__(message)
-        self._socket = connected
-
-    def send(self, size: int | None = None) -> None:
-        size = size or HEADER + int(self.message.array[_SIZE])
-        self._socket.send(self.message.array[:size].data)
-
-
-class SocketInbox(Inbox):
-    """Receives messages; raises FaultError if the peer has left, or sent anything else."""
-
-    def __init__(self, message: Message, connected: socket.socket) -> None:
-        super().__init__(message)
-        self._socket = connected
-
-    def _receive(self) -> bool:
-        array = self.message.array
-        try:
-            count = self._socket.recv_into(array.data)
-        except BlockingIOError:
-            return False
-        if count != 4 * (HEADER + int(array[_SIZE])):  # a longer packet is cut off
-            raise FaultError(f"{self.message.kind.name}: {count} bytes: the peer has left")
-        return True
+def _received(connected: socket.socket, message: Message) -> bool:
+    """Receives a message from a socket without blocking; returns whether one was there. Raises
+    FaultError if the peer has left, or sent anything else."""
+    try:
+        count = connected.recv_into(message.array.data)
+    except BlockingIOError:
+        return False
+    if count != 4 * (HEADER + int(message.array[_SIZE])):  # a longer packet is cut off
+        raise FaultError(f"{message.kind.name}: {count} bytes: the peer has left")
+    return True
 
 
 class SocketWaiter(Waiter):
@@ -329,14 +307,14 @@ def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     sizes = shape.batch, shape.lookahead, shape.prompt_tokens, vocab
     message.write(0, 1, [np.array(sizes, np.int32)])
-    SocketOutbox(message, connected).send()
+    DirectOutbox(message, connected.send).send()
 
 
 def received_hello(connected: socket.socket) -> tuple[LinkShape, int] | None:
     """Returns (the sizes of the draft's messages, the size of its vocabulary), or None if they have
     not arrived; raises ProtocolError for sizes out of bounds."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
-    if not SocketInbox(message, connected).arrived():
+    if not _received(connected, message):
         return None
     header = message.header(0, 1)
     batch, lookahead, longest, vocab = sizes = message.body(header).tolist()

@@ -290,11 +290,6 @@ class OneshotGroup(Group):
             raise
         device.limit_waits(waiter.deadline_s)
 
-    @property
-    def everybody(self) -> int:
-        """The device address of the kernels' struct Peers."""
-        return int(self._peers.data.ptr)
-
     def all_reduce(self, array: Any) -> None:
         assert array.flags.c_contiguous and array.itemsize == 2, f"{array.dtype} {array.strides}"
         if array.ndim == 2 and self._device.sum_last(array, self):
@@ -380,6 +375,7 @@ class OneshotGroup(Group):
             done = self._inbox + self._inbox_bytes
             peers[0] = (inboxes, done, self.rank, self.size, self.capacity)
             self._peers = cupy.asarray(peers.view(np.uint8))
+            self.everybody = int(self._peers.data.ptr)  # the address of struct Peers
             runtime.deviceSynchronize()
         except RuntimeError as error:
             return str(error)

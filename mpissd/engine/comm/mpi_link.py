@@ -62,12 +62,9 @@ class MpiInbox(Inbox):
     """Receives a message from rank `peer`, by a persistent receive that is posted at once."""
 
     def __init__(self, comm: MPI.Comm, peer: int, message: Message) -> None:
-        super().__init__(message)
         self._request = comm.Recv_init(message.array, peer, int(message.kind))
+        super().__init__(message, self._request.Test)
         self._request.Start()
-
-    def _receive(self) -> bool:
-        return self._request.Test()
 
     def release(self) -> None:
         super().release()
@@ -109,8 +106,6 @@ class PlanSender:
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         """Sends the plan of round speculation.round; stop: the followers end after it."""
-        if not self.num_followers:
-            return
         message = self._plans.message
         self._plans.send(wire.write_plan(message, outcome, speculation, stop))
         self._count(4 * message.usual)
