@@ -108,7 +108,7 @@ def sent_speculation(seed: int) -> Sent:
 
 def sent_plan(seed: int) -> Sent:
     message, parts = SHAPE.message(Kind.PLAN), (outcome(seed), speculation(seed))
-    wire.write_plan(message, *parts, stop=seed % 2 == 1)
+    wire.write_outcome(message, parts[0], seed % 2 == 1, parts[1])
     size = HEADER + sum(part.rows.size for part in parts)
     return Sent(message, size, lambda: wire.read_plan(message, ROUND))
 
@@ -361,7 +361,7 @@ def test_branches_after_a_short_trunk_stay_within_its_pages() -> None:
     """A backup served one of K = 2 tokens and the trunk ends with a page; imposed tokens grow K + 1
     rows."""
     sizes = CacheSizes(1, 1, 16, slots=1, capacity=64, page=16, lanes=3, steps=2)
-    pages = PageTable(RowPlaces(np.zeros(RowPlaces.size(16, sizes), np.int32), 16, sizes), sizes)
+    pages = PageTable(RowPlaces(lambda count: np.zeros(count, np.int32), 16, sizes), sizes)
     batch = placed(Request(0, 7, 0, tuple(range(15))))
     pages.place(batch.store(batch.gaps(range(1))))
     pages.place(batch.trunk(np.array([1], np.int32)))

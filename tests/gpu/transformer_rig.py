@@ -245,7 +245,7 @@ def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:
     """
     draft, target = (Rig(backend, tiny(family), max_rows=64) for family in ("llama", "smollm2"))
     rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
-    sheet = Sheet(backend.host_ints(Sheet.size(4, tree, dynamic)), 4, tree, dynamic)
+    sheet = Sheet(backend.host_ints, 4, tree, dynamic)
     k, kept, twin, shapes = 3, list[Any](), None, None
     if dynamic:
         k, shapes = CHOICES, Shapes.made(dynamic, 4, target.ops.ids)

@@ -198,7 +198,7 @@ class QueuePlans:
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         buffer = self.shape.message(wire.Kind.PLAN)
-        wire.write_plan(buffer, outcome, speculation, stop)
+        wire.write_outcome(buffer, outcome, stop, speculation)
         for follower in self.queues:
             follower.put(buffer.array)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -39,6 +39,9 @@ from mpissd.engine.backend.cupy_device import (
     step,
 )
 from mpissd.engine.backend.kernels import ceil_div
+
+if TYPE_CHECKING:
+    from mpissd.engine.comm.mpi_group import OneshotGroup
 
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
@@ -68,14 +71,6 @@ class Weight:
         return rows, columns
 
 
-class Inboxes(Protocol):
-    """The memory through which the ranks' kernels exchange the parts of a sum."""
-
-    everybody: int  # The address of struct Peers.
-    capacity: int  # In messages of two float16 values.
-    done_counts: int  # The number of counters of finished exchanges.
-
-
 def why_not(device_id: int) -> str | None:
     """Returns why this GPU cannot run the chain kernel, or None if it can."""
     capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
@@ -100,7 +95,7 @@ class ChainRunner:
         self._launcher = launcher
         self._stop = stop
         self._noted: list[Multiplication] = []
-        self._inboxes: Inboxes | None = None
+        self._inboxes: OneshotGroup | None = None
         self._held = False
         # By products: their table and its counters on the device; how many products, sums over
         # ranks, and row tiles.
@@ -112,7 +107,7 @@ class ChainRunner:
         if not self._held:
             self.flush()
 
-    def sum_last(self, out: Operand, inboxes: Inboxes) -> bool:
+    def sum_last(self, out: Operand, inboxes: OneshotGroup) -> bool:
         """Makes the kernel sum `out` over the ranks; returns False if `out` is not the last
         recorded product's output, or exceeds the inboxes."""
         if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
@@ -439,7 +434,7 @@ class CupyBackend(Backend):
         if self._chain is not None:
             self._chain.flush()
 
-    def sum_last(self, out: Any, inboxes: Inboxes) -> bool:
+    def sum_last(self, out: Any, inboxes: OneshotGroup) -> bool:
         """Sums `out` over the ranks in the product that writes it (ChainRunner.sum_last)."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -130,12 +131,7 @@ class NumpyBackend(Backend):
 
 def _fastest_s(operation: Callable[[], object], count: int) -> float:
     """Returns the seconds of the fastest of `count` calls, since others may be disturbed."""
-    seconds = []
-    for _ in range(count):
-        start = time.perf_counter()
-        operation()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(operation, number=1, repeat=count))
 
 
 def _reported(file: str, name: str) -> str:

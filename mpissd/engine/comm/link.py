@@ -105,7 +105,7 @@ class LeadEnd:
         message = self._outcomes.message
         self._outcomes.send(wire.write_outcome(message, outcome, stop))
         self._count(4 * message.usual)
-        if self._prompts is not None and outcome.prompts and wire.has_prompts(outcome):
+        if self._prompts is not None and outcome.prompts and len(outcome.fresh):
             self._prompts.ready()
             size = wire.write_prompts(self._prompts.message, outcome)
             self._prompts.send(size)
@@ -209,7 +209,7 @@ def close_all(*boxes: Outbox | Inbox | None) -> None:
 def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outcome:
     """Returns an outcome with the prompts of its new sequences, which arrive in `inbox` (None: on
     this link no sequence has a prompt)."""
-    if inbox is None or not wire.has_prompts(outcome):
+    if inbox is None or not len(outcome.fresh):
         return outcome
     waiter.until(inbox.arrived, "lead: prompts")
     outcome = wire.read_prompts(inbox.message, outcome)

@@ -225,7 +225,6 @@ class NcclGroup(Group):
         )
 
     def check(self) -> None:
-        """Raises FaultError if NCCL has reported an error; called during long waits."""
         if self._nccl is None:
             return
         try:

@@ -107,9 +107,9 @@ class PlanSender:
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
         """Sends the plan of round speculation.round; stop: the followers end after it."""
         message = self._plans.message
-        self._plans.send(wire.write_plan(message, outcome, speculation, stop))
+        self._plans.send(wire.write_outcome(message, outcome, stop, speculation))
         self._count(4 * message.usual)
-        if self._prompts is not None and wire.has_prompts(outcome):
+        if self._prompts is not None and len(outcome.fresh):
             size = wire.write_prompts(self._prompts.message, outcome)
             self._prompts.send(size)
             self._count(4 * size)

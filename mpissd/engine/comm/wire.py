@@ -224,10 +224,14 @@ class Message:
         return crc32(folded.data, crc32(self._bytes[4 : 4 * HEADER]))
 
 
-def write_outcome(message: Message, outcome: Outcome, stop: bool = False) -> int | None:
-    """Writes an outcome, with one copy; returns its int32 if they are more than usual."""
-    rows = outcome.rows
-    end = message.write(outcome.round, len(rows), [rows], stop=stop, control=outcome.control)
+def write_outcome(
+    message: Message, outcome: Outcome, stop: bool = False, speculation: Speculation | None = None
+) -> int | None:
+    """Writes an outcome, or a plan, which is the outcome that followers apply and the speculation
+    that they verify; returns its int32 if they are more than usual."""
+    parts = [outcome.rows, *([] if speculation is None else [speculation.rows])]
+    count = len(outcome.rows)
+    end = message.write(outcome.round, count, parts, stop=stop, control=outcome.control)
     return end if end > message.usual else None
 
 
@@ -256,16 +260,6 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     return Speculation(round_, rows, sampled=shape.sampled, version=header.weights)
 
 
-def write_plan(
-    message: Message, outcome: Outcome, speculation: Speculation, stop: bool
-) -> int | None:
-    """Writes a plan: the outcome that followers apply and the speculation that they verify; returns
-    its int32 if they are more than usual."""
-    parts, control = [outcome.rows, speculation.rows], outcome.control
-    end = message.write(outcome.round, len(outcome.rows), parts, stop=stop, control=control)
-    return end if end > message.usual else None
-
-
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
     """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
     header, shape = message.header(round_ - 1), message.shape
@@ -290,11 +284,6 @@ def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.flo
 def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.float32]:
     """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
     return message.body(message.header(round_, count), message.shape.vocab).view(np.float32)
-
-
-def has_prompts(outcome: Outcome) -> bool:
-    """Returns whether a PROMPT message follows this outcome, in a job with prompts."""
-    return len(outcome.fresh) > 0
 
 
 def write_prompts(message: Message, outcome: Outcome) -> int:

@@ -256,7 +256,6 @@ class DeviceTarget(TargetWorker):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Returns the (num_accepted, bonus) that the device has decided, both int32 [b]."""
         if not self._forwards.is_on:
             return super().judge(batch, speculation, proposals)
         accepted = self._decision[:, 0]

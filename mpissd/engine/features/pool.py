@@ -228,7 +228,6 @@ class GroupForwards(Forwards):
                 self.shared.run(waiter)
 
     def elapsed_s(self) -> float:
-        """Returns the device time of the last forward, which had the rows of all groups."""
         return self.shared.stepper.elapsed_s()
 
     def results(self) -> Results:

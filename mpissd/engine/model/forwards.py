@@ -70,17 +70,6 @@ class Results:
     values: NDArray[np.float32] | None = None
 
 
-class PrefixPages(Protocol):
-    """The pages of a KV cache that later sequences may reuse."""
-
-    def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Gives an empty slot the pages that store the first of these tokens; returns how many
-        tokens."""
-
-    def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Lets later sequences adopt the pages of a slot, which stores these tokens."""
-
-
 class Forwards(Protocol):
     """A model that computes one forward at a time: upload, launch, wait, then read its results."""
 

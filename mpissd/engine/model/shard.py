@@ -81,6 +81,19 @@ class _Costs:
         """Returns the bytes of sums that a forward keeps; bare products keep none."""
         return 0
 
+    @property
+    def kv_layers(self: Any) -> int:
+        """Layers that keep keys and values."""
+        return int(self.shape.num_layers)
+
+    def kv_bytes(self: Any, context: int, sequences: int, itemsize: int = 2) -> int:
+        """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
+        return int(sequences * context * self.kv_layers * 2 * self.kv_width * itemsize)
+
+    def weight_bytes(self: Any, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of weights that this rank keeps."""
+        return int(self.read_bytes(self.num_params(options), itemsize))
+
 
 @dataclass(frozen=True)
 class Shard(_Costs):
@@ -160,10 +173,6 @@ class Shard(_Costs):
         tokens = options.context * sequences
         return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, tokens)
 
-    def kv_bytes(self, context: int, sequences: int) -> int:
-        """Returns the bytes of 16-bit KV cache that `sequences` contexts take on this rank."""
-        return sequences * context * self.shape.num_layers * 2 * self.kv_width * 2
-
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, _: int = 2) -> int:
         """Returns the KV bytes that a forward reads on this rank, 16 bits on any device.
 
@@ -172,10 +181,6 @@ class Shard(_Costs):
         """
         suffixes = rows * options.own_tokens if options.context else 0
         return self.kv_bytes(options.context, sequences) + self.kv_bytes(suffixes, 1)
-
-    def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of weights that this rank keeps."""
-        return self.read_bytes(self.num_params(options), itemsize)
 
     def read_bytes(self, params: int, itemsize: int) -> int:
         """Returns the bytes of the weights that a forward reads."""
@@ -259,11 +264,6 @@ class TransformerShard(_Costs):
         return 1
 
     @property
-    def kv_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return self.shape.num_layers
-
-    @property
     def heads(self) -> int:
         return self.q_width // self.shape.head_dim
 
@@ -287,13 +287,8 @@ class TransformerShard(_Costs):
         return 5 * self.shape.num_layers + 1
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
-        """Returns the key of this kind of forward in tables of measured times."""
         tokens = options.context * sequences
         return ForwardKey(self.shape.name, self.tp, True, True, tokens, sequences)
-
-    def kv_bytes(self, context: int, sequences: int, itemsize: int = 2) -> int:
-        """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
-        return sequences * context * self.kv_layers * 2 * self.kv_width * itemsize
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int = 2) -> int:
         """Returns the KV bytes that a forward reads on this rank, counted as by Shard.kv_read, but
@@ -304,7 +299,7 @@ class TransformerShard(_Costs):
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of the weights that this rank keeps, with the whole embedding."""
         embedding = self.shape.vocab_size * self.shape.hidden * itemsize
-        return self.read_bytes(self.num_params(options), itemsize) + embedding
+        return super().weight_bytes(options, itemsize) + embedding
 
     def read_bytes(self, params: int, itemsize: int) -> int:
         """Returns the bytes of `params` weights; itemsize: of activations, 4 on CPUs."""
@@ -333,7 +328,6 @@ class TransformerShard(_Costs):
         return 2 * rows * (self.num_params(options) + repeated) + attended
 
     def columns(self, options: ForwardOptions) -> int:
-        """Returns the logits of a row on this rank."""
         return self.vocab
 
 
@@ -346,7 +340,6 @@ class StateShard(TransformerShard):
 
     @property
     def num_heads_used(self) -> int:
-        """Tokens of a sequence that one forward drafts: one, or one for each Medusa head."""
         return (self.heads_used or self.shape.num_layers) if self.config.kind == "medusa" else 1
 
     def layer_params(self) -> int:
@@ -356,7 +349,6 @@ class StateShard(TransformerShard):
         return self.shape.hidden * (3 * self.shape.ffn + 1 + (self.config.kind == "medusa"))
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Returns the number of weights that one forward reads, with its LM head once."""
         hidden = self.shape.hidden
         if self.config.kind == "medusa":
             return self.num_heads_used * self.layer_params() + hidden * self.vocab
@@ -367,7 +359,6 @@ class StateShard(TransformerShard):
 
     @property
     def kv_layers(self) -> int:
-        """Layers that keep keys and values: EAGLE's."""
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:

@@ -372,6 +372,5 @@ class GemmStack(Stack):
         return ids + first[:, None, None], values
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's logits of these rows, of the last LM head."""
         scores = self.backend.view(self.buffers.logits, max(rows) + 1, 0, self.shard.vocab)
         return np.asarray(self.backend.to_host(scores)[list(rows)], np.float32)

@@ -18,7 +18,8 @@ from mpissd.common.rounds import Ints, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import BranchLayout
-from mpissd.engine.model.forwards import Forwards, PrefixPages, joined
+from mpissd.engine.model.forwards import Forwards, joined
+from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch, Change, Gap, Placement, places_of
@@ -104,7 +105,7 @@ class Worker(Generic[AnyOracle]):
         self.stepper.release([slot for slot, _ in left])
 
     @property
-    def _kept_pages(self) -> PrefixPages | None:
+    def _kept_pages(self) -> PageTable | None:
         keeps = self.placement is not None and self.placement.keeps
         return getattr(self.stepper, "pages", None) if keeps else None
 

@@ -7,7 +7,7 @@ sequence has. Beside the pages, lanes hold the K and V of branches (forwards.Pla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted
 
@@ -66,35 +66,34 @@ class RowPlaces:
     forwards.Places. pages: [slots, pages_per_slot], each slot's pages in rising order of positions.
     """
 
-    def __init__(self, ints: HostArray, max_rows: int, sizes: CacheSizes) -> None:
-        """Lays the arrays out in `ints`, which has `size(max_rows, sizes)` elements."""
-        self.ints = ints
-        self.rows = ints[: 4 * max_rows].reshape(4, max_rows)
-        self.pages = ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
+    def __init__(
+        self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes
+    ) -> None:
+        """host_ints: returns the buffer, of this number of zeros (Backend.host_ints)."""
+        self.ints = host_ints(4 * max_rows + sizes.slots * sizes.pages_per_slot)
+        self.rows = self.ints[: 4 * max_rows].reshape(4, max_rows)
+        self.pages = self.ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
         self.rows[...] = PADDING
-        self.pages[...] = 0
-
-    @staticmethod
-    def size(max_rows: int, sizes: CacheSizes) -> int:
-        """Returns the number of elements of the buffer."""
-        return 4 * max_rows + sizes.slots * sizes.pages_per_slot
 
 
-class PagePool:
-    """The pages of one cache, of `page` positions each, which sequences share.
+class PageTable:
+    """The pages of one cache, which sequences take as they grow and give back when they end.
 
     A full page may be *named* by its tokens and all tokens before it. A sequence that begins with
     the same tokens reads it instead of computing it again: the K and V of a position depend on the
-    tokens up to it only, bit for bit. A named page that no sequence holds stays valid until the
-    pool needs it; the one that was given back first is needed first. Names are compared token by
-    token and never only hashed, so that no two texts can be made to share a page.
+    tokens up to it only, bit for bit. A named page that no sequence holds stays valid until it is
+    needed; the one that was given back first is needed first. Names are compared token by token and
+    never only hashed, so that no two texts can be made to share a page. held: the number of pages
+    of each slot.
     """
 
-    def __init__(self, pages: int, page: int) -> None:
-        self._page = page
-        self._blank = list(range(pages - 1, -1, -1))  # free, without a name
+    def __init__(self, row_places: RowPlaces, sizes: CacheSizes) -> None:
+        self.row_places = row_places
+        self.sizes = sizes
+        self.held = [0] * sizes.slots
+        self._blank = list(range(sizes.num_pages - 1, -1, -1))  # free, without a name
         self._kept: dict[int, None] = {}  # free with a name, in the order of their return
-        self._holders = [0] * pages
+        self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
         self._keys: dict[int, _Key] = {}  # by page
         self._serial = counted(_START + 1)
@@ -103,73 +102,6 @@ class PagePool:
     def free(self) -> list[int]:
         """The pages that no sequence holds; the last one without a name is taken first."""
         return [*self._blank, *self._kept]
-
-    def take(self) -> int:
-        """Returns a page for new positions, which only the caller holds."""
-        if self._blank:
-            page = self._blank.pop()
-        else:
-            page = next(iter(self._kept))
-            del self._kept[page], self._names[self._keys.pop(page)]
-        self._holders[page] = 1
-        return page
-
-    def give_back(self, pages: Iterable[int]) -> None:
-        """Takes a sequence's pages back, in rising order; the first ones stay valid longest."""
-        for page in reversed([*pages]):
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                if page in self._keys:
-                    self._kept[page] = None
-                else:
-                    self._blank.append(page)
-
-    def matching(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the named pages that store the first of these tokens, held by the caller, too."""
-        pages = []
-        name = _START
-        for part in self._parts(tokens):
-            page, name = self._names.get((name, part), (-1, -1))
-            if page < 0:
-                break
-            pages.append(page)
-        for page in pages:
-            self._holders[page] += 1
-            self._kept.pop(page, None)
-        return pages
-
-    def name(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Names the pages that these tokens fill."""
-        name = _START
-        for page, part in zip(pages, self._parts(tokens), strict=False):
-            key = name, part
-            if key not in self._names:
-                if page in self._keys:  # follows a page that another one has replaced
-                    return
-                self._names[key] = (page, next(self._serial))
-                self._keys[page] = key
-            name = self._names[key][1]
-
-    def _parts(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        ints = np.asarray(tokens, np.int32)
-        for start in range(0, len(ints) - self._page + 1, self._page):
-            yield ints[start : start + self._page].tobytes()
-
-
-class PageTable:
-    """Takes pages from the pool as sequences grow, and gives them back when they end; held: the
-    number of pages of each slot."""
-
-    def __init__(self, row_places: RowPlaces, sizes: CacheSizes) -> None:
-        self.row_places = row_places
-        self.sizes = sizes
-        self._pool = PagePool(sizes.num_pages, sizes.page)
-        self.held = [0] * sizes.slots
-
-    @property
-    def free(self) -> list[int]:
-        """The pages that no sequence holds."""
-        return self._pool.free
 
     def place(self, places: Places | None) -> int:
         """Writes the places of a forward's rows into `row_places`, and reserves the pages that
@@ -206,25 +138,59 @@ class PageTable:
         assert position < sizes.capacity, f"position {position} of a cache of {sizes.capacity}"
         count = position // sizes.page + 1
         for index in range(self.held[slot], count):
-            self.row_places.pages[slot, index] = self._pool.take()
+            if self._blank:
+                page = self._blank.pop()
+            else:
+                page = next(iter(self._kept))
+                del self._kept[page], self._names[self._keys.pop(page)]
+            self._holders[page] = 1
+            self.row_places.pages[slot, index] = page
         self.held[slot] = count
 
     def release(self, slots: Sequence[int]) -> None:
-        """Gives the pages of these slots back to the pool."""
+        """Takes back the pages of these slots; the first ones of a slot stay valid longest."""
         for slot in slots:
-            self._pool.give_back(self._pages(slot))
+            for page in reversed(self._pages(slot)):
+                self._holders[page] -= 1
+                if not self._holders[page]:
+                    if page in self._keys:
+                        self._kept[page] = None
+                    else:
+                        self._blank.append(page)
             self.held[slot] = 0
 
     def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Lets an empty slot share stored pages of its first tokens; returns how many tokens."""
-        pages = self._pool.matching(tokens)
+        """Lets an empty slot share the named pages of its first tokens; returns how many tokens."""
+        pages = []
+        name = _START
+        for part in self._parts(tokens):
+            page, name = self._names.get((name, part), (-1, -1))
+            if page < 0:
+                break
+            pages.append(page)
+            self._holders[page] += 1
+            self._kept.pop(page, None)
         self.row_places.pages[slot, : len(pages)] = pages
         self.held[slot] = len(pages)
         return len(pages) * self.sizes.page
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Lets later sequences share the pages of a slot, which stores these tokens."""
-        self._pool.name(self._pages(slot), tokens)
+        """Names the pages of a slot that these tokens fill, so that later sequences share them."""
+        name = _START
+        for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
+            key = name, part
+            if key not in self._names:
+                if page in self._keys:  # follows a page that another one has replaced
+                    return
+                self._names[key] = (page, next(self._serial))
+                self._keys[page] = key
+            name = self._names[key][1]
+
+    def _parts(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        ints = np.asarray(tokens, np.int32)
+        page = self.sizes.page
+        for start in range(0, len(ints) - page + 1, page):
+            yield ints[start : start + page].tobytes()
 
     def _pages(self, slot: int) -> list[int]:
         pages: list[int] = self.row_places.pages[slot, : self.held[slot]].tolist()

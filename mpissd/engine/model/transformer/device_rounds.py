@@ -22,6 +22,7 @@ target's forward; the stages around that forward run on every rank, over the can
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,11 +60,14 @@ class Sheet:
     """
 
     def __init__(
-        self, ints: HostArray, sequences: int, tree: Tree, dynamic: Size | None = None
+        self,
+        host_ints: Callable[[int], HostArray],
+        sequences: int,
+        tree: Tree,
+        dynamic: Size | None = None,
     ) -> None:
-        """Lays the arrays out in `ints`, of size(sequences, tree, dynamic) elements; dynamic: the
-        sizes of a dynamic tree, of which `tree` is the longest chain."""
-        self.ints = ints
+        """host_ints: returns a buffer of so many elements. dynamic: the sizes of a dynamic tree, of
+        which `tree` is the longest chain."""
         self.sequences = sequences
         self.tree = tree
         self.dynamic = dynamic
@@ -71,26 +75,19 @@ class Sheet:
         self.nodes = dynamic.nodes if dynamic else len(tree.parents)
         self.lanes = dynamic.nodes if dynamic else tree.num_lanes
         self.draft_lanes = dynamic.draft_lanes if dynamic else tree.num_lanes
-        ends = np.cumsum([sequences * width for width in self._widths(tree, dynamic)])
-        state, moves, parents, forced, decided, _ = np.split(ints, ends)
+        drafts = len(tree.parents)
+        parents_width = dynamic.nodes if dynamic else 0
+        widths = 4, 8, parents_width, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
+        self.ints = host_ints(sequences * sum(widths))
+        self.ints[...] = NOBODY
+        ends = sequences * np.cumsum(widths[:-1])
+        state, moves, parents, forced, decided = np.split(self.ints, ends)
         self.state: Ints = state.reshape(sequences, 4)
         self.moves: Ints = moves.reshape(2, sequences, 4)
         self.parents: Ints = parents.reshape(sequences, -1)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
         self.decided: Ints = decided.reshape(RING, sequences, -1)
-        ints[...] = NOBODY
         self.parents[...] = 0
-
-    @staticmethod
-    def _widths(tree: Tree, dynamic: Size | None) -> tuple[int, ...]:
-        drafts = len(tree.parents)
-        parents = dynamic.nodes if dynamic else 0
-        return 4, 8, parents, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
-
-    @classmethod
-    def size(cls, sequences: int, tree: Tree, dynamic: Size | None = None) -> int:
-        """Returns how many elements `ints` has."""
-        return sequences * sum(cls._widths(tree, dynamic))
 
 
 @dataclass(frozen=True)
@@ -298,8 +295,7 @@ class DeviceRounds:
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
         ops = self._target.weights.ops
-        ints = target.backend.host_ints(Sheet.size(sequences, tree, dynamic))
-        self.sheet = Sheet(ints, sequences, tree, dynamic)
+        self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic)
         self.tree = tree
         self.nodes = len(tree.parents)
         self.lookahead = tree.depth

@@ -207,7 +207,7 @@ class TransformerStack(Stack):
             steps=options.steps,
             pool=options.pool,
         )
-        row_places = RowPlaces(backend.host_ints(RowPlaces.size(max_rows, sizes)), max_rows, sizes)
+        row_places = RowPlaces(backend.host_ints, max_rows, sizes)
         self.pages = PageTable(row_places, sizes)
         self.cache = None if ops is None else ops.cache(sizes, row_places)
         self.buffers = Buffers(backend, shard, ops, max_rows)
@@ -222,7 +222,6 @@ class TransformerStack(Stack):
         self.firsts = np.array([rank.vocab_range.start for rank in ranks], np.int32)
 
     def place(self, places: Places | None) -> None:
-        """Sets the places of the next forward's rows, and reserves the pages that they need."""
         self._placed = self.pages.place(places)
         self._reads = places is None or places.reads
 
@@ -321,10 +320,6 @@ class TransformerStack(Stack):
         return lambda k, ids, values: ops.top_k(logits, k, ids, values, rows)
 
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
-        """Returns (token ids, logits) of the last forward's candidates, both [1, T, n, k].
-
-        rows: the forward's bucket; n: the rows that it computed.
-        """
         return self._read(self._rows(rows), k)
 
     def _read(self, rows: int, k: int | None) -> tuple[Ints, Floats]:
@@ -396,7 +391,6 @@ class MedusaStack(StateStack):
         self.candidates.issue(self.best(total), total, k)
 
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
-        """Returns (token ids, logits) of the last forward's candidates, [heads, 1, n, k]."""
         self._stride = self._rows(rows)
         ids, values = self._read(self._heads * self._stride, k)
         shape = self._heads, 1, self._stride, -1
