@@ -220,12 +220,12 @@ def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outco
 class DirectOutbox(Outbox):
     """Sends the used part of a message at once, by a function `put`."""
 
-    def __init__(self, message: Message, put: Callable[[Ints], object]) -> None:
+    def __init__(self, message: Message, put: Callable[[memoryview], object]) -> None:
         super().__init__(message)
         self._put = put
 
     def send(self, size: int | None = None) -> None:
-        self._put(self.message.array[: HEADER + int(self.message.array[_SIZE])])
+        self._put(self.message.array[: HEADER + int(self.message.array[_SIZE])].data)
 
 
 def queue_link(
@@ -236,7 +236,7 @@ def queue_link(
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
 
     def outbox(message: Message) -> Outbox:
-        return DirectOutbox(message, lambda numbers: queues[message.kind].put(numbers.copy()))
+        return DirectOutbox(message, lambda numbers: queues[message.kind].put(np.array(numbers)))
 
     def inbox(message: Message) -> Inbox:
         return Inbox(message, partial(received, message))

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Source, Speculation
@@ -32,7 +31,7 @@ from mpissd.engine.round.draft import Drafter
 from mpissd.engine.round.oracle import Proposals
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
-from mpissd.engine.round.speculator import InlineSpeculator
+from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
 # Takes a round's number, and a function that returns, on the lead, the tokens that replace the
 # model's in it, or None if it cannot begin yet; returns these tokens on all target ranks.
@@ -224,7 +223,7 @@ class DeviceTarget(TargetWorker):
             if branches is not None:
                 drafted.num_draft[...] = forwards.nodes
                 drafted.tokens[...] = branches.tokens
-            self._imposed = self.oracle.judge(batch, drafted, _no_proposals)
+            self._imposed = self.oracle.judge(batch, drafted, Speculator().proposal)
             emitted += forwards.tree.depths[self._imposed[0]]
         assert isinstance(self.stepper, Stepper)
         if int(batch.room(self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
@@ -306,7 +305,3 @@ class DeviceTarget(TargetWorker):
             return None
         self._draft.oracle.begin_round(batch, ())
         return self._draft.oracle.restart(batch, range(len(batch)), Source.JIT)
-
-
-def _no_proposals(row: int, index: int) -> NDArray[np.float32]:
-    raise AssertionError("nothing was sampled here")

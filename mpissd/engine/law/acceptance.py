@@ -42,10 +42,10 @@ from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.files import read_file
 from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
+from mpissd.common.rounds import Ints
 from mpissd.common.theory import accept_probabilities, power_law_miss
 from mpissd.common.workloads import LOOKUPS
 
-Ints = NDArray[np.int32]
 DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
 NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
 SCHEMA = 1  # of a file of laws

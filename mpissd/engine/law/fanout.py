@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.common.rounds import Source
+from mpissd.common.rounds import Ints, Source
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import HitLaw
 from mpissd.engine.law.tree import Tree, positional
-
-Ints = NDArray[np.int32]
 
 # The largest ΣF_k of a sequence: more than any run uses, and planned within 0.1 s.
 MAX_BRANCHES = 4096

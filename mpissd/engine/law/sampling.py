@@ -226,7 +226,11 @@ def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, voca
     give q for `token`."""
     exact = row.astype(np.float64)
     exact /= checked_total(exact, token, q, ids)
-    return exact if ids is None else spread(exact, ids, vocab)
+    if ids is None:
+        return exact
+    spread = np.zeros(vocab)  # over 0 … vocab − 1, 0 elsewhere
+    spread[ids] = exact
+    return spread
 
 
 def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
@@ -238,13 +242,6 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
     if probability != q:
         raise ProtocolError(f"token {token}: its row says {probability}, its proposal said {q}")
     return total
-
-
-def spread(probs: Floats, ids: NDArray[np.int32], vocab: int) -> Floats:
-    """Returns a distribution over the tokens `ids` as one over 0 … vocab − 1, 0 elsewhere."""
-    spread_out = np.zeros(vocab)
-    spread_out[ids] = probs
-    return spread_out
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:

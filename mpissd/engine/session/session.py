@@ -237,7 +237,7 @@ class Session:
     group: Group
     models: Models
     calibrations: Calibrations
-    resources: ExitStack  # closed at the end of this job
+    resources: ExitStack = field(default_factory=ExitStack)  # closed at the end of this job
     learning: LearnerComms | None = None
 
     @property
@@ -318,16 +318,9 @@ class Machine:
             return None
         waiter = topology.waiter(job.config.deadline_s)
         waiter.alarm = self.group.check
+        infos = self.infos[: job.world_size]
         return Session(
-            topology=topology,
-            waiter=waiter,
-            backend=self.backend,
-            infos=self.infos[: job.world_size],
-            job=job,
-            group=self.group,
-            models=self.models,
-            calibrations=self.calibrations,
-            resources=ExitStack(),
+            topology, waiter, self.backend, infos, job, self.group, self.models, self.calibrations
         )
 
 
