@@ -230,9 +230,7 @@ class Backend(ABC):
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
         """Compiles a body into a program; all ranks must call it if the body has an all-reduce.
-
-        cost: of the forward. capturable: whether the body may be captured as a graph.
-        """
+        cost: of the forward. capturable: whether the body may be captured as a graph."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Waits until everything launched is over."""

@@ -381,10 +381,8 @@ class CupyBackend(Backend):
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
         """Measures the median of seven samples, of at least 4 GiB each, after a warm-up of 50 ms.
-
         The buffer has num_bytes, but at most 4 GB or half of the free memory. After memory was
-        allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and then at 4.5.
-        """
+        allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and then at 4.5."""
         room = min(4 * 10**9, runtime.memGetInfo()[0] // 2)
         size = max(16, min(num_bytes, room) // 16 * 16)
         passes = ceil_div(4 << 30, size)

@@ -139,11 +139,9 @@ class Launcher:
         shared_mem: int = 0,
         macros: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Launches the kernel `name` of the sources `files`, compiled with these macros.
-
-        args: device arrays, NumPy scalars, or None for a null pointer. shared_mem: bytes of dynamic
-        shared memory; if above 48 KiB, later launches may not ask for more than the first.
-        """
+        """Launches the kernel `name` of the sources `files`, compiled with these macros. args:
+        device arrays, NumPy scalars, or None for a null pointer. shared_mem: bytes of dynamic
+        shared memory; if above 48 KiB, later launches may not ask for more than the first."""
         function = self._function(name, files, macros, shared_mem)
         values = [_value(arg) for arg in args]
         driver = self._driver

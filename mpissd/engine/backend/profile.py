@@ -122,10 +122,9 @@ class HostEntry:
 
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     """Interpolates a transformer's forward at the context and the number of sequences b of `key`.
-
     measured: the same model's forwards at other contexts and b. Seconds are interpolated (Curve)
-    over the context, and then over min(rows, b), the sequences whose keys and values the rows read.
-    """
+    over the context, and then over min(rows, b), the sequences whose keys and values the rows
+    read."""
     batches = sorted({other.sequences for other in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
     rows = sorted(points | {min(key.sequences, max(points))})  # from b rows on, no more KV is read
@@ -254,10 +253,8 @@ class Profile:
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
         """Returns a forward with each kernel that it was measured with, by rising most_rows.
-
         params: its number of weights, which distinguishes models of one name. alone: of one rank's
-        share, without all-reduces. A transformer's forward may be interpolated (between).
-        """
+        share, without all-reduces. A transformer's forward may be interpolated (between)."""
         table = self.shards if alone else self.forwards
         if key.sequences and key not in table:
             alike = [k for k in table if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
@@ -266,12 +263,9 @@ class Profile:
         return tuple(kernel for kernel in table.get(key, ()) if kernel.params == params)
 
     def forward_s(self, cost: Cost) -> float:
-        """Returns the duration of one forward in seconds, all-reduces included.
-
-        Without a measured table it is modelled: the roofline (floor_s) plus the overheads of
-        products, all-reduces and the launch. Raises ConfigError if an all-reduce's time is not
-        known.
-        """
+        """Returns the duration of one forward in seconds, all-reduces included. Without a measured
+        table it is modelled: the roofline (floor_s) plus the overheads of products, all-reduces and
+        the launch. Raises ConfigError if an all-reduce's time is not known."""
         measured = self.measured(cost)
         lists = self.lists_s(cost)
         if measured is not None:
@@ -322,11 +316,9 @@ class Profile:
 
 def device_kind(name: str | None) -> str:
     """Returns the kind of a device: its model, its form, and its memory if the model has two sizes.
-
     Drivers name one kind in several ways: "NVIDIA H100 80GB HBM3" is an H100 SXM, "Tesla
     V100-SXM2-32GB" a V100 SXM 32GB. A name of no known pattern, or of a part of a GPU (MIG), is
-    returned as it is, without the maker's name and without " (emulated)".
-    """
+    returned as it is, without the maker's name and without " (emulated)"."""
     plain = (name or "").removesuffix(" (emulated)").removeprefix("NVIDIA ")
     plain = plain.removeprefix("Tesla ")
     family = _FAMILY.search(plain)

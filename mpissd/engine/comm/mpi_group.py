@@ -70,11 +70,9 @@ class GpuPlace(NamedTuple):
 
 
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
-    """Returns oneshot, nccl, staged or device, the same on every rank.
-
-    choice: the value of --all_reduce. places: of all ranks. oneshot: whether `auto` may choose it.
-    Raises ConfigError for an unknown choice, and for one that these ranks cannot do.
-    """
+    """Returns oneshot, nccl, staged or device, the same on every rank. choice: the value of
+    --all_reduce. places: of all ranks. oneshot: whether `auto` may choose it. Raises ConfigError
+    for an unknown choice, and for one that these ranks cannot do."""
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
     first: dict[tuple[str, str], int] = {}

@@ -31,10 +31,8 @@ class LearnerComms:
     """
 
     def __init__(self, piece_bytes: int) -> None:
-        """Starts MPI and splits the learner off; collective over MPI's world.
-
-        piece_bytes: the longest message of new weights.
-        """
+        """Starts MPI and splits the learner off; collective over MPI's world. piece_bytes: the
+        longest message of new weights."""
         self._all = PatientComm(MPI.COMM_WORLD).Dup()
         rank, self.world_size = self._all.rank, self._all.size
         self._learner = self.world_size - 1
@@ -77,10 +75,8 @@ class LearnerComms:
         return self._all.Isend(message, self._learner - 1, _VERSION)
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
-        """Ends the learner's messages: the end to the draft, its report to the lead.
-
-        last: the piece that is on its way.
-        """
+        """Ends the learner's messages: the end to the draft, its report to the lead. last: the
+        piece that is on its way."""
         if last is not None:
             last.Wait()
         self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
@@ -109,10 +105,8 @@ class ExampleOutlet:
         return len(self._sending) < _MOST
 
     def send(self, message: Bytes) -> None:
-        """Starts to send a message, which is on its way until the learner takes it.
-
-        A plain send of a short message would complete before it is received.
-        """
+        """Starts to send a message, which is on its way until the learner takes it. A plain send of
+        a short message would complete before it is received."""
         self._sending.append((self._comm.Issend(message, self._learner, _EXAMPLES), message))
 
 

@@ -117,11 +117,9 @@ class PlanSender:
         self._plans.ready()
 
     def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
-        """Starts a round that the device decides, on all target ranks.
-
-        forced: returns tokens that replace the model's, int32 [b, n], or None if the round cannot
-        begin yet. They are sent to the followers, and returned.
-        """
+        """Starts a round that the device decides, on all target ranks. forced: returns tokens that
+        replace the model's, int32 [b, n], or None if the round cannot begin yet. They are sent to
+        the followers, and returned."""
         tokens = forced()
         if self.num_followers:
             message = self._starts.message

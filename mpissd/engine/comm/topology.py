@@ -80,11 +80,9 @@ class Topology:
     groups: int = 1  # G, the target groups
 
     def waiter(self, deadline_s: float) -> Waiter:
-        """Returns how this rank waits for messages and devices, for at most deadline_s.
-
-        With two cores or more for each rank it spins. With one it spins only briefly, because any
-        other process would stretch a spin by a time slice of 4 ms.
-        """
+        """Returns how this rank waits for messages and devices, for at most deadline_s. With two
+        cores or more for each rank it spins. With one it spins only briefly, because any other
+        process would stretch a spin by a time slice of 4 ms."""
         if self.cores_a_rank >= 2:
             return Waiter(deadline_s, spin=True)
         if self.cores_a_rank >= 1:
@@ -114,11 +112,9 @@ class Topology:
 
 
 def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
-    """Starts MPI and splits the world into targets and drafts. Collective.
-
-    world: the ranks that decode, without those that train a draft; None: all. Raises ConfigError
-    on every rank if the world is too small, or if mpirun and mpi4py belong to different MPIs.
-    """
+    """Starts MPI and splits the world into targets and drafts. Collective. world: the ranks that
+    decode, without those that train a draft; None: all. Raises ConfigError on every rank if the
+    world is too small, or if mpirun and mpi4py belong to different MPIs."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
@@ -149,11 +145,9 @@ def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
 
 
 def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Returns a distinct name for the machine of each rank.
-
-    names: by rank, its hostname and the first rank on the same machine, which is appended where
-    several machines (containers, clones) have the same hostname.
-    """
+    """Returns a distinct name for the machine of each rank. names: by rank, its hostname and the
+    first rank on the same machine, which is appended where several machines (containers, clones)
+    have the same hostname."""
     machines = {name: {first for other, first in names if other == name} for name, _ in names}
     return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in names)
 

@@ -175,10 +175,8 @@ class Message:
         return end
 
     def header(self, round_: int | None = None, count: int | None = None) -> Header:
-        """Returns the header of the message that arrived.
-
-        round_, count: the expected ones; None: any. The error names each field that does not fit.
-        """
+        """Returns the header of the message that arrived. round_, count: the expected ones; None:
+        any. The error names each field that does not fit."""
         header = Header._make(_HEADER.unpack_from(self._bytes))
         fits = all(map(le, self._least, header)) and all(map(le, header, self._most))
         if fits and round_ in (None, header.round) and count in (None, header.rows):
@@ -274,10 +272,8 @@ def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool
 
 
 def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
-    """Writes distributions [V], one for each proposal that was not certain.
-
-    Returns the size of the message in int32, its header included.
-    """
+    """Writes distributions [V], one for each proposal that was not certain. Returns the size of the
+    message in int32, its header included."""
     return message.write(round_, len(rows), [row.view(np.int32) for row in rows])
 
 
@@ -287,10 +283,8 @@ def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.floa
 
 
 def write_prompts(message: Message, outcome: Outcome) -> int:
-    """Writes the prompts of an outcome's new sequences, in their order.
-
-    Returns the size of the message in int32, its header included.
-    """
+    """Writes the prompts of an outcome's new sequences, in their order. Returns the size of the
+    message in int32, its header included."""
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]

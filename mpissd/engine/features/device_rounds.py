@@ -45,10 +45,8 @@ def chained_forwards(
     leads: Callable[[bool], bool] = bool,
 ) -> DeviceRounds | None:
     """Returns the programs of rounds that the device decides, or None if the host must decide.
-
     target, draft: this rank's workers (None: it has none). leads: returns the lead's argument on
-    every target rank. Collective over the target ranks.
-    """
+    every target rank. Collective over the target ranks."""
     if target is None:
         return None
     if not leads(_can_chain(job, target, draft)):

@@ -120,12 +120,10 @@ class DraftSwitch:
         self._way = False
 
     def choose(self, now_s: float, rows: int, length: int, added: int, possible: bool) -> bool:
-        """Returns whether to ask for drafts at now_s.
-
-        length: tokens of all rows, of which `added` are new. possible: whether there is a draft to
-        ask. The step since the last call counts only if it decoded the same number of rows, and
-        their lengths grew by `added`, so that pauses and prompts do not count.
-        """
+        """Returns whether to ask for drafts at now_s. length: tokens of all rows, of which `added`
+        are new. possible: whether there is a draft to ask. The step since the last call counts only
+        if it decoded the same number of rows, and their lengths grew by `added`, so that pauses and
+        prompts do not count."""
         load = rows.bit_length()
         if rows == self._rows and length - added == self._length:
             self._loads[load].add(self._way, now_s - self._start_s, added)

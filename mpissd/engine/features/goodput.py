@@ -116,11 +116,9 @@ class ForwardTimes:
             )
 
     def seconds(self, rows: int) -> float:
-        """Returns the expected seconds of a forward.
-
-        Fewer rows than measured take as long as the smallest measured size. For more rows the line
-        through the two largest sizes goes on, or the only one counts in proportion.
-        """
+        """Returns the expected seconds of a forward. Fewer rows than measured take as long as the
+        smallest measured size. For more rows the line through the two largest sizes goes on, or the
+        only one counts in proportion."""
         if (answer := self._asked.get(rows)) is not None:
             return answer
         sizes = self._rows
@@ -150,10 +148,8 @@ class ForwardTimes:
 
     def prefill_rows(self, rows: int, limit: int, lookahead: int = 0) -> int:
         """Returns how many rows of prompts the next forward stores in addition to `rows` others.
-
         limit: the rows of the largest forward, which all are prompts' if there are no others.
-        lookahead: K of the round.
-        """
+        lookahead: K of the round."""
         if not rows:
             return limit
         plain_s = self.seconds(rows)

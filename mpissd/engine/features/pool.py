@@ -95,11 +95,9 @@ class GroupWaiter(Waiter):
 def serve_groups(
     ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
 ) -> None:
-    """Runs the draft's rounds of all groups until their leads have stopped them.
-
-    ends: by group, its link and its drafter, which wait by one GroupWaiter and whose forwards are a
-    part of `forwards`. waiter: how the rank waits for a forward, and for a message of any group.
-    """
+    """Runs the draft's rounds of all groups until their leads have stopped them. ends: by group,
+    its link and its drafter, which wait by one GroupWaiter and whose forwards are a part of
+    `forwards`. waiter: how the rank waits for a forward, and for a message of any group."""
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"

@@ -78,12 +78,10 @@ class AcceptanceLaw:
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance model that `text` names, for K = lookahead.
-
-    The model's label is `text` in its long form; the numbers of a file of laws have four digits.
-    With K = 0 nothing is drafted, and a list of any length is allowed. Raises ConfigError, naming
-    the value and the allowed ones.
-    """
+    """Returns the acceptance model that `text` names, for K = lookahead. The model's label is
+    `text` in its long form; the numbers of a file of laws have four digits. With K = 0 nothing is
+    drafted, and a list of any length is allowed. Raises ConfigError, naming the value and the
+    allowed ones."""
     kind, colon, values = text.strip().partition(":")
     if not colon:
         try:
@@ -118,11 +116,9 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates.
-
-    a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A
-    round with more than K accepted tokens counts as one that accepted all K.
-    """
+    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates. a_i = Σ_{k≥i}
+    c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A round with
+    more than K accepted tokens counts as one that accepted all K."""
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
     return tuple(reached / before if before else 0.0 for before, reached in pairs)
@@ -130,10 +126,8 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     """Returns the accepted tokens of each sequence, int32 [b]: the drafts that equal the stream up
-    to the first that does not.
-
-    drafts: [b, K]; stream: [b, ≥ K], the target's own tokens; num_draft: [b], drafts that count.
-    """
+    to the first that does not. drafts: [b, K]; stream: [b, ≥ K], the target's own tokens;
+    num_draft: [b], drafts that count."""
     batch, lookahead = drafts.shape
     # True at the end of the run of matches; column K is always True.
     ends = np.ones((batch, lookahead + 1), np.bool_)
@@ -219,11 +213,9 @@ def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
 
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
-    """Returns the hit model that `text` names; its label holds the numbers.
-
-    `text` may also be the hit_law of a result row. lookahead: K, which selects the entry of a file;
-    a file's numbers have four digits.
-    """
+    """Returns the hit model that `text` names; its label holds the numbers. `text` may also be the
+    hit_law of a result row. lookahead: K, which selects the entry of a file; a file's numbers have
+    four digits."""
     what = f"hit_law {text!r}"
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:

@@ -89,11 +89,9 @@ def optimal_fan_out(
     floor: float | Sequence[float] = 0.0,
 ) -> tuple[int, ...]:
     """Returns the whole F_k ≥ minimum with ΣF_k ≤ budget that minimise Σ_k weights[k]·miss_k(F_k).
-
     hit_a, hit_r, floor: of miss_k, see resolve_fan_out. Of ties the least ΣF_k is taken. It is a
     dynamic program over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
-    gains nothing, so it would never take the second (hit rate .19 instead of .68 at B = 24).
-    """
+    gains nothing, so it would never take the second (hit rate .19 instead of .68 at B = 24)."""
     slopes, floors = (each_k(value, len(weights)) for value in (hit_r, floor))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
@@ -120,11 +118,9 @@ def tree_fan_out(
 def key_chances(
     tree: Tree, hazards: Sequence[float], hit_law: HitLaw, largest: int
 ) -> list[NDArray[np.float64]]:
-    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … largest.
-
-    A path ends at node n, of depth d, before the draft's r-th candidate with P(n is reached) ·
-    law[d, r]; r counts from the number of n's children on.
-    """
+    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … largest. A
+    path ends at node n, of depth d, before the draft's r-th candidate with P(n is reached) · law[d,
+    r]; r counts from the number of n's children on."""
     law = positional(hazards, hit_law, tree.width + largest)
     law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + largest)[1])])
     chances = []

@@ -49,11 +49,9 @@ def probabilities(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Floats:
     """Returns softmax(logits / temperature), [V]; temperature 0 gives the first maximum all weight.
-
     top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest logits by C =
     `scale` (0..1), so that more of the residual is at the tokens that the speculation cache holds.
-    C = 1, C = 0 over all tokens, and temperature 0 give plain softmax.
-    """
+    C = 1, C = 0 over all tokens, and temperature 0 give plain softmax."""
     return weigh(logits, temperature, top, scale).probs
 
 
@@ -102,10 +100,8 @@ def recorded(row: Row) -> Floats:
 
 def draw(weights: Floats, u: float, total: float = 1.0) -> int:
     """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
-
     weights: [V]; total: their divisor. The running sum in order decides; sums of blocks find the
-    token in a tenth of the time if rounding cannot change the result.
-    """
+    token in a tenth of the time if rounding cannot change the result."""
     token = _between(weights, u) if len(weights) > _FEW else None
     if token is not None:
         return token
@@ -114,12 +110,10 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
 
 
 def _between(weights: Floats, u: float) -> int | None:
-    """Returns the token for u by sums of blocks; None if it is too near to another one.
-
-    A sum of V weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off
-    [Higham 2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of
-    the total, here and in the sums one after the other. The margin is twice that.
-    """
+    """Returns the token for u by sums of blocks; None if it is too near to another one. A sum of V
+    weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off [Higham
+    2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of the total,
+    here and in the sums one after the other. The margin is twice that."""
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
     total = float(ends[-1])
     wanted = u * total
@@ -245,11 +239,9 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:
-    """Returns a distribution [V] cut to its likeliest tokens and renormalised [Holtzman 2020].
-
-    The tokens that stay are the fewest of the largest probabilities whose sum reaches top_p; of
-    equal probabilities the smaller id stays first. top_p = 1 changes nothing.
-    """
+    """Returns a distribution [V] cut to its likeliest tokens and renormalised [Holtzman 2020]. The
+    tokens that stay are the fewest of the largest probabilities whose sum reaches top_p; of equal
+    probabilities the smaller id stays first. top_p = 1 changes nothing."""
     if top_p >= 1:
         return probs
     order = np.argsort(-probs, kind="stable")

@@ -80,11 +80,9 @@ class Forwards(Protocol):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the number of rows and the input tokens of the next forward.
-
-        tokens: int32 [n], of the first n rows; the other rows − n rows are padding. places: of
-        these n rows. lists: whether ForwardOptions.top_k candidates are read of each row, or one.
-        """
+        """Sets the number of rows and the input tokens of the next forward. tokens: int32 [n], of
+        the first n rows; the other rows − n rows are padding. places: of these n rows. lists:
+        whether ForwardOptions.top_k candidates are read of each row, or one."""
 
     def launch(self) -> None:
         """Starts the forward that was last uploaded."""
@@ -111,10 +109,8 @@ class Forwards(Protocol):
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
-    """Merges the candidates of T shards: returns the k best of all, [heads, n, k].
-
-    ids, values: [heads, T, n, k], each shard's own k best. The lower id wins a tie.
-    """
+    """Merges the candidates of T shards: returns the k best of all, [heads, n, k]. ids, values:
+    [heads, T, n, k], each shard's own k best. The lower id wins a tie."""
     heads, shards, count, k = ids.shape
     tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)

@@ -55,10 +55,8 @@ class _Costs:
         most_rows: int | None = None,
     ) -> Cost:
         """Returns the cost of a forward of `rows` rows over `sequences` sequences on this rank.
-
         itemsize: bytes of an activation, and of a transformer's keys and values. most_rows: of the
-        job's largest forward, which decides the kernel of all forwards (None: this one is it).
-        """
+        job's largest forward, which decides the kernel of all forwards (None: this one is it)."""
         params = self.num_params(options)
         columns = self.columns(options)
         return Cost(
@@ -174,11 +172,9 @@ class Shard(_Costs):
         return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, tokens)
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, _: int = 2) -> int:
-        """Returns the KV bytes that a forward reads on this rank, 16 bits on any device.
-
-        Each sequence's prefix counts once for all of its rows, as a tree attention kernel reads it,
-        and each row's own suffix (options.own_tokens) counts separately.
-        """
+        """Returns the KV bytes that a forward reads on this rank, 16 bits on any device. Each
+        sequence's prefix counts once for all of its rows, as a tree attention kernel reads it, and
+        each row's own suffix (options.own_tokens) counts separately."""
         suffixes = rows * options.own_tokens if options.context else 0
         return self.kv_bytes(options.context, sequences) + self.kv_bytes(suffixes, 1)
 

@@ -93,12 +93,9 @@ class Stepper(Forwards):
         source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
-        """Allocates the model's buffers and compiles its programs.
-
-        num_sequences: slots of the KV cache. weights: of `model`, if another stepper has them
-        already. source: the target whose hidden states a draft reads. compiled: False leaves the
-        call of `compile` to the caller.
-        """
+        """Allocates the model's buffers and compiles its programs. num_sequences: slots of the KV
+        cache. weights: of `model`, if another stepper has them already. source: the target whose
+        hidden states a draft reads. compiled: False leaves the call of `compile` to the caller."""
         self.backend = backend
         self.shard = shard
         self.options = options

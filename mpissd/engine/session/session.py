@@ -100,12 +100,10 @@ class Models:
             self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
-        """Returns [target stepper, draft stepper], None for a model that this rank lacks.
-
-        If memory does not suffice for the row counts of all expected jobs, the steppers get only
-        this job's. Raises Refused on all ranks of the job if a rank has no room for these either.
-        Collective.
-        """
+        """Returns [target stepper, draft stepper], None for a model that this rank lacks. If memory
+        does not suffice for the row counts of all expected jobs, the steppers get only this job's.
+        Raises Refused on all ranks of the job if a rank has no room for these either.
+        Collective."""
         # An inline draft is the lead's; every target rank counts its memory.
         held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
         mine = [need for need in job.needs if need.which in held]
@@ -175,9 +173,8 @@ class Models:
 
     def _make_room(self, missing: Sequence[Need], keep: Collection[Key]) -> None:
         """Drops the least recently used models, except the keys `keep`, until the missing ones fit.
-
-        It counts computed bytes, which are equal on all ranks of a role, and not a device's report.
-        """
+        It counts computed bytes, which are equal on all ranks of a role, and not a device's
+        report."""
         for key in [key for key in self._held if key not in keep]:
             size = sum(held.num_bytes for held in self._held.values())
             for need in missing:
@@ -352,11 +349,9 @@ def opened(config: RunConfig) -> Iterator[Session]:
 def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
-    """Opens the resources of a rank of a machine, and always closes them within the deadline.
-
-    The machine has groups·T + num_drafts ranks, in `world` (None: all ranks).
-    Raises Refused on every rank if one rank fails. Collective.
-    """
+    """Opens the resources of a rank of a machine, and always closes them within the deadline. The
+    machine has groups·T + num_drafts ranks, in `world` (None: all ranks). Raises Refused on every
+    rank if one rank fails. Collective."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
@@ -434,12 +429,10 @@ def _least(shares: Sequence[int | None]) -> int | None:
 
 
 def backend_name(config: RunConfig, topology: Topology) -> str:
-    """Returns the name of this rank's backend, the same on all ranks of its host.
-
-    --backend=auto is numpy for text by a small model on more ranks than its host has GPUs, as for
-    SSD on a laptop, because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights
-    fast enough. The lead reports it on stderr.
-    """
+    """Returns the name of this rank's backend, the same on all ranks of its host. --backend=auto is
+    numpy for text by a small model on more ranks than its host has GPUs, as for SSD on a laptop,
+    because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast enough. The
+    lead reports it on stderr."""
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
     if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:

@@ -95,11 +95,9 @@ class AnswerText:
         return text
 
     def _advance(self) -> str:
-        """Returns the text of the waiting tokens; if they have any, they become the context.
-
-        Of them only tokens of several bytes do, if there are some, since one invalid byte changes
-        the text of all that precede it.
-        """
+        """Returns the text of the waiting tokens; if they have any, they become the context. Of
+        them only tokens of several bytes do, if there are some, since one invalid byte changes the
+        text of all that precede it."""
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._waiting])
         if not text.startswith(before):  # the answer completes the prompt's last character

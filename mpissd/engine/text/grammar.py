@@ -36,10 +36,8 @@ _NEVER = np.float32(-np.inf)
 
 def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
     """Returns the grammar of `value`: a schema (kind "json"), a text ("regex") or texts ("choice").
-
     Raises ConfigError, which begins with `name`, if no answer can meet it, or its first masks over
-    the tokenizer's vocabulary (None: all bytes) are too costly.
-    """
+    the tokenizer's vocabulary (None: all bytes) are too costly."""
     library = load_library("llguidance", "grammars")
     try:
         if kind == "json":
@@ -145,11 +143,9 @@ class Grammar:
         self._root: _MaskReader | None = None  # of a draft's branches
 
     def branch(self, tokens: list[int]) -> None:
-        """Prepares to mask drafts that continue the answer's first `tokens` in several ways.
-
-        They share a lexer, so that near a limit of llguidance the mask of one draft may depend on
-        the others; the target's masks never do.
-        """
+        """Prepares to mask drafts that continue the answer's first `tokens` in several ways. They
+        share a lexer, so that near a limit of llguidance the mask of one draft may depend on the
+        others; the target's masks never do."""
         if self._root is None or len(self._root.tokens) != len(tokens):
             self._root = self._read(tokens).copy()
 
@@ -166,11 +162,9 @@ class Grammar:
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
         """Returns which tokens may follow the answer's first `tokens`, [V]; None after its end.
-
         Tokens that end an answer are allowed where it is complete. Nothing else is allowed where no
         text can follow, after an excluded token, and where llguidance gives up because a state is
-        too large for its limits. Other control tokens are never allowed.
-        """
+        too large for its limits. Other control tokens are never allowed."""
         if not self._ends.isdisjoint(tokens):
             return None
         reader = self._read(list(tokens))
@@ -202,10 +196,8 @@ class Grammar:
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns `logits` with −inf for tokens that may not follow the answer's first `tokens`.
-
         logits: float32 [V], or [n] of the n tokens `ids`. They are unchanged after the answer's
-        end, or where none of the tokens `ids` is allowed.
-        """
+        end, or where none of the tokens `ids` is allowed."""
         allowed = self.allowed(tokens)
         if allowed is not None and ids is not None:
             allowed = allowed[ids]
@@ -227,11 +219,9 @@ class Grammars:
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns the grammar `text` of a new answer, in 1 ms for most schemas.
-
-        Copies of a matcher share a lexer, whose limit one of them can exhaust for all; therefore
-        each answer has a matcher of its own.
-        """
+        """Returns the grammar `text` of a new answer, in 1 ms for most schemas. Copies of a matcher
+        share a lexer, whose limit one of them can exhaust for all; therefore each answer has a
+        matcher of its own."""
         return Grammar(partial(self._matcher, text), *self._shared)
 
 

@@ -45,12 +45,10 @@ def read_prompts(
     context: int | None = None,
     vocab: int | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts of a run, encoded.
-
-    tokenizer: may be None with --prompt_ids. context: the most tokens of a sequence, and vocab: the
-    number of token ids (None: unknown). Raises ConfigError, which names the line of the file, for
-    invalid UTF-8 or JSON, and for a prompt that is missing, empty, or leaves no room for an answer.
-    """
+    """Returns the prompts of a run, encoded. tokenizer: may be None with --prompt_ids. context: the
+    most tokens of a sequence, and vocab: the number of token ids (None: unknown). Raises
+    ConfigError, which names the line of the file, for invalid UTF-8 or JSON, and for a prompt that
+    is missing, empty, or leaves no room for an answer."""
     named: list[tuple[str, Prompt]] = []
     if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
         for number, part in enumerate(config.prompt_ids.split(";"), 1):
@@ -115,10 +113,8 @@ def encoded(
     where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool, context: int | None = None
 ) -> tuple[int, ...]:
     """Returns the tokens of an entry; raises ConfigError if it is no text or no conversation.
-
     where: names the entry in errors. chat: whether a prompt is a message in the model's chat
-    template, if it has one. context: in tokens; a text far beyond it is refused unencoded.
-    """
+    template, if it has one. context: in tokens; a text far beyond it is refused unencoded."""
     if "messages" in entry:
         messages = entry["messages"]
         if not isinstance(messages, list) or not messages:

@@ -116,11 +116,9 @@ class Tokenizer(Vocabulary):
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
-        """Returns the text of these tokens; special tokens are left out unless `specials`.
-
-        Bytes that are no complete UTF-8 character become U+FFFD. A decoder may drop the space
-        before the first token; `piece` and AnswerText keep it.
-        """
+        """Returns the text of these tokens; special tokens are left out unless `specials`. Bytes
+        that are no complete UTF-8 character become U+FFFD. A decoder may drop the space before the
+        first token; `piece` and AnswerText keep it."""
         return self.backend.decode(list(ids), skip_special_tokens=not specials)
 
     def piece(self, token: int) -> str:

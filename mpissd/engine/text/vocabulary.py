@@ -94,11 +94,9 @@ def from_folder(folder: Path) -> Vocabulary:
 def _added(
     folder: Path, config: Mapping[str, Any], file: Mapping[str, Any]
 ) -> tuple[dict[int, tokenizers.AddedToken], dict[str, Any]]:
-    """Returns (added tokens by id, settings).
-
-    They come from tokenizer_config.json (`config`). Without its added_tokens_decoder they also come
-    from special_tokens_map.json, added_tokens.json and tokenizer.json (`file`).
-    """
+    """Returns (added tokens by id, settings). They come from tokenizer_config.json (`config`).
+    Without its added_tokens_decoder they also come from special_tokens_map.json, added_tokens.json
+    and tokenizer.json (`file`)."""
     from tokenizers import AddedToken
 
     settings = dict(config)
@@ -256,11 +254,9 @@ _FOREIGN = (
 
 
 def from_gguf(path: Path) -> Vocabulary:
-    """Builds the byte-pair vocabulary that a GGUF file describes.
-
-    Raises ConfigError for another kind (SentencePiece), for an unknown pre-tokenizer, and for
-    tokens of which llama.cpp may find others than the library `tokenizers`.
-    """
+    """Builds the byte-pair vocabulary that a GGUF file describes. Raises ConfigError for another
+    kind (SentencePiece), for an unknown pre-tokenizer, and for tokens of which llama.cpp may find
+    others than the library `tokenizers`."""
     library = load_library("tokenizers", "workload=text")
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 

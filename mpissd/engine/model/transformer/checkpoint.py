@@ -90,12 +90,10 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def quantize(
     matrix: Floats, dither: Floats | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Returns int8 [outputs, inputs] and its scales, float16 [outputs, inputs / 32].
-
-    A weight is its integer times its block's scale, which makes the largest of the block ±127.
-    dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551,
-    section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the nearest.
-    """
+    """Returns int8 [outputs, inputs] and its scales, float16 [outputs, inputs / 32]. A weight is
+    its integer times its block's scale, which makes the largest of the block ±127. dither: float32
+    [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551, section 3): x is
+    rounded up where the dither is less than x − ⌊x⌋. None: to the nearest."""
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
         raise ConfigError(f"{inputs} inputs of a matrix: allowed: multiples of {BLOCK}")
@@ -343,12 +341,10 @@ def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
-    """Returns a checkpoint whose tensors of `replaced` are these arrays.
-
-    arrays: matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for each
-    32 inputs; vectors. Raises ProtocolError if one is missing, has another shape than its tensor in
-    `base`, or is not finite.
-    """
+    """Returns a checkpoint whose tensors of `replaced` are these arrays. arrays: matrices
+    "X.weight" in a float type, or in int8 with float16 scales "X.scale" for each 32 inputs;
+    vectors. Raises ProtocolError if one is missing, has another shape than its tensor in `base`, or
+    is not finite."""
     where = f"version of {base.name}"
     sizes = replaced(base)
     by_name = dict(base.by_name)

@@ -105,9 +105,7 @@ class TransformerConfig:
 
     def frequencies(self) -> NDArray[np.float64]:
         """Returns the angle, in radians a position, of each rotated pair: float64 [head_dim / 2].
-
-        Source: RoFormer (2104.09864), equation 15, and Llama 3.1's scaling of long wavelengths.
-        """
+        Source: RoFormer (2104.09864), equation 15, and Llama 3.1's scaling of long wavelengths."""
         half = np.arange(0, self.shape.head_dim, 2) / self.shape.head_dim
         angles = self.rope_theta**-half / self.rope_divisor
         scaling = self.rope_scaling
@@ -272,10 +270,8 @@ def _number(path: Path, config: Mapping[str, Any], key: str, default: float | No
 def of_gguf(
     file: GgufFile, shape: ModelShape, factors: NDArray[np.float32] | None
 ) -> TransformerConfig:
-    """Returns the configuration that a .gguf's metadata describes; raises ConfigError.
-
-    factors: its tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies.
-    """
+    """Returns the configuration that a .gguf's metadata describes; raises ConfigError. factors: its
+    tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies."""
     path = file.path
     family = str(file.metadata["general.architecture"])
     prefix = f"{family}."

@@ -285,11 +285,9 @@ class DeviceRounds:
         tree: Tree,
         dynamic: Size | None = None,
     ) -> None:
-        """Compiles the programs for `sequences` sequences; all target ranks must call it.
-
-        draft: of the same backend; None in AR, and on a rank that does not draft. Both models are
-        transformers. dynamic: the sizes of a dynamic tree, of which `tree` is the longest chain.
-        """
+        """Compiles the programs for `sequences` sequences; all target ranks must call it. draft: of
+        the same backend; None in AR, and on a rank that does not draft. Both models are
+        transformers. dynamic: the sizes of a dynamic tree, of which `tree` is the longest chain."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]

@@ -101,11 +101,9 @@ class DeviceGrowth:
 
     def begin(self, lanes: Any, places: Places, picks: Any, steps: int) -> bool:
         """Launches the first of `steps` steps after the scoring forward, which was launched last.
-
-        lanes: the Branches: `first` and `tokens` like GrowthSheet.tokens. places: of the
-        first step's rows. picks: like GrowthSheet.picks. Returns False, with nothing done, if no
-        programs were compiled for so many branches.
-        """
+        lanes: the Branches: `first` and `tokens` like GrowthSheet.tokens. places: of the first
+        step's rows. picks: like GrowthSheet.picks. Returns False, with nothing done, if no programs
+        were compiled for so many branches."""
         sheet = self.sheet
         part = slice(len(lanes))
         if not len(lanes) or (turns := self._steps.get(self._stepper.bucket(len(lanes)))) is None:

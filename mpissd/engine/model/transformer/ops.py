@@ -102,10 +102,8 @@ class Ops(Protocol):
         """Sets states[slot][position + 1] = x for each trunk row, except at the last position."""
 
     def recall(self, target: Array, draft: Array, cache: Array, hidden: Array, rows: int) -> None:
-        """Sets hidden to the state before each row's position; zeros without a slot.
-
-        The state is from `target` up to the row's trunk (forwards.Places), from `draft` after it.
-        """
+        """Sets hidden to the state before each row's position; zeros without a slot. The state is
+        from `target` up to the row's trunk (forwards.Places), from `draft` after it."""
 
     def begin(self, cache: Array, rows: int) -> None:
         """Copies the places of a forward's rows to the device, as the forward's first operation."""
@@ -117,10 +115,8 @@ class Ops(Protocol):
         """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
 
     def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
-        """Computes q, k and v of layer `n`, and stores k and v in the cache.
-
-        Adds the bias, normalises each head of q and k, and rotates both, if the family does so.
-        """
+        """Computes q, k and v of layer `n`, and stores k and v in the cache. Adds the bias,
+        normalises each head of q and k, and rotates both, if the family does so."""
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
         """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend."""
@@ -133,9 +129,7 @@ class Ops(Protocol):
 
     def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
         """Computes all layers and the LM head in one operation, if it can; returns whether it did.
-
-        weights, memory: the stack's TransformerWeights and Buffers; memory.hidden is the input.
-        """
+        weights, memory: the stack's TransformerWeights and Buffers; memory.hidden is the input."""
         return False
 
     def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:
@@ -188,11 +182,9 @@ def ops_of(
     kv_heads: int,
     page: int | None = None,
 ) -> Ops | None:
-    """Returns the operations of this backend for a model's share of heads on one rank.
-
-    page: positions of a page of the KV cache (None: the backend's default). Returns None for a
-    backend that computes nothing (emulated). Raises ConfigError if a library is missing.
-    """
+    """Returns the operations of this backend for a model's share of heads on one rank. page:
+    positions of a page of the KV cache (None: the backend's default). Returns None for a backend
+    that computes nothing (emulated). Raises ConfigError if a library is missing."""
     if backend.name == "emulated":
         return None
     if backend.name not in _MADE_BY:

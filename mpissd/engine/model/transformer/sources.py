@@ -372,10 +372,8 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
 
 
 def check_vocabularies(target: str, draft: str) -> None:
-    """Raises ConfigError if the vocabularies of two models differ in more than padding.
-
-    target, draft: names that presets.resolve_model takes; a model without files passes.
-    """
+    """Raises ConfigError if the vocabularies of two models differ in more than padding. target,
+    draft: names that presets.resolve_model takes; a model without files passes."""
     here = files_of(target)
     there = files_of(draft)
     if here is not None and there is not None and here != there:
@@ -385,9 +383,7 @@ def check_vocabularies(target: str, draft: str) -> None:
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
     """Returns the tokens that a draft can give, rising; None if these are all of the target's.
-
-    vocab: the size of the target's vocabulary.
-    """
+    vocab: the size of the target's vocabulary."""
     count = draft.config.head_vocab
     if draft.head_ids is None and count < vocab:
         return np.arange(count, dtype=np.int32)
@@ -395,12 +391,10 @@ def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
 
 
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
-    """Returns the architecture of a model, from its metadata.
-
-    where: any name that presets.resolve_model takes. target: the target's name, for a draft: it may
-    read the target's embedding, and has the target's vocabulary whatever its own is. Raises
-    ConfigError, which names the missing, damaged or unsupported part.
-    """
+    """Returns the architecture of a model, from its metadata. where: any name that
+    presets.resolve_model takes. target: the target's name, for a draft: it may read the target's
+    embedding, and has the target's vocabulary whatever its own is. Raises ConfigError, which names
+    the missing, damaged or unsupported part."""
     return _config(where, target, _stamp(where), None if target is None else _stamp(target))
 
 
@@ -424,11 +418,9 @@ def _stamp(where: str) -> Stamp:
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
-    """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's.
-
-    seed: of random weights. A draft's head is cut to its target's vocabulary; tokens that the draft
-    lacks are never drafted.
-    """
+    """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's. seed: of
+    random weights. A draft's head is cut to its target's vocabulary; tokens that the draft lacks
+    are never drafted."""
     path = files_of(where)
     shape = resolve_model(where)
     other = None if target is None else open_checkpoint(target)
@@ -476,11 +468,9 @@ _ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 
 
 def origin_of(target: Checkpoint) -> dict[str, str | None]:
-    """Returns the keys by which the config.json of a draft names the target it is made for.
-
-    They are its name, the SHA-256 of its files (None if it has random weights), and that of all
-    norms' weights as float32, in the order of `tensors` (None if all are 1, as before training).
-    """
+    """Returns the keys by which the config.json of a draft names the target it is made for. They
+    are its name, the SHA-256 of its files (None if it has random weights), and that of all norms'
+    weights as float32, in the order of `tensors` (None if all are 1, as before training)."""
     names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
     norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
     digest = hashlib.sha256(norms.tobytes()).hexdigest() if np.any(norms != 1) else None
@@ -489,10 +479,8 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
     """Returns the name and the digest of the target that a draft's files name (None: they name
-    none), and whether it is this target (None: unknown).
-
-    Raises ConfigError for an unreadable config.json.
-    """
+    none), and whether it is this target (None: unknown). Raises ConfigError for an unreadable
+    config.json."""
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
         return None, None, None

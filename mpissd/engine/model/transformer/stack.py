@@ -82,12 +82,9 @@ def load_weights(
     max_rows: int,
     page: int | None = None,
 ) -> TransformerWeights:
-    """Reads and packs one rank's share of a model's weights.
-
-    shard: decides the number of layers, too. max_rows: of the largest forward. page: positions of a
-    page of the KV cache (None: the backend's default). Raises ConfigError for a checkpoint that
-    lacks a part, and MemoryError.
-    """
+    """Reads and packs one rank's share of a model's weights. shard: decides the number of layers,
+    too. max_rows: of the largest forward. page: positions of a page of the KV cache (None: the
+    backend's default). Raises ConfigError for a checkpoint that lacks a part, and MemoryError."""
     config = checkpoint.config
     ops = ops_of(backend, config, heads=shard.heads, kv_heads=shard.kv_heads, page=page)
     if ops is None:

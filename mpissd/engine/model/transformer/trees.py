@@ -108,9 +108,8 @@ def likeliest(sure: NDArray[np.float32], count: int) -> Index:
 
 def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.float32]) -> Index:
     """Finds sequence s's nodes of a level; returns those that the draft computes, likeliest first.
-
-    tokens, logits: the candidates of the forward before, [WIDTH, CHOICES]; [1, CHOICES] in level 1.
-    """
+    tokens, logits: the candidates of the forward before, [WIDTH, CHOICES]; [1, CHOICES] in level
+    1."""
     size = shapes.size
     nodes = shapes.nodes[s]
     first = size.first(level)

@@ -78,10 +78,8 @@ class MegakernelGeometry(NamedTuple):
 
 
 def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometry:
-    """Returns the geometry for `rows` rows, with up to 12 slots, as many as fit.
-
-    head: head_dim. page: positions of a page. room: bytes of shared memory that a block may have.
-    """
+    """Returns the geometry for `rows` rows, with up to 12 slots, as many as fit. head: head_dim.
+    page: positions of a page. room: bytes of shared memory that a block may have."""
     row_tiles = -(-rows // ROW_TILE)
     teams, ahead, flying = _TEAMS[row_tiles]
     team_bytes = teams * task_bytes(head)

@@ -47,9 +47,7 @@ def rounded(value):
 @njit(**JIT)
 def pack(matrix, first, packed):
     """Writes matrix, float32 [outputs, inputs], into the outputs from `first` of a packed weight.
-
-    packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; the lower half of a word is the even input.
-    """
+    packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; the lower half of a word is the even input."""
     outputs, inputs = matrix.shape
     for output in range(outputs):
         block, column = divmod(first + output, WIDTH)
@@ -70,12 +68,10 @@ def clear(array, rows):
 
 @njit(**JIT)
 def product(x, packed, out, first, rows):
-    """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it.
-
-    If the number of inputs is odd, x has one more column, of zeros. `out` has a column for each
-    column of the blocks. Rows are computed in even groups of at most MOST_ROWS. A block of the
-    weight is read from memory once for all groups, and the next block is fetched during the last.
-    """
+    """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it. If the number of
+    inputs is odd, x has one more column, of zeros. `out` has a column for each column of the
+    blocks. Rows are computed in even groups of at most MOST_ROWS. A block of the weight is read
+    from memory once for all groups, and the next block is fetched during the last."""
     blocks, steps, width = packed.shape
     depth = x.shape[1]
     columns = out.shape[1]
@@ -106,11 +102,9 @@ def product(x, packed, out, first, rows):
 
 @njit(**JIT)
 def float_product(x, first, count, depth, weights, stride, out, width):
-    """Adds to out [count, width] the product of rows of x with float32 weights.
-
-    x: [rows, columns], of which `count` rows from `first` and `depth` columns are read. weights,
-    out: addresses; a row of weights has `stride` elements. width: a multiple of 16.
-    """
+    """Adds to out [count, width] the product of rows of x with float32 weights. x: [rows, columns],
+    of which `count` rows from `first` and `depth` columns are read. weights, out: addresses; a row
+    of weights has `stride` elements. width: a multiple of 16."""
     groups = (count + MOST_ROWS - 1) // MOST_ROWS
     columns = x.shape[1]
     for group in range(groups):
@@ -240,9 +234,7 @@ def sum_parts(parts, delta, rows):
 @njit(**JIT)
 def top_k(logits, width, k, ids, values, rows):
     """Writes the k largest of each row's first `width` logits; of equal ones the lower comes first.
-
-    Blocks whose largest logit does not exceed the k-th best so far are passed over.
-    """
+    Blocks whose largest logit does not exceed the k-th best so far are passed over."""
     for m in range(rows):
         count = 0
         row = logits[m]
@@ -266,11 +258,9 @@ def top_k(logits, width, k, ids, values, rows):
 
 @njit(**JIT)
 def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
-    """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out.
-
-    qkv: the product [n, …]. sizes: (heads, kv_heads, head_dim). norms: (bias, q's norm, k's norm),
-    empty where there is none. turns, places, caches: ops.CpuCache.turns, .places and .arrays.
-    """
+    """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out. qkv:
+    the product [n, …]. sizes: (heads, kv_heads, head_dim). norms: (bias, q's norm, k's norm), empty
+    where there is none. turns, places, caches: ops.CpuCache.turns, .places and .arrays."""
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
@@ -433,11 +423,9 @@ def lane_span(row_places, m, first, page):
 
 @njit(**JIT)
 def soften(scores, state, n, visible):
-    """Turns a page's scores into weights, exp(score − largest so far).
-
-    Only the first `visible` positions get weight (none if it is negative). state[:, n]: the largest
-    score so far, the sum of the weights, and the factor of the weights before this page.
-    """
+    """Turns a page's scores into weights, exp(score − largest so far). Only the first `visible`
+    positions get weight (none if it is negative). state[:, n]: the largest score so far, the sum of
+    the weights, and the factor of the weights before this page."""
     page = len(scores)
     for j in range(max(visible, 0), page):
         scores[j] = _NONE

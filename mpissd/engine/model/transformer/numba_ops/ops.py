@@ -138,11 +138,9 @@ class NumbaOps(Ops):
         return Logits(self.buffer(rows, width), width)
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> CpuCache:
-        """Returns a cache whose memory is all written with zeros.
-
-        Tokens of an imposed context are never computed, but their K and V are read. Memory that was
-        never written is one page of zeros, which would be read from the processor's cache.
-        """
+        """Returns a cache whose memory is all written with zeros. Tokens of an imposed context are
+        never computed, but their K and V are read. Memory that was never written is one page of
+        zeros, which would be read from the processor's cache."""
         width = sizes.head_dim
         steps = _to_16(max(1, sizes.steps))
         arrays = list[Floats]()

@@ -75,10 +75,8 @@ LAYOUTS = {
 
 
 def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Returns packed weights, uint32 [⌈outputs / LANES⌉, blocks of inputs, words, LANES].
-
-    blocks: a .gguf's, [outputs, blocks, bytes of a block], as ggml's type `kind` stores them.
-    """
+    """Returns packed weights, uint32 [⌈outputs / LANES⌉, blocks of inputs, words, LANES]. blocks: a
+    .gguf's, [outputs, blocks, bytes of a block], as ggml's type `kind` stores them."""
     outputs, count, size = blocks.shape
     layout = LAYOUTS[kind]
     rest = -outputs % LANES, -count % layout.joined
@@ -239,11 +237,9 @@ def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) 
 
 
 def kernel(module: ir.Module, kind: int, rows: int) -> Any:
-    """Returns the function of one tile, which sets y [rows, LANES] to a product.
-
-    Its arguments are weights (a column of `blocks` blocks), records (the rounded rows), y, blocks,
-    and the stride of y.
-    """
+    """Returns the function of one tile, which sets y [rows, LANES] to a product. Its arguments are
+    weights (a column of `blocks` blocks), records (the rounded rows), y, blocks, and the stride of
+    y."""
     name = f"packed_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]
@@ -302,12 +298,10 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
-    """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs.
-
-    kind: a literal, ggml's type. weights, y: addresses. blocks: of a column. stride: of y's rows,
-    in elements. records: an array, since an address would not keep it alive; `first`: the word at
-    which the rows' records begin.
-    """
+    """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs. kind: a
+    literal, ggml's type. weights, y: addresses. blocks: of a column. stride: of y's rows, in
+    elements. records: an array, since an address would not keep it alive; `first`: the word at
+    which the rows' records begin."""
 
     def code(context, builder, signature, args):
         _, rows, weights, y, *counts, first, records = args

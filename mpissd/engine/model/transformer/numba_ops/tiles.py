@@ -67,11 +67,9 @@ VECTOR = ir.VectorType(F32, LANES)
 
 
 def columns(rows: int, width: int) -> int:
-    """Returns how many vectors of columns a tile of `rows` rows sums at once.
-
-    The registers have to hold the sums, the weights of one depth (one vector if there is a single
-    row) and an input. width: columns of the block.
-    """
+    """Returns how many vectors of columns a tile of `rows` rows sums at once. The registers have to
+    hold the sums, the weights of one depth (one vector if there is a single row) and an input.
+    width: columns of the block."""
     count = width // LANES
     while count > 1 and rows * count + (count if rows > 1 else 1) >= REGISTERS:
         count //= 2
@@ -117,10 +115,8 @@ def _weights(
     builder: ir.IRBuilder, kind: str, pointer: Any, ahead: Any, count: int
 ) -> list[list[Any]]:
     """Emits loads of the weights of one step; returns `count` vectors of float32 for each depth.
-
     kind: "float", one depth a step, or "bfloat16", two, in the low and the high half of a 32-bit
-    word. Of these the weights `ahead` words further on are prefetched.
-    """
+    word. Of these the weights `ahead` words further on are prefetched."""
     places = [at(builder, pointer, I64(LANES * c)) for c in range(count)]
     if kind == "float":
         return [[load(builder, place, VECTOR) for place in places]]
@@ -140,11 +136,9 @@ def _sums(
     steps: Any,
     starts: list[Any],
 ) -> list[Any]:
-    """Emits the loop that adds products along the depth; returns the sums after it.
-
-    weights: their address, the elements from step to step, and those to the prefetch. inputs: the
-    addresses of the rows. steps: at least one. starts: the sums before, row by row.
-    """
+    """Emits the loop that adds products along the depth; returns the sums after it. weights: their
+    address, the elements from step to step, and those to the prefetch. inputs: the addresses of the
+    rows. steps: at least one. starts: the sums before, row by row."""
     entry = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("loop", "end"))
     builder.branch(loop)
