@@ -63,11 +63,9 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A slice of the random matrix `key`, [in_features, out_features], of all ranks.
-
-    Element (i, o) depends only on (key, i, o), so that T ranks together hold exactly the values of
-    the whole matrix (see `element`). A fused weight is a list of parts side by side.
-    """
+    """A slice of the random matrix `key`, [in_features, out_features], of all ranks. Element (i, o)
+    depends only on (key, i, o), so that T ranks together hold exactly the values of the whole
+    matrix (see `element`). A fused weight is a list of parts side by side."""
 
     key: int
     in_start: int
@@ -159,11 +157,9 @@ class Program(ABC):
 
 
 class Backend(ABC):
-    """The interface of all backends.
-
-    Operations of arrays are called in a program's body, which enqueues them. The methods that are
-    not abstract hold and compute nothing, as on an emulated device.
-    """
+    """The interface of all backends. Operations of arrays are called in a program's body, which
+    enqueues them. The methods that are not abstract hold and compute nothing, as on an emulated
+    device."""
 
     name: str
     info: DeviceInfo

@@ -34,11 +34,9 @@ _COLUMN_AXES = (0, 6, 3)
 
 @dataclass(frozen=True)
 class ChainGeometry:
-    """The macros that chain.cu is compiled with for a number of row tiles.
-
-    tiles: of columns in a block's unit of work. slots: of the ring that holds weights ahead. ahead:
-    slots of x. flying: copies of weights under way.
-    """
+    """The macros that chain.cu is compiled with for a number of row tiles. tiles: of columns in a
+    block's unit of work. slots: of the ring that holds weights ahead. ahead: slots of x. flying:
+    copies of weights under way."""
 
     row_tiles: int
     tiles: int

@@ -38,10 +38,8 @@ _SIZES = ("A100", "V100")  # devices that come with two sizes of memory
 @dataclass(frozen=True)
 class Curve:
     """Seconds at measured points, interpolated linearly between them and constant before the first.
-
     After the last point the slope of the last two points continues, if it is positive. Raises
-    ValueError if points do not rise from 1 on, or seconds are negative or infinite.
-    """
+    ValueError if points do not rise from 1 on, or seconds are negative or infinite."""
 
     points: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -80,10 +78,8 @@ class Curve:
 @dataclass(frozen=True)
 class Forward:
     """Seconds of a whole forward by rows, with all-reduces, on a rank that holds `params` weights.
-
     kernel: of the products; "" in old profiles. most_rows: jobs whose forwards have at most so many
-    rows use this kernel; None: all jobs.
-    """
+    rows use this kernel; None: all jobs."""
 
     params: int
     seconds: Curve

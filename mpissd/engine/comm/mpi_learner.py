@@ -24,11 +24,9 @@ _NAP_S = 1e-3
 
 
 class LearnerComms:
-    """This rank's place in a job with one learner; `world` is the job without it.
-
-    world_size counts the learner. is_learner, is_lead, is_draft: this rank's role; the first rank
-    leads and the one before the learner drafts. local_rank: among the ranks of its host.
-    """
+    """This rank's place in a job with one learner; `world` is the job without it. world_size counts
+    the learner. is_learner, is_lead, is_draft: this rank's role; the first rank leads and the one
+    before the learner drafts. local_rank: among the ranks of its host."""
 
     def __init__(self, piece_bytes: int) -> None:
         """Starts MPI and splits the learner off; collective over MPI's world. piece_bytes: the

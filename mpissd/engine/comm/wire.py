@@ -54,12 +54,9 @@ class Kind(IntEnum):
 
 
 class Header(NamedTuple):
-    """The header, in the order of its fields in the message.
-
-    checksum: of all that follows it. rows: number of rows, distributions or prompts. size: int32 of
-    the body. stop, lookahead, width, fill: of an outcome, with its Control (−1: None). weights:
-    version of the draft's weights.
-    """
+    """The header, in the order of its fields in the message. checksum: of all that follows it.
+    rows: number of rows, distributions or prompts. size: int32 of the body. stop, lookahead, width,
+    fill: of an outcome, with its Control (−1: None). weights: version of the draft's weights."""
 
     checksum: int
     version: int
@@ -126,10 +123,8 @@ class LinkShape:
 
 class Message:
     """The preallocated memory of one message: array, int32 [HEADER + capacity], with room for the
-    tokens that grammars force. usual: int32 that are sent if these take no room.
-
-    All methods that read raise ProtocolError for a message that is not as expected.
-    """
+    tokens that grammars force. usual: int32 that are sent if these take no room. All methods that
+    read raise ProtocolError for a message that is not as expected."""
 
     def __init__(self, kind: Kind, shape: LinkShape, capacity: int | None = None) -> None:
         """Makes the memory; capacity: int32 of the body (None: as the shape needs)."""

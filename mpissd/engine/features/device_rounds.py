@@ -83,9 +83,8 @@ def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -
 
 class DeviceSpeculator(InlineSpeculator):
     """The speculator of inline SD whose drafts the device decides in the round that verifies them.
-
-    branches: the drafts of this round; their tokens are read only if they do not depend on a model.
-    """
+    branches: the drafts of this round; their tokens are read only if they do not depend on a
+    model."""
 
     branches: Branches | None = None
 

@@ -152,11 +152,9 @@ class _Sequence(NamedTuple):
 
 
 class DraftClient:
-    """Asks a draft process for drafts, which it may start itself.
-
-    counts: of calls, answered rows, new sequences, hits, drafted and accepted tokens, late answers,
-    calls in which drafts cost too much (off), lost connections, and microseconds (waited_us).
-    """
+    """Asks a draft process for drafts, which it may start itself. counts: of calls, answered rows,
+    new sequences, hits, drafted and accepted tokens, late answers, calls in which drafts cost too
+    much (off), lost connections, and microseconds (waited_us)."""
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
         """where: the path of a draft's socket, or, to start a process that ends with this one, the

@@ -16,11 +16,9 @@ class PeerLost(FaultError):
 
 
 class LossWaiter(Waiter):
-    """Waits for a rank until it is known to be gone.
-
-    A rank that hangs is reported after half of the deadline, so that, if the report ends the rank,
-    the other target ranks have waited for less than their own deadline.
-    """
+    """Waits for a rank until it is known to be gone. A rank that hangs is reported after half of
+    the deadline, so that, if the report ends the rank, the other target ranks have waited for less
+    than their own deadline."""
 
     def __init__(
         self,

@@ -73,11 +73,9 @@ def read_parts(message: Bytes) -> list[ExamplePart]:
 
 
 class ExampleSender(RoundObserver):
-    """Sends the target's logits that decided a round's tokens, to be trained on.
-
-    Decoding never waits for the learner: if it does not keep up, a round's rows are dropped, and
-    the next message brings its tokens.
-    """
+    """Sends the target's logits that decided a round's tokens, to be trained on. Decoding never
+    waits for the learner: if it does not keep up, a round's rows are dropped, and the next message
+    brings its tokens."""
 
     def __init__(self, oracle: LogitsTarget, outlet: ExampleOutlet) -> None:
         self._oracle = oracle

@@ -27,10 +27,8 @@ from mpissd.engine.round.draft import Drafter, serve
 
 class GroupWaiter(Waiter):
     """How the link and the drafter of a group wait: their thread pauses, and the pool resumes it.
-
     awaited: returns whether the awaited message has arrived (None: the thread waits for its
-    launched forward). is_over: whether the group's rounds have ended.
-    """
+    launched forward). is_over: whether the group's rounds have ended."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s, spin=False)

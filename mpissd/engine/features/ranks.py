@@ -14,11 +14,9 @@ from mpissd.engine.round.branches import SpeculationCache
 
 
 class _Lookup(NamedTuple):
-    """An outcome that was looked up in the speculation cache.
-
-    branches: by live sequence, the index of the branch that it hit, or None. ranks: by branch, the
-    rank of its bonus token among the candidates (None: there were no branches).
-    """
+    """An outcome that was looked up in the speculation cache. branches: by live sequence, the index
+    of the branch that it hit, or None. ranks: by branch, the rank of its bonus token among the
+    candidates (None: there were no branches)."""
 
     outcome: Outcome
     branches: Sequence[int | None]
@@ -28,10 +26,8 @@ class _Lookup(NamedTuple):
 
 class RankCounts:
     """Counts (number of candidates, rank) of the bonus tokens that follow the draft model's tokens.
-
     A rank is from 1 on, or 0 if the bonus token was none of the draft's candidates. Bonus tokens
-    after a rejection are counted apart from those after all drafted tokens were accepted.
-    """
+    after a rejection are counted apart from those after all drafted tokens were accepted."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[bool, int, int]] = Counter()

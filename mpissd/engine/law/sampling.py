@@ -27,11 +27,9 @@ _FEW = 4096  # tokens up to which `draw` sums one after the other
 
 @dataclass(frozen=True)
 class Weights:
-    """A distribution before its division: p[i] = values[i] / total; total > 0 is their sum.
-
-    Whether a token is accepted depends on one p[i], and a draw on none: the division of all V of
-    them takes a quarter of the time of a row.
-    """
+    """A distribution before its division: p[i] = values[i] / total; total > 0 is their sum. Whether
+    a token is accepted depends on one p[i], and a draw on none: the division of all V of them takes
+    a quarter of the time of a row."""
 
     values: Floats
     total: float

@@ -60,11 +60,9 @@ def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
 
 @dataclass(frozen=True)
 class Results:
-    """The k best candidates of each row over the whole vocabulary, best first.
-
-    ids: int32 [heads, n, k]; heads is 1 for a model with one LM head or none. values: the logits of
-    the candidates, float32 [heads, n, k]; None without ForwardOptions.values.
-    """
+    """The k best candidates of each row over the whole vocabulary, best first. ids: int32 [heads,
+    n, k]; heads is 1 for a model with one LM head or none. values: the logits of the candidates,
+    float32 [heads, n, k]; None without ForwardOptions.values."""
 
     ids: Ints
     values: NDArray[np.float32] | None = None
@@ -120,11 +118,9 @@ def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Asks a draft to sample the next token from the logits of a row of its last forward.
-
-    u: the uniform number in [0, 1) that decides the token. top: of how many of the largest logits
-    Saguaro's sampling reduces the weights; 0: none.
-    """
+    """Asks a draft to sample the next token from the logits of a row of its last forward. u: the
+    uniform number in [0, 1) that decides the token. top: of how many of the largest logits
+    Saguaro's sampling reduces the weights; 0: none."""
 
     row: int
     temperature: float
@@ -134,10 +130,8 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A sampled draft token, and the probability q that it had.
-
-    kept: the distribution on the device; numpy.asarray copies it to the host, float32 [columns].
-    """
+    """A sampled draft token, and the probability q that it had. kept: the distribution on the
+    device; numpy.asarray copies it to the host, float32 [columns]."""
 
     token: int
     q: float
@@ -166,10 +160,8 @@ class Judging:
 @dataclass(frozen=True)
 class Judgement:
     """The answer to a Judging: `token` is the accepted draft, its replacement, or the target's own.
-
     is_replaced: the draft was rejected. needs_row: it was, but without `kept` no replacement was
-    sampled.
-    """
+    sampled."""
 
     token: int
     is_replaced: bool = False

@@ -95,12 +95,9 @@ class _Costs:
 
 @dataclass(frozen=True)
 class Shard(_Costs):
-    """The share of a model of bare products that rank `rank` of `tp` holds.
-
-    q_width, kv_width (of k, and of v), ffn (of gate, and of up), vocab: columns on this rank.
-    Raises ConfigError if `tp` does not divide the heads or the FFN, and for a head-sized draft with
-    tp > 1.
-    """
+    """The share of a model of bare products that rank `rank` of `tp` holds. q_width, kv_width (of
+    k, and of v), ffn (of gate, and of up), vocab: columns on this rank. Raises ConfigError if `tp`
+    does not divide the heads or the FFN, and for a head-sized draft with tp > 1."""
 
     shape: ModelShape
     tp: int = 1

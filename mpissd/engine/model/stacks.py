@@ -100,11 +100,9 @@ class Best:
 
 
 class ReadOut:
-    """The candidates of up to max_rows rows and several heads, from all T ranks of a group.
-
-    ids, values: the last forward's on the host, [heads, T, rows, k] without gaps. by_k: the device
-    buffers by k.
-    """
+    """The candidates of up to max_rows rows and several heads, from all T ranks of a group. ids,
+    values: the last forward's on the host, [heads, T, rows, k] without gaps. by_k: the device
+    buffers by k."""
 
     def __init__(
         self,

@@ -24,12 +24,9 @@ PADDING = -1  # the slot of a padding row, which stores and attends nothing
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of one rank's KV cache.
-
-    slots: sequences at once. capacity: tokens that a sequence may have. page: positions of a page.
-    lanes, steps: how many lanes there are, and tokens that each has room for. pool: tokens of all
-    sequences together (0: each may have `capacity`).
-    """
+    """Sizes of one rank's KV cache. slots: sequences at once. capacity: tokens that a sequence may
+    have. page: positions of a page. lanes, steps: how many lanes there are, and tokens that each
+    has room for. pool: tokens of all sequences together (0: each may have `capacity`)."""
 
     layers: int
     kv_heads: int
@@ -60,11 +57,9 @@ class CacheSizes:
 
 
 class RowPlaces:
-    """The places of a forward's rows, in host arrays that are views of one int32 buffer.
-
-    rows: [4, max_rows], each row's slot (PADDING: none), position, lane and trunk, as in
-    forwards.Places. pages: [slots, pages_per_slot], each slot's pages in rising order of positions.
-    """
+    """The places of a forward's rows, in host arrays that are views of one int32 buffer. rows: [4,
+    max_rows], each row's slot (PADDING: none), position, lane and trunk, as in forwards.Places.
+    pages: [slots, pages_per_slot], each slot's pages in rising order of positions."""
 
     def __init__(
         self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes

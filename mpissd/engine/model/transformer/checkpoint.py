@@ -115,11 +115,9 @@ def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
 
 
 class Tensor:
-    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read.
-
-    rows, columns: of the part, slices with a start and a stop; a vector has rows only. bits: of a
-    weight in a CPU's memory.
-    """
+    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read. rows,
+    columns: of the part, slices with a start and a stop; a vector has rows only. bits: of a weight
+    in a CPU's memory."""
 
     shape: tuple[int, ...]
     bits = 16.0

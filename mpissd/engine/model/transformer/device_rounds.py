@@ -93,10 +93,8 @@ class Sheet:
 @dataclass(frozen=True)
 class Ends:
     """What stages write and read of one model: the next forward's input, the last one's output.
-
     tokens: int32 [max_rows] on the host. row_places: of these tokens. best: the candidates of each
-    row on the device, rank after rank; ids count from each rank's first column.
-    """
+    row on the device, rank after rank; ids count from each rank's first column."""
 
     tokens: HostArray
     row_places: RowPlaces

@@ -65,10 +65,8 @@ class GrowthSheet:
 
 class DeviceGrowth:
     """The compiled programs of such growth: the first stage, then steps with a stage after each.
-
     Two programs may be under way, and `stepper.wait` waits for the older one. The stepper must not
-    be used otherwise while `left`, the programs that are launched and not yet read, is above 0.
-    """
+    be used otherwise while `left`, the programs that are launched and not yet read, is above 0."""
 
     def __init__(self, stepper: Stepper, lanes: Collection[int], steps: int) -> None:
         """Compiles the programs of a transformer; lanes: the numbers of branches that may grow

@@ -169,11 +169,9 @@ class Buffers:
 
 
 class TransformerStack(Stack):
-    """One rank's weights, buffers and KV cache; `body(rows)` is its forward.
-
-    states: each position's last hidden state, for a draft that reads it (ForwardOptions.states).
-    firsts: int32 [T], the first token of each rank's logits.
-    """
+    """One rank's weights, buffers and KV cache; `body(rows)` is its forward. states: each
+    position's last hidden state, for a draft that reads it (ForwardOptions.states). firsts: int32
+    [T], the first token of each rank's logits."""
 
     pages: PageTable
 

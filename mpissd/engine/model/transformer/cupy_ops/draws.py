@@ -45,10 +45,8 @@ class KeptRow:
 
 class CupyDraws:
     """Samples from the logits of a model's last finished forward, which the next one overwrites.
-
     logits: a buffer, float32 [rows, columns]. most_damped: the largest `top` of a Drafting. The
-    methods raise DivergedError for a row with a logit that is not finite.
-    """
+    methods raise DivergedError for a row with a logit that is not finite."""
 
     def __init__(self, backend: Any, launcher: Launcher, logits: Any) -> None:
         self._backend = backend

@@ -146,12 +146,9 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 
 @dataclass(frozen=True)
 class MegakernelCache(GpuCache):
-    """A cache with the counters and tables of the kernel `whole`.
-
-    counters: uint32, of blocks that finished each operation, and of tasks that are finished for
-    each layer and KV head; a forward's first norm sets them to 0. tables: the (operations, model)
-    on the device, by rows.
-    """
+    """A cache with the counters and tables of the kernel `whole`. counters: uint32, of blocks that
+    finished each operation, and of tasks that are finished for each layer and KV head; a forward's
+    first norm sets them to 0. tables: the (operations, model) on the device, by rows."""
 
     counters: Any = None
     tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)

@@ -178,12 +178,9 @@ def task_bytes(head: int) -> int:
 
 
 class CupyOps(Ops):
-    """Operations of one model's share of heads on one GPU.
-
-    Kernels are enqueued on the backend's stream, so that a graph may capture a forward. early:
-    whether a kernel may start before the one before it ends. Raises ConfigError for a GPU or a
-    model that the kernels do not support.
-    """
+    """Operations of one model's share of heads on one GPU. Kernels are enqueued on the backend's
+    stream, so that a graph may capture a forward. early: whether a kernel may start before the one
+    before it ends. Raises ConfigError for a GPU or a model that the kernels do not support."""
 
     kernel = "cuda"
     computes_padding = True

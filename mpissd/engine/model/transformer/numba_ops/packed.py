@@ -103,11 +103,9 @@ def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 class InputGroup(NamedTuple):
-    """The weights of inputs that share a scale, in registers: scale · integer + minimum.
-
-    pairs: (number of a pair of inputs in the chunk, function that emits code for their integers,
-    which become the 16-bit halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2.
-    """
+    """The weights of inputs that share a scale, in registers: scale · integer + minimum. pairs:
+    (number of a pair of inputs in the chunk, function that emits code for their integers, which
+    become the 16-bit halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2."""
 
     scale: Any
     minimum: Any | None
