@@ -142,7 +142,7 @@ def all_returned(loops: Loops) -> bool:
     every = [stepper.pages for stepper in (loops.target_stepper, *loops.draft_steppers)]
     return all(
         pages is not None
-        and sorted(pages.free) == list(range(pages.sizes.num_pages))
+        and sorted([*pages._blank, *pages._kept]) == list(range(pages.sizes.num_pages))
         and not any(pages.held)
         for pages in every
     )

@@ -86,17 +86,14 @@ class PageTable:
         self.row_places = row_places
         self.sizes = sizes
         self.held = [0] * sizes.slots
-        self._blank = list(range(sizes.num_pages - 1, -1, -1))  # free, without a name
+        self._blank = list(
+            range(sizes.num_pages - 1, -1, -1)
+        )  # free, without a name; the last is taken first
         self._kept: dict[int, None] = {}  # free with a name, in the order of their return
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
         self._keys: dict[int, _Key] = {}  # by page
         self._serial = counted(_START + 1)
-
-    @property
-    def free(self) -> list[int]:
-        """The pages that no sequence holds; the last one without a name is taken first."""
-        return [*self._blank, *self._kept]
 
     def place(self, places: Places | None) -> int:
         """Writes the places of a forward's rows into `row_places`, and reserves the pages that

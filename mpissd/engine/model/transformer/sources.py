@@ -109,7 +109,8 @@ def open_files(
     missing, has another shape than in the configuration, or is not read.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
-    ids = files.integers(HEAD_IDS)
+    # A .gguf has no list of a draft's tokens.
+    ids = files.integers(HEAD_IDS) if isinstance(files, SafetensorsFiles) else None
     by_name = dict[str, Tensor]()
     if ids is not None:
         last = config.shape.vocab_size - 1
@@ -338,10 +339,6 @@ class GgufFiles:
         data = file[info.start : info.start + math.prod(shape)].reshape(shape)
         is_rotated = name.partition("self_attn.")[2].startswith(("q_proj", "k_proj"))
         return GgufTensor(data, info.kind, info.shape[::-1], is_rotated * self._head_dim)
-
-    def integers(self, name: str) -> None:
-        """Returns None: a .gguf has no list of a draft's tokens, as mpissd's folders may have."""
-        return None
 
 
 @lru_cache(maxsize=64)
