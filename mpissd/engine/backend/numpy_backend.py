@@ -131,7 +131,7 @@ class NumpyBackend(Backend):
 
 def _fastest_s(operation: Callable[[], object], count: int) -> float:
     """Returns the seconds of the fastest of `count` calls, since others may be disturbed."""
-    return min(timeit.repeat(operation, number=1, repeat=count))
+    return min(timeit.repeat(operation, timer=time.perf_counter, number=1, repeat=count))
 
 
 def _reported(file: str, name: str) -> str:

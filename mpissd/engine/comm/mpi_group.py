@@ -155,13 +155,12 @@ class MpiGroup(Group):
 
     name = "mpi"
     capturable = False
-    spent_s: float
+    spent_s: float = 0.0
 
     def __init__(self, comm: MPI.Comm, waiter: Waiter) -> None:
         super().__init__(comm.size, comm.rank)
         self._comm = comm
         self._waiter = waiter
-        self.spent_s = 0.0
 
     def all_reduce(self, array: Any) -> None:
         start = perf_counter()

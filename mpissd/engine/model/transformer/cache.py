@@ -88,7 +88,7 @@ class PageTable:
         self.held = [0] * sizes.slots
         self._blank = list(
             range(sizes.num_pages - 1, -1, -1)
-        )  # free, without a name; the last is taken first
+        )  # free, without a name; taken from the end
         self._kept: dict[int, None] = {}  # free with a name, in the order of their return
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
