@@ -44,7 +44,6 @@ _REALISTIC_US = 1000.0  # in shorter rounds, the gaps between stamps may exceed 
 _FEWEST = 100  # fewest rounds for which a first percentile means anything
 _EVENTS_S = 2e-6  # error of a device's events against the host's clock
 _CLOCKS_S = 20e-6  # round_s and the ledger read their clocks at different instants
-_SLICE_S = 5e-3  # for which a system may take the core between the two readings of a few rounds
 
 
 class _UnknownError(Exception):
@@ -400,7 +399,7 @@ def _ledger(facts: Facts) -> Faults:
             closes = np.minimum(pairs, 2 - pairs)
             shares = np.maximum(np.append(closes, 0.0), np.append(0.0, closes))
         closed = np.percentile(shares, 1) if len(took) >= _FEWEST else np.median(shares)
-        counts = len(took) >= _FEWEST or abs(took.sum() - spent.sum()) > _SLICE_S
+        counts = len(took) >= _FEWEST or abs(took.sum() - spent.sum()) > _CLOCKS_S
         if closed < _CLOSES and counts:
             yield f"the phases close to {closed:.5f} of a round's wall, allowed: {_CLOSES}"
 

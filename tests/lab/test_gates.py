@@ -285,11 +285,6 @@ def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> 
     few["round_s"][7] *= 1.5
     row = make_row(few)
     assert row["ledger_closure"] < 0.9 and judge(row, few) == []
-    five = {k: v if v.dtype.kind == "U" else v[:5].copy() for k, v in few.items()}
-    for lost_s, is_fault in ((8e-4, False), (2e-3, True)):
-        five["round_s"] = few["round_s"][:5] + lost_s
-        faults = judge(make_row(five), five)
-        assert any("close to" in fault for fault in faults) == is_fault
 
 
 FIRST = 120  # rounds of the first group; the second has the others
