@@ -89,13 +89,14 @@ class Ledger:
         self._ends.append(perf_counter_ns())
         self._phases.append(phase)
 
-    def close_round(self, round_: int, phase: int) -> None:
-        """Ends `phase` and round `round_`; the next round begins at the same instant."""
+    def close_round(self, round_: int, phase: int) -> float:
+        """Ends `phase` and a round; returns when the next one begins, in s of perf_counter."""
         self.mark(phase)
         self._rounds.append(round_)
         self._rounds.append(self._start)
         self._rounds.append(len(self._ends))
         self._start = self._ends[-1]
+        return self._start * 1e-9
 
     def table(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each of the rounds first_round … last_round-1, int64 [n, 2 + phases]:
@@ -145,8 +146,8 @@ class NullLedger(Ledger):
     def mark(self, phase: int) -> None:
         return None
 
-    def close_round(self, round_: int, phase: int) -> None:
-        return None
+    def close_round(self, round_: int, phase: int) -> float:
+        return 0.0
 
 
 class DraftLog:

@@ -45,7 +45,7 @@ from mpissd.lab.plan.candidates import (
 from mpissd.lab.predict.costs import Floats
 from mpissd.lab.predict.derive import BY_LAYERS, is_datasheet, shipped_profiles, with_hosts
 from mpissd.lab.tables.compare import claim_or_ratio, jackknife, same_visit
-from mpissd.lab.tables.load import of_one_group
+from mpissd.lab.tables.load import began, of_one_group
 from mpissd.lab.tables.uses import (
     LOOKUPS,
     TREE,
@@ -453,7 +453,7 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)
     alike: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=_began):
+    for row in sorted(rows, key=began):
         source = row.recording or row.laws
         is_alike = (row.target, row.batch_size, row.context) == case
         is_alike &= row.world_size == gpus if row.mode == "ssd" else row.world_size <= gpus
@@ -477,8 +477,3 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
         if gain < WORTH or TREE in (other.family.mode for other in others):
             gains[Path(source.split()[0]).stem] = gain, others[0].family.name
     return dict(sorted(gains.items()))
-
-
-def _began(row: Row) -> str:
-    """Returns when a row was measured."""
-    return str((row.provenance or {}).get("started_at"))

@@ -151,13 +151,18 @@ def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> l
     if is_id:
         rows = [row for row in rows if row.run_id == named]
     elif not is_file:  # a folder may have one file for each shard
-        rows.sort(key=lambda row: str((row.provenance or {}).get("started_at") or ""))
+        rows.sort(key=began)
     if not rows:
         raise ConfigError(
             f"result {named or out!r}: no such row in {str(path)!r}: allowed: a run id there, a "
             "folder, or a runs.jsonl"
         )
     return rows
+
+
+def began(row: Row) -> str:
+    """Returns when a row's run began, "" if it does not say."""
+    return str((row.provenance or {}).get("started_at") or "")
 
 
 def find_pair(
