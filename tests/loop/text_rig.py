@@ -2,7 +2,7 @@
 
 import json
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from mpissd.engine.oracle.logits import LogitsDraft, LogitsTarget
 from mpissd.engine.oracle.sampled import GrammarStates
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
-from mpissd.engine.round.sequence import Placement
+from mpissd.engine.round.sequence import LiveSequence, Placement
 from mpissd.engine.text.grammar import Grammars
 from mpissd.engine.text.tokenizer import Tokenizer
 from tests.loop.enumeration import Case, Judging, Watching
@@ -122,9 +122,12 @@ class TextPair(Pair):
     draft_where: str = ""
     top_p: float = 1.0
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
+    wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
     penalties: Penalties = None
+    forgets_drafts: bool = False  # whether penalties count only committed tokens
     has_grammar: bool = False
     forces: bool = False
+    forgets_path: bool = False  # whether the target masks each row as the first one
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
@@ -166,6 +169,26 @@ class WatchedText(Watching, LogitsDraft):
 class JudgedText(Judging, LogitsTarget):
     """The target oracle of the `text` workload, forked."""
 
+    wrong_top_p: float | None = None
+    forgets_drafts = forgets_path = False
+
+    def _masked(self, sequence: LiveSequence, start: int, node: int) -> Any:
+        if not self.forgets_path:
+            return super()._masked(sequence, start, node)
+        grammar = self._grammars.of(sequence)
+        return grammar.masked(self.logits_of(start + node), sequence.answer)
+
+    def _target_row(
+        self, sequence: LiveSequence, start: int, i: int
+    ) -> sampling.Floats | sampling.Weights:
+        if self.wrong_top_p is not None:
+            told = replace(sequence.request.sampling, top_p=self.wrong_top_p)
+            sequence.request = replace(sequence.request, sampling=told)
+        return super()._target_row(sequence, start, i)
+
+    def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
+        return super()._answer(sequence, 0 if self.forgets_drafts else node)
+
 
 def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     """New workers over models that are made once; their slots of earlier workers are released."""
@@ -184,6 +207,9 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
         target, pair.seed, samples=True, draft_ids=pair.ids, tree=pair.tree,
         grammars=GrammarStates(grammars, forces=pair.forces),
     )  # fmt: skip
+    judge.forgets_path = pair.forgets_path
+    judge.forgets_drafts = pair.forgets_drafts
+    judge.wrong_top_p = pair.wrong_top_p
     layout = None
     if pair.mode == "ssd" and pair.tree.num_lanes:
         layout = BranchLayout(pair.tree, pair.fans.after_hit)

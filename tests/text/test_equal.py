@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from mpissd.common.errors import FaultError
 from mpissd.engine import RunConfig
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.oracle.logits import LogitsTarget
 from tests.needs import has_smollm2, needs
 from tests.parity.greedy import MARGIN
 from tests.scripts import ROOT
@@ -55,6 +56,20 @@ def test_every_way_of_drafting_emits_these_tokens(
     assert found.tokens == alone
     assert 0.1 < found.accepted < 0.9 * flags.get("lookahead", 4)
     assert (0.05 < found.hit_rate < 0.95) == (mode == "ssd")
+
+
+def test_a_target_that_reads_another_row_would_be_found(
+    pair: TinyPair, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The premise of the tests above: the tokens come from the rows of the forward."""
+    judge = LogitsTarget.judge
+
+    def shifted(self: LogitsTarget, *told: Any) -> Any:
+        accepted, bonus = judge(self, *told)
+        return np.minimum(accepted, 1), bonus
+
+    monkeypatch.setattr(LogitsTarget, "judge", shifted)
+    assert decode(pair, "sd", num_drafts=0).tokens != alone
 
 
 def test_a_stop_token_ends_every_mode(pair: TinyPair, alone: dict[int, list[int]]) -> None:
