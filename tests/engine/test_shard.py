@@ -64,7 +64,9 @@ def configs(draw: st.DrawFn) -> TransformerConfig:
     shape = ModelShape("t", layers, hidden, heads, kv_heads, head_dim, ffn, True, vocab)
     bias, norm = draw(st.booleans()), draw(st.booleans())
     head = draw(st.integers(16, vocab))
-    return TransformerConfig(shape, "llama", qkv_bias=bias, qk_norm=norm, head_vocab=head)
+    masks = draw(st.integers(0, 3))
+    fields = {"qkv_bias": bias, "qk_norm": norm, "head_vocab": head, "masks": masks}
+    return TransformerConfig(shape, "llama", **fields)
 
 
 @given(config=configs(), data=st.data())
@@ -73,7 +75,7 @@ def test_costs_add_up(config: TransformerConfig, data: st.DataObject) -> None:
     shards = [TransformerShard(config, tp, rank) for rank in range(tp)]
     whole = TransformerShard(config)
     stored = {name: math.prod(size) for name, size in tensors(config)}
-    embedding = stored.pop("model.embed_tokens.weight")
+    embedding = stored.pop("model.embed_tokens.weight") + stored.pop("mask_embedding.weight", 0)
     assert whole.num_params(OPTIONS) == sum(stored.values())
     # The norms, which each rank reads whole.
     hidden, layers = config.shape.hidden, config.shape.num_layers

@@ -346,6 +346,21 @@ def test_tensors_fit_the_config(home: Path, name: str, value: np.ndarray | None,
         refused(write_gguf(home / "unfit.gguf", changed), name.partition(".")[0])
 
 
+def test_mask_tokens_of_a_parallel_draft(home: Path) -> None:
+    values = load_file(home / "one" / "model.safetensors")
+    masks = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float16)
+    with_masks = {**values, "mask_embedding.weight": masks}
+    told = {**CONFIG, "mpissd": {"masks": 5}}
+    opened = open_checkpoint(str(write_folder(home / "masks", told, with_masks)))
+    assert opened.config.masks == 5 and opened.config.bits == 16
+    assert np.array_equal(opened.table().read()[50:], masks)
+    refused(write_folder(home / "masks", told, values), "tensor mask_embedding.weight is missing")
+    with_masks["mask_embedding.weight"] = masks[:4]
+    told_shapes = "mask_embedding.weight is [4, 64]: allowed: [5, 64]"
+    refused(write_folder(home / "masks", told, with_masks), told_shapes)
+    refused(write_folder(home / "masks", CONFIG, with_masks), "mask_embedding.weight' is not supp")
+
+
 def test_a_missing_shard_and_a_broken_index(home: Path) -> None:
     folder, _ = random_folder(home / "lacking", shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()

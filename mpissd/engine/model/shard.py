@@ -291,7 +291,7 @@ class TransformerShard(_Costs):
 
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
         """Returns the bytes of the weights that this rank keeps, with the whole embedding."""
-        embedding = self.shape.vocab_size * self.shape.hidden * itemsize
+        embedding = (self.shape.vocab_size + self.config.masks) * self.shape.hidden * itemsize
         return super().weight_bytes(options, itemsize) + embedding
 
     def read_bytes(self, params: int, itemsize: int) -> int:

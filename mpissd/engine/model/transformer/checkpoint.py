@@ -37,6 +37,7 @@ INT8_BITS = 8.5  # of an int8 weight, with its share of a scale
 Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING = "model.embed_tokens.weight"
+MASKS = "mask_embedding.weight"  # one row for each mask token of a parallel draft
 HEAD = "lm_head.weight"
 LAST_NORM = "model.norm.weight"
 # What joins a token's embedding and a hidden state in a draft that reads its target's.
@@ -61,6 +62,8 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = shape.hidden
     ffn = shape.ffn
     yield EMBEDDING, (shape.vocab_size, hidden)
+    if config.masks:
+        yield MASKS, (config.masks, hidden)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         if kind in ("", "eagle"):
@@ -234,18 +237,23 @@ class LentRows(Tensor):
 
 
 class Resized(Tensor):
-    """A matrix cut to its first rows, or continued by rows of zeros."""
+    """A matrix cut to its first rows, or continued by those of `more` or by zeros."""
 
-    def __init__(self, matrix: Tensor, count: int) -> None:
+    def __init__(self, matrix: Tensor, count: int, more: Tensor | None = None) -> None:
         self.shape = (count, matrix.shape[1])
         self.bits = matrix.bits
         self._matrix = matrix
+        self._more = more
 
     def read(self, rows: slice, columns: slice) -> Floats:
         count = self._matrix.shape[0]
         part = self._matrix.read(slice(min(rows.start, count), min(rows.stop, count)), columns)
+        if rows.stop <= count:
+            return part
         lacking = np.zeros((rows.stop - rows.start - len(part), part.shape[1]), np.float32)
-        return np.concatenate([part, lacking]) if len(lacking) else part
+        if self._more is not None:
+            lacking = self._more.read(slice(max(rows.start - count, 0), rows.stop - count), columns)
+        return np.concatenate([part, lacking])
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
         return self._matrix.blocks(rows, columns) if rows.stop <= self._matrix.shape[0] else None
@@ -308,6 +316,13 @@ class Checkpoint:
         """Returns a part of a tensor; nothing is read yet."""
         return self.by_name[name].part(rows, columns)
 
+    def table(self) -> Part:
+        """Returns the embedding [vocab + masks, hidden]: mask token j has row vocab + j."""
+        if not self.config.masks:
+            return self.part(EMBEDDING)
+        count = self.config.shape.vocab_size + self.config.masks
+        return Resized(self.by_name[EMBEDDING], count, self.by_name[MASKS]).part()
+
     def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
         """Returns a part of a matrix [outputs, inputs], or of a vector, float32."""
         return self.part(name, rows, columns).read()
@@ -333,8 +348,8 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
 
 def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} of the tensors that a version of this model replaces: all but the
-    embedding, and the LM head where the target lends it."""
-    lent = {EMBEDDING, HEAD} if checkpoint.shares_head else {EMBEDDING}
+    embedding and its mask tokens, and the LM head where the target lends it."""
+    lent = {EMBEDDING, MASKS, HEAD} if checkpoint.shares_head else {EMBEDDING, MASKS}
     return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
 
 

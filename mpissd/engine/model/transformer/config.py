@@ -22,6 +22,7 @@ from mpissd.common.gguf import GgufFile
 from mpissd.common.presets import ModelShape
 from mpissd.common.shapes import STATE_KINDS
 
+MOST_MASKS = 63  # mask tokens of a draft
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
@@ -76,8 +77,9 @@ class TransformerConfig:
     max_positions: the longest context in tokens. head_vocab: rows of the LM head, fewer than
     shape.vocab_size if a draft can give some of its target's tokens only. bits: the mean size of a
     weight that a forward reads, in a CPU's memory. kind: one of shapes.STATE_KINDS, for a draft
-    that reads its target's hidden state; "" for others. Medusa heads count as layers. Raises
-    ConfigError for an odd head_dim, which cannot be rotated.
+    that reads its target's hidden state; "" for others. Medusa heads count as layers. masks: the
+    number J of mask tokens of a parallel draft, whose ids V, …, V + J − 1 follow its vocabulary of
+    V tokens (PARD, 2504.18583). Raises ConfigError for an odd head_dim, which cannot be rotated.
     """
 
     shape: ModelShape
@@ -93,6 +95,7 @@ class TransformerConfig:
     head_vocab: int = 0
     bits: float = 16.0
     kind: str = ""
+    masks: int = 0
 
     def __post_init__(self) -> None:
         if self.shape.head_dim % 2:
@@ -196,6 +199,8 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     own_class = f"{family}".title() + "ForCausalLM"
     is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
+    masks = ours.get("masks", 0)
+    has_some = type(masks) is int and 0 < masks <= MOST_MASKS and not kind
     others = [(key, config.get(key)) for key in CHANGING]
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
@@ -206,6 +211,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         ("mpissd.quantization", quantization, quantization in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
         ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
+        ("mpissd.masks", masks, masks in (0, None) or has_some, f"1..{MOST_MASKS}, of no kind"),
         ("is_causal", causal, causal in (None, True), "true"),
         ("hidden_act", activation, activation in ("silu", "swish"), "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
@@ -223,6 +229,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         tied=bool(tied),
         max_positions=longest,
         kind=kind or "",
+        masks=masks or 0,
     )
 
 

@@ -43,6 +43,7 @@ from mpissd.engine.model.transformer.checkpoint import (
     EMBEDDING,
     HEAD,
     HEAD_IDS,
+    MASKS,
     PACKED,
     ArrayTensor,
     Blocks,
@@ -147,7 +148,7 @@ def open_files(
             raise ConfigError(f"{where}: the tensor {name!r} is not supported: {_UNREAD}")
     if config.tied:
         by_name[HEAD] = by_name[EMBEDDING]
-    tensors_ = [tensor for name, tensor in by_name.items() if name != EMBEDDING]
+    tensors_ = [tensor for name, tensor in by_name.items() if name not in (EMBEDDING, MASKS)]
     matrices = [tensor for tensor in tensors_ if len(tensor.shape) == 2]
     sizes = [math.prod(matrix.shape) for matrix in matrices]
     bits = sum(m.bits * size for m, size in zip(matrices, sizes, strict=True)) / sum(sizes)

@@ -31,7 +31,6 @@ from mpissd.engine.model.stacks import Find, ReadOut, Stack
 from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import (
     ALL,
-    EMBEDDING,
     HEAD,
     HEAD_NORM,
     JOINED,
@@ -51,6 +50,7 @@ from mpissd.engine.model.transformer.ops import LayerWeights, Ops, ops_of
 class TransformerWeights:
     """Weights of one rank; the arrays are absent (None, no layers) where nothing is computed.
 
+    table: of the embedding, the vocabulary's rows and then those of the config's mask tokens.
     head_ids: the token of each row of the LM head, for a draft whose vocabulary is smaller than its
     target's; None: row n is token n. source: the checkpoint that they were read from. Of drafts
     that read hidden states: joined_norms and joins (n, n' and S, E above), head_norms (norm_i).
@@ -99,7 +99,7 @@ def load_weights(
         max_rows,
         ops,
         tuple(_layer(ops, checkpoint, shard, prefix) for prefix in prefixes),
-        None if is_medusa else ops.table(part(EMBEDDING)),
+        None if is_medusa else ops.table(checkpoint.table()),
         None if is_medusa else ops.vector(checkpoint.read(LAST_NORM)),
         ops.matrix([part(HEAD, shard.vocab_range)]),
         checkpoint.head_ids,
