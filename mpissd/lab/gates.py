@@ -1,17 +1,17 @@
-"""Consistency gates: check a result row against its raw rounds, and both against physics.
+"""Checks a run's result row against its raw rounds, and both against the hardware's limits.
 
-    lines = violations(row, rounds)     one line each, "gate: the fault, with both numbers"
+    lines = violations(row, rounds)     one line per fault: "RULE: the fault, with both numbers"
 
-row is a row of `run`, rounds the arrays of OUT/rounds/RUN_ID.npz. A null or missing number is
-unknown, and rules that need it do not apply, except for the few numbers that every row has. SAME
-holds the numbers that follow from others; the other rules are functions (CHECKS). Keys of a row
-that only gates need:
+`row` is one line of runs.jsonl, and `rounds` holds the arrays of OUT/rounds/RUN_ID.npz. If a number
+that a rule needs is null or missing, the rule is skipped; only a few numbers must be in every row.
+SAME lists the numbers of a row that can be recomputed from other data; CHECKS lists all other
+rules. Keys of a row that only these rules read (b: batch size, K: drafted tokens a round):
 
-    floor_bytes    bytes that a verification of b(K+1) rows reads on a target rank: weights and KV
-    floor_flops    its operations there (missing in old rows: their floor is only of bytes)
-    cache_bytes    the lead's last-level cache (null: unknown, or emulated)
-    token_limit    --num_tokens (null: none)
-    rank_digests   by world rank, the digest of the outcomes it received (null: unknown)
+    floor_bytes    bytes (weights and KV) that a target rank reads to verify b(K+1) rows
+    floor_flops    operations of that verification on a target rank (missing in old rows)
+    cache_bytes    size of the last-level cache of rank 0's device (null: unknown, or emulated)
+    token_limit    value of --num_tokens (null: no limit)
+    rank_digests   for each MPI rank, a digest of the acceptance results it received (null: unknown)
 """
 
 from __future__ import annotations
@@ -35,30 +35,32 @@ Faults = Iterator[str]
 _ROUNDING = 2e-3  # allowed relative error: rows hold rounded numbers
 _ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s
 tok_per_s_per_gpu acceptance_length ledger_closure round_us.mean round_us.p50 round_us.n""".split()
-_ENDING = ("replay", "text")  # workloads whose sequences end by themselves
-_READ_NOISE = {"numpy": 0.1}  # relative noise of the read rate, by backend
+_ENDING = ("replay", "text")  # workloads whose sequences may end before the token limit
+_READ_NOISE = {"numpy": 0.1}  # relative error of the measured memory bandwidth, by backend
 _PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
-_CLOSES = 0.99  # least share of a round's wall that phases explain, at the first percentile
+_CLOSES = 0.99  # In 99% of rounds, timed phases must cover at least this share of the wall time.
 _AT_MOST = 1.01
-_REALISTIC_US = 1000.0  # in shorter rounds, the gaps between stamps may exceed 1% of the round
-_FEWEST = 100  # fewest rounds for which a first percentile means anything
-_EVENTS_S = 2e-6  # error of a device's events against the host's clock
-_CLOCKS_S = 20e-6  # round_s and the ledger read their clocks at different instants
+_REALISTIC_US = 1000.0  # In shorter rounds, untimed gaps between phases may exceed 1%.
+_FEWEST = 100  # With fewer rounds, the first percentile of a share is not used.
+_EVENTS_S = 2e-6  # largest error of a time by device events against the host's clock
+_CLOCKS_S = 20e-6  # allowed difference of two timers of one round, read at different instants
 
 
 class _UnknownError(Exception):
-    """A rule needs a number or an array that is not known, and does not apply."""
+    """Raised if a rule needs a number or an array that is unknown; the rule is then skipped."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A row and its raw rounds. Reading an unknown value ends a rule without a fault."""
+    """A result row and its raw rounds, as the rules read them.
+
+    Reading an unknown value raises _UnknownError, which ends the rule without a fault."""
 
     row: Row
     rounds: Rounds
 
     def get(self, path: str) -> float | None:
-        """Returns the number at a dotted path such as "round_us.p50"; None if there is none."""
+        """Returns the row's number at a dotted path such as "round_us.p50", or None."""
         value: Any = self.row
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -76,7 +78,9 @@ class Facts:
         return self.rounds[name]
 
     def draft(self, name: str, fewest: int = 0) -> NDArray[Any]:
-        """Returns a column of draft_rounds; unknown with fewer finite values than `fewest`."""
+        """Returns the column `name` of the draft's per-round table `draft_rounds`, [rounds].
+
+        Raises _UnknownError if the column has fewer finite values than `fewest`."""
         rows = self.array("draft_rounds")
         column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
         if np.isfinite(column).sum() < fewest:
@@ -85,14 +89,14 @@ class Facts:
 
     @property
     def has_draft(self) -> NDArray[np.bool_]:
-        """Whether a draft was still there to ask, for each row of `sequences`, [n]."""
+        """For each row of `sequences`: whether its round still had a draft rank, bool [n]."""
         round_ = self.array("sequences")[:, 0]
         lost = self.get("draft_lost_round")
         return np.full(len(round_), True) if lost is None else round_ < lost
 
     @property
     def is_full(self) -> NDArray[np.bool_]:
-        """Whether each round verified the full b(K+1) rows, [rounds]."""
+        """For each round: whether all b sequences had K drafted tokens to verify, bool [rounds]."""
         rows = self.array("sequences")
         count = len(self.array("t_target_s"))
         verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)
@@ -100,30 +104,30 @@ class Facts:
 
     @property
     def emitted(self) -> int:
-        """Tokens of all outcomes that accept_histogram counts."""
+        """The number of emitted tokens, k + 1 for each count of k accepted in accept_histogram."""
         counts = np.asarray(self.row.accept_histogram, np.int64)
         return int(counts @ np.arange(1, len(counts) + 1))
 
     @property
     def explained(self) -> tuple[Floats, Floats]:
-        """Seconds that the lead's phases explain, and seconds of the wall, [rounds]."""
+        """For each round, the sum of rank 0's timed phases, and the wall time; in s, [rounds]."""
         return self.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9, self.array("round_s")
 
 
 def _num_gpus(facts: Facts) -> float:
-    """Returns the devices of the job; one that a learner shares counts once."""
+    """Returns the job's number of devices; a device shared with a training rank counts once."""
     is_shared = (facts.row.learner or {}).get("shares_gpu_of") is not None
     return facts["world_size"] - is_shared
 
 
 def _longest_s(facts: Facts) -> float:
-    """Returns the sum of the rounds of the target group that took longest."""
+    """Returns the total seconds of the slowest target group's rounds."""
     ends = np.cumsum([int(group["num_rounds"]) for group in facts.row.per_group or ()])[:-1]
     return max(float(part.sum()) for part in np.split(facts.array("round_s"), ends))
 
 
 def _closure(facts: Facts) -> float:
-    """Returns the first percentile of the share of a round's time that its phases explain."""
+    """Returns the share of a round's wall time that timed phases cover; the first percentile."""
     spent, took = facts.explained
     return float(np.percentile(np.minimum(spent / took, 2 - spent / took), 1))
 
@@ -140,8 +144,8 @@ def _round_us(name: str) -> Callable[[Facts], float | None]:
 
 
 # fmt: off
-# Numbers of a row that follow from others: (gate, key, the source that a message names, the value
-# or None, an absolute difference that counts as rounding).
+# Numbers of a row that can be recomputed: (the rule's name, the row's key, the data that a message
+# names as the source, a function that recomputes the number (None: skip), the allowed rounding).
 SAME: tuple[tuple[str, str, str, Callable[[Facts], float | None], float], ...] = (
     ("counts", "branch_budget", "Σ fan_out", lambda f: sum(f.row.fan_out or ()) or None, 0),
     ("tokens", "acceptance_length", "accept_histogram",
@@ -158,7 +162,7 @@ SAME: tuple[tuple[str, str, str, Callable[[Facts], float | None], float], ...] =
      lambda f: f["device_us.forward"] + f["device_us.all_reduce"] + f["device_us.idle"], 1e-2),
     ("forwards", "t_target_s", "median of t_target_s",
      lambda f: median(f.array("t_target_s")[f.is_full]), 1e-9),
-    # With fewer than 10 misses, t_draft_s is computed from the calibrated forward.
+    # If fewer than 10 rounds missed the cache, t_draft_s is computed and cannot be compared.
     ("forwards", "t_draft_s", "median of draft_rounds",
      lambda f: median(f.draft("t_draft_s", 10)), 1e-9),
     ("forwards", "t_growth_s", "median of draft_rounds",
@@ -172,7 +176,7 @@ def _differs(number: float, other: float, quantum: float) -> bool:
 
 
 def _missing(facts: Facts) -> Faults:
-    """Yields keys that every row must have but this row lacks, and an unknown schema."""
+    """Yields a fault for each required key that the row lacks, and for an unknown schema."""
     if facts.row.schema not in READABLE:
         yield f"schema is {facts.row.schema}, this version judges {READABLE}"
     for path in _ALWAYS:
@@ -181,7 +185,7 @@ def _missing(facts: Facts) -> Faults:
 
 
 def _finite(facts: Facts) -> Faults:
-    """Yields NaN and infinity. In draft_rounds NaN is allowed: not measured."""
+    """Yields a fault for each NaN or infinity; `draft_rounds` may hold NaN for "not measured"."""
     yield from _not_finite("", facts.row)
     for name, values in facts.rounds.items():
         if values.dtype.kind == "f":
@@ -202,7 +206,7 @@ def _not_finite(path: str, value: Any) -> Faults:
 
 
 def _clock(facts: Facts) -> Faults:
-    """Yields rounds without a positive duration or out of order, and negative times."""
+    """Yields a fault for rounds of no positive duration or out of order, and negative times."""
     rounds = facts.rounds
     for path in ("wall_s", "round_us.mean", "round_us.p50"):
         if (value := facts.get(path)) is not None and value <= 0:
@@ -228,8 +232,8 @@ def _clock(facts: Facts) -> Faults:
 
 
 def _ranks(facts: Facts) -> Faults:
-    """Yields a wrong number of ranks, and ranks of one target group that received different
-    outcomes. A draft rank has a digest for each group."""
+    """Yields a fault if the number of ranks is wrong, or if ranks of one target group received
+    different acceptance results. A draft rank has one digest for each target group."""
     row = facts.row
     size = int(row.world_size)
     groups = row.groups or 1
@@ -253,8 +257,8 @@ def _ranks(facts: Facts) -> Faults:
 
 
 def _floor(facts: Facts) -> Faults:
-    """Yields forwards that are faster than reading their weights (less what the last-level cache
-    may hold) or computing their products."""
+    """Yields a fault if the target's forward took less time than the hardware needs to read the
+    bytes that its last-level cache cannot hold, or to compute the matrix products."""
     took = facts["t_target_s"]
     backend = str(facts.row.backend)
     names = ("floor_bytes", "cache_bytes", "read_bytes_per_s", "floor_flops", "peak_flops_per_s")
@@ -273,20 +277,22 @@ def _floor(facts: Facts) -> Faults:
 
 
 def host_s(row: Row, rounds: Rounds) -> Floats:
-    """Returns the seconds [rounds] between the launch of a forward by the host and its end."""
+    """Returns the seconds from the host's launch of each round's target forward to its end,
+    [rounds]. If rounds may have been launched one round ahead, the previous round is included."""
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
     is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
     is_greedy = not row.num_drafts and not row.temperature
     if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
-        # Rounds may be chained: launched in the round before (features.device_rounds).
+        # The host may have launched a forward one round ahead (features.device_rounds).
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds
 
 
 def _device(facts: Facts) -> Faults:
-    """Yields forwards that took longer by the device's clock than the host waited for them."""
+    """Yields a fault for a target forward that took longer by the device's clock than the host
+    waited for it, and for a negative time of the device."""
     for name in ("forward", "all_reduce", "idle"):
         us = facts.get(f"device_us.{name}")
         if us is not None and us < -_EVENTS_S * 1e6:
@@ -306,7 +312,8 @@ def _device(facts: Facts) -> Faults:
 
 
 def _counts(facts: Facts) -> Faults:
-    """Yields arrays and keys that disagree on the number of rounds, and a fan-out of another K."""
+    """Yields a fault for an array or key with another number of rounds than num_rounds, and for a
+    fan_out that has not K + 1 counts (with a tree: one for each node, and one more)."""
     row = facts.row
     rounds = facts.rounds
     names = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds".split()
@@ -322,8 +329,8 @@ def _counts(facts: Facts) -> Faults:
 
 
 def _tokens(facts: Facts) -> Faults:
-    """Yields an impossible accept_histogram, and a num_tokens that does not follow from it. At most
-    K tokens of a sequence's last round are beyond its end or limit, and do not count."""
+    """Yields a fault for an impossible accept_histogram, and for a num_tokens that contradicts it.
+    num_tokens leaves out the tokens of a sequence's last round beyond its end, at most K."""
     row = facts.row
     rows = facts.rounds.get("sequences")
     histogram = np.asarray(row.accept_histogram, np.int64)
@@ -351,7 +358,8 @@ def _tokens(facts: Facts) -> Faults:
 
 
 def _decisions(facts: Facts) -> Faults:
-    """Yields outcomes that break 0 ≤ k ≤ num_draft ≤ K, impossible hits, and wrong counts."""
+    """Yields a fault for a round whose k accepted tokens break 0 ≤ k ≤ num_draft ≤ K, for a cache
+    hit that contradicts the source of its tokens, and for counts that differ from the row's."""
     row = facts.row
     rows = facts.array("sequences")
     lookahead = int(row.lookahead)
@@ -372,7 +380,7 @@ def _decisions(facts: Facts) -> Faults:
         for n in np.flatnonzero(places)[:1]:
             values = {"k": accepted[n], "n": drafted[n], "hit": hit[n], "source": source[n]}
             yield f"round {round_[n]} {message.format(row=row, **values)}"
-    prompts = (row.num_prompts or 0) // (row.groups or 1)  # of the first group
+    prompts = (row.num_prompts or 0) // (row.groups or 1)  # the first target group's share
     if (begun := int((round_ == 0).sum())) != min(row.batch_size, prompts or row.batch_size):
         yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
     seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
@@ -383,9 +391,10 @@ def _decisions(facts: Facts) -> Faults:
 
 
 def _ledger(facts: Facts) -> Faults:
-    """Yields phases that do not add up to their round, and rounds that do not add up to the wall,
-    which another clock measures. A rank that loses its core between two readings moves time to the
-    next round; so each round is judged with the neighbour that makes the better sum."""
+    """Yields a fault if a round's phases do not add up to the round, or if the phases do not cover
+    the rounds' wall time `round_s`, which is read at other instants. If the OS preempts the rank
+    between two readings, time moves to a neighbouring round; so a round passes together with either
+    neighbour."""
     for role in ("lead", "draft"):
         if f"{role}_ledger_ns" in facts.rounds:
             yield from _phases(facts, role)
@@ -425,7 +434,7 @@ CHECKS = (_missing, _finite, _clock, _ranks, _floor, _device, _counts, _tokens, 
 
 
 def violations(row: Row, rounds: Rounds) -> list[str]:
-    """Returns a line for each contradiction in a row; empty if the row is sound."""
+    """Returns one line for each fault in a row and its rounds; an empty list if there is none."""
     facts = Facts(row, rounds)
     messages = list[str]()
 
@@ -443,6 +452,6 @@ def violations(row: Row, rounds: Rounds) -> list[str]:
         except _UnknownError:
             continue
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A row or array of the wrong shape is reported as a violation, too.
+            # A row or array of the wrong shape is reported as a fault, too.
             messages.append(f"{gate}: cannot be judged: {error!r}")
     return messages

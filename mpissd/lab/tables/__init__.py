@@ -1,11 +1,11 @@
-"""The read side, from rows and files only: what `compare` prints, and figures and pages show.
+"""Reads result rows and compares them: for the command `compare`, the figures and the docs.
 
-load       rows, and the rows of a name
-uses       what a use, a method and a setting are
-compare    one configuration over another, with its interval
-pair       one result over another
-best       methods at equal K and each at its own best K
-claims     SSD against the strongest other use of as many GPUs, and which verdicts hold
+load       finds and reads rows
+uses       groups rows by what is run on how many GPUs: method, setting, K
+compare    computes the speedup of one configuration over another, with its interval
+pair       compares two result rows
+best       compares methods at equal K, and each at its own best K
+claims     compares SSD with the strongest alternative on as many GPUs
 
-This needs neither MPI nor a GPU.
+Nothing here needs MPI or a GPU.
 """

@@ -1,7 +1,8 @@
-"""Finds the fastest method from measured rows, both at equal K and with each method at its best K.
+"""Makes the tables of the command `compare`: tok/s by method and K, and each method's best K.
 
-uses.py says what a setting, a method and a use are. A use is shown by its median and range; its
-gain over AR comes from compare.py and is paired by seed if there are several seeds.
+A table covers one setting (model pair, machine, batch size, …); a line is one method: a mode with
+all options except K. A cell is the median of the rows of one method and K (a "use", uses.py). The
+speedup over AR is paired by seed (compare.py).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_LONG = 24  # text columns of a hit law beyond which it moves into the title
-_NOTES = 3  # marked uses that a table explains
+_LONG = 24  # A hit model's name with more characters is shown in the title, not in each line.
+_NOTES = 3  # most lines below a table that explain cells marked "!"
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
-_WIDE = 28  # text columns for a gain with its interval
+_WIDE = 28  # width in characters of a column for a speedup with its interval
 _LEGEND = """\
 best, at: the largest measured median, and its K; predicted: its mean by the job's own profile
 spread: largest minus smallest of the n runs, over the median
@@ -39,30 +40,34 @@ _CHOICE = (
 
 @dataclass(frozen=True)
 class Comparisons:
-    """All methods that were measured in one setting, AR first: {name: uses by increasing K}."""
+    """All methods that were measured in one setting, which is the content of one table.
+
+    setting: the values that all rows share. methods: {name: its uses (rows of one K), by K}, AR
+    first.
+    """
 
     setting: dict[str, Any]
     methods: dict[str, list[Use]]
 
     @property
     def baseline(self) -> Use | None:
-        """AR; None if it was not measured."""
+        """The rows of AR, with which other methods are compared; None if AR was not measured."""
         return next((fastest(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
 
     @property
     def unit(self) -> str:
-        """What a rank runs on: GPU or core."""
+        """The device of a rank: "GPU", or "core" for CPUs."""
         return unit(next(iter(self.methods.values()))[0].rows[0])
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
-    """Groups rows by setting and method, in order of appearance.
+    """Groups rows by setting and method; returns one table's content for each setting.
 
-    Each row has the keys row.NEEDED, as tables.load reads them for comparisons.
+    Each row must have the keys row.NEEDED (tables.load leaves out other rows).
     """
     rows = list(rows)
     settings: list[dict[str, Any]] = []
-    # A row that binds fewer keys names a setting only if no row that binds more covers it.
+    # AR and lookups fit many settings; they make a setting only if no other row's setting fits.
     for row in sorted(rows, key=lambda row: (row.mode == "ar", row.mode == "ar" or is_lookup(row))):
         if not (row.mode == "ar" and settings) and not any(is_in(row, s) for s in settings):
             settings.append(setting_of(row))
@@ -80,9 +85,10 @@ def _methods(rows: Sequence[Row], setting: dict[str, Any]) -> dict[str, list[Use
 def render(
     comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
 ) -> str:
-    """Renders a table for each setting: tok/s by method and K, each method's best K, and its gain.
+    """Returns a text table for each setting: tok/s by method and K, each method's best K, and its
+    speedup over AR.
 
-    below: lines to print below each table (claims.py).
+    below: for each table, the lines to print below it, such as claims about SSD.
     """
     pairs = zip(comparisons, below or [()] * len(comparisons), strict=True)
     tables = ["\n".join([*_table(comparison), *map(str, lines)]) for comparison, lines in pairs]
@@ -98,7 +104,7 @@ def _table(comparison: Comparisons) -> list[str]:
     about = ", ".join(f"{name} {setting[name]}" for name in _SHOWN if setting.get(name))
     laws = {str(uses[0].rows[0].hit_law) for uses in methods.values()}
     long = [law for law in laws if len(law) > _LONG]
-    law = long[0] if len(long) == 1 else ""  # in the title, not in each line
+    law = long[0] if len(long) == 1 else ""  # shown in the title instead of in each line
     names = {name: name.replace(f" {law}", "") if law else name for name in methods}
     about += f", hits {law}" * bool(law)
     width = max(map(len, names.values()))
@@ -134,7 +140,8 @@ def _table(comparison: Comparisons) -> list[str]:
 
 
 def _missed(name: str, use: Use) -> str:
-    """Returns the line on a use's runs that miss their predictions by far, and the farthest."""
+    """Returns a line that says how many of a use's runs are far off their own predictions, with the
+    rates of the worst one. name: the use's name."""
     row = use.missed[0]
     predicted = float(row.tok_per_s) / (1 + float(row.prediction_error or 0.0))
     return (
@@ -144,7 +151,8 @@ def _missed(name: str, use: Use) -> str:
 
 
 def _gains(best: Use, base: Use | None) -> str:
-    """Returns a use's gain over AR, in total and per GPU; dashes for AR itself, and if unknown."""
+    """Returns two table cells: the speedup of `best` over AR (`base`) in tokens/s, and in tokens/s
+    per GPU. They are dashes for AR itself, and if the speedup is unknown."""
     gain = None if base is None or best is base else best.over(base)
     if gain is None or base is None:
         return f"{'–':>{_WIDE}}" * 2
@@ -153,7 +161,7 @@ def _gains(best: Use, base: Use | None) -> str:
 
 
 def _cell(use: Use) -> str:
-    """Returns a use's median tok/s, marked if one of its runs misses its own prediction by far."""
+    """Returns the median tok/s as text, after a "!" if a run is far off its own prediction."""
     return "!" * bool(use.missed) + _number(use.tok_per_s)
 
 

@@ -1,10 +1,11 @@
-"""Compares SSD with the strongest other use of as many GPUs, and judges which speedups hold.
+"""Compares SSD with the strongest alternative on as many GPUs, and decides what may be claimed.
 
-uses.py defines the uses that SSD must beat, docs/definitions.md when a verdict holds. A line takes
-SSD at the K, fan-out and backup of its largest predicted mean, from one visit
-(compare.same_visit), and the use of the same visit, at any measured K, that leaves the lower end of
-its interval smallest. A use of another visit counts by its rows and DRIFT, one without rows by
-`bound_of`.
+A "use" of GPUs is AR, SD, SSD or a lookup on T target and D draft ranks at one K; uses.py lists
+those that SSD must beat. SSD is taken at the K, fan-out and backup with the highest predicted mean.
+It is compared with the measured use for which the speedup's lower bound is smallest. Both must
+be of one visit: the same commit and GPU, within 12 hours. If an alternative was measured only on
+another visit, its rate there plus DRIFT bounds it; if it was not measured, `bound_of` does.
+docs/definitions.md says when a verdict holds.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from mpissd.lab.tables.uses import (
     widest,
 )
 
-LEVEL = 0.05  # False-alarm rate of all verdicts of a table together.
-_OF_T = ("tp", "all_reduce")  # keys that may differ between the uses of one setting
+LEVEL = 0.05  # probability that any verdict of a table is a false alarm
+_OF_T = ("tp", "all_reduce")  # Rows compared with each other may differ in these keys.
 
 
 @dataclass(frozen=True)
 class Open:
-    """A use that may be the strongest: not measured, of too few seeds, or of another visit.
+    """An alternative to SSD that might be the fastest, but has no comparable measurement.
 
-    rate: tok/s on the other visit.
+    why: the reason, such as "not measured", too few seeds, or "another visit" (another commit,
+    machine or day). rate: its tokens/s on that visit.
     """
 
     family: Family
@@ -54,10 +56,12 @@ class Open:
 
 @dataclass(frozen=True)
 class Claim:
-    """SSD in one setting against the strongest other measured use of its GPUs.
+    """SSD compared with the strongest measured alternative on at most as many GPUs.
 
-    unknown: uses that may be stronger. copies: the best number of independent copies, and their
-    use. p_value: after Holm's correction.
+    setting: model pair, machine, batch size and so on, which both share. gain: the speedup of `ssd`
+    over `other`. unknown: unmeasured alternatives that may be faster. copies: the number of
+    independent copies of a smaller alternative with the most total tokens/s, and that alternative.
+    p_value: after Holm's correction over a table.
     """
 
     setting: dict[str, Any]
@@ -70,21 +74,21 @@ class Claim:
 
     @property
     def gpus(self) -> int:
-        """The GPUs of SSD."""
+        """The number of GPUs that SSD runs on."""
         return self.ssd.family.gpus
 
     @property
     def table(self) -> tuple[Any, ...]:
-        """What the lines of a table share: pair, device, batch, GPUs and hit model."""
+        """The values that all claims of one table share: pair, device, batch, GPUs, hit model."""
         names = "target draft device_name dtype forward batch_size context fuse".split()
         shared = (self.setting.get(name) for name in names)
         return (*shared, self.gpus, self.ssd.rows[0].hit_law)
 
     @property
     def text(self) -> str:
-        """The gain as text: a ratio only if a verdict holds.
+        """The speedup as text; as one number only if it may be claimed, else as an interval.
 
-        A loss to a measured use holds whatever other uses give.
+        If SSD is slower than a measured alternative, unmeasured alternatives cannot change that.
         """
         gain = self.gain
         if gain is None:
@@ -99,7 +103,7 @@ class Claim:
         return gain.claim
 
     def __str__(self) -> str:
-        """Returns the line that `compare` prints below a table of methods."""
+        """Returns the claim as the line that the command `compare` prints below its table."""
         per = unit(self.ssd.rows[0])
         line = f"{self.ssd.method}, {self.ssd}: {self.ssd.tok_per_s:.1f} tok/s, "
         line += f"{self.ssd.per_gpu:.1f} a {per}"
@@ -117,7 +121,8 @@ class Claim:
 
 
 def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[list[Claim]]:
-    """Returns the claims of each setting, with p-values after Holm's correction over each table."""
+    """Returns the claims of each setting (pair, machine, batch, …), in the order of `settings`.
+    Holm's correction is applied to the p-values of the claims of a table together."""
     by_setting = [judged(setting, rows) for setting in settings]
     tables: dict[tuple[Any, ...], list[tuple[int, int, float]]] = {}
     for n, at_setting in enumerate(by_setting):
@@ -132,12 +137,12 @@ def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[l
 
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
-    """Returns a claim for each number of GPUs, hit model and schedule of SSD at a setting's T.
+    """Returns a claim for each number of GPUs, hit model and schedule that SSD was measured with.
 
-    rows: of any setting. Rows that differ only in T are compared too; rows whose drafts run on
-    another kind of device are not.
+    setting: the values that the rows must have; SSD must have its T, alternatives may have another.
+    rows: rows of any setting; rows whose draft ran on another kind of device are left out.
     """
-    methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # of each method, family and K its visits
+    methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # rows by (family, method, K) and visit
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:
             visits = methods.setdefault((family_of(row), method_of(row), row.lookahead), [])
@@ -156,16 +161,16 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
 
 
 def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
-    """Returns the uses that have the seeds of a claim, or all if none has."""
+    """Returns the uses measured with enough seeds to claim a speedup; all uses if none was."""
     return [use for use in uses if len(use.seeds) >= HEADLINE_SEEDS] or uses
 
 
 def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
-    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # that a rival needs
+    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # least number for a rival
     gpus = ssd.family.gpus
     first = ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
-    if first.acceptance is not None:  # an imposed lookup may assume no more than SSD may
+    if first.acceptance is not None:  # a simulated lookup must have SSD's acceptance of lookups
         fast = _fast_of(first)
         rivals = [u for u in rivals if not is_lookup(u.rows[0]) or _fast_of(u.rows[0]) == fast]
     here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
@@ -196,15 +201,16 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
 
 
 def _fast_of(row: Row) -> str:
-    """Returns the acceptance model of a row's lookups; the default if it names none."""
+    """Returns the acceptance model of a row's lookup drafts; the default if the row has none."""
     return str(row.acceptance_fast or RunConfig.acceptance_fast)
 
 
 def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
-    """Returns tok/s that AR, or a lookup under imposed acceptance, cannot exceed; None: unknown.
+    """Returns an upper bound of the tok/s of an unmeasured use at batch size 1; None if unknown.
 
-    AR on T ranks is no faster than on the next measured number of them; a lookup commits at most
-    1/(1 − a) tokens a forward of AR.
+    AR on T ranks is no faster than AR on the next larger measured T. A lookup whose drafts have the
+    imposed acceptance rate a emits at most 1/(1 − a) tokens in the time of one AR step. Other modes
+    have no bound. ssd: the row of SSD that the use would be compared with.
     """
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]

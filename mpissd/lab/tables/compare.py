@@ -1,16 +1,17 @@
-"""Compares two configurations: a speedup with its 95% interval, and the level of its evidence.
+"""Compares two configurations: a speedup with its 95% interval, and whether it may be claimed.
 
-Rows are compared within one *visit*: the same commit on the same GPUs, begun within half a day.
-Machines drift from visit to visit, by 1.3 to 3.6% in our rows, which no interval contains; DRIFT
-bounds this. Rows that share no visit are compared too, but the result is labelled "few visits" and
-claims nothing.
+Rows are compared within one *visit*: the same commit on the same GPUs, begun within 12 hours. From
+visit to visit a machine's speed drifts (by 1.3 to 3.6% in our rows), which the interval does not
+include; DRIFT bounds this drift. Rows that share no visit are compared too, but the result is
+labelled "few visits" and no speedup is claimed.
 
-Rows are paired by their seeds, which fix the draws. Several pairs of one seed count once, by the
-mean of their logarithms; if rows of 400 rounds share three seeds, shorter rows are left out.
-Fewer than three common seeds give a ratio without an interval. docs/definitions.md has the rules.
+Rows are paired by their seeds, because a seed fixes the random draws. Several pairs of one seed
+count as one, by the mean of the logarithms of their ratios. If rows of at least 400 rounds share
+three seeds, shorter rows are left out. With fewer than three common seeds the result is a ratio
+without an interval. docs/definitions.md has the rules.
 
-tests/lab/test_compare.py simulates pairs: 95% intervals cover the truth 93 to 97 times in 100. The
-comparison draws no random numbers: the same rows give the same text.
+In the simulations of tests/lab/test_compare.py, 93 to 97% of the intervals contain the true ratio.
+The comparison itself is deterministic.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ SEVERAL = 3  # the number of common seeds from which there is an interval
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
 FEW_VISITS = "few visits: the two sides share no machine and commit"
-DRIFT = 0.04  # the most by which one use's medians differ between visits
-_VISIT_S = 12 * 3600  # two runs of one visit begin within so many seconds
+DRIFT = 0.04  # largest relative difference of one configuration's median rate between visits
+_VISIT_S = 12 * 3600  # Two runs of one visit begin within this many seconds.
 
 
 def student_t(freedom: int) -> float:
-    """Returns the 97.5% quantile of Student's t for the degrees of freedom.
+    """Returns the 97.5% quantile of Student's t with `freedom` degrees of freedom.
 
-    Up to 5 it is read from a table; above, Cornish and Fisher's expansion is at most .055% low.
+    Values up to 5 are tabulated; above, the Cornish-Fisher expansion is at most .055% too low.
     """
     if freedom in _T:
         return _T[freedom]
@@ -53,9 +54,10 @@ def student_t(freedom: int) -> float:
 
 
 def jackknife(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the half-width of a number's 95% interval, by its values without each of G groups.
+    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife.
 
-    values: [G, …], G at least 2. Delete-a-group jackknife with Student's t of G − 1.
+    values: [G, …] with G ≥ 2; row g is the estimate computed without group g of the data. Student's
+    t has G − 1 degrees of freedom.
     """
     groups = len(values)
     spread = np.sqrt((groups - 1) / groups * ((values - values.mean(axis=0)) ** 2).sum(axis=0))
@@ -63,7 +65,8 @@ def jackknife(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def student_p(t: float, freedom: int) -> float:
-    """Returns Student's P(|T| >= |t|), the two-sided p-value (Abramowitz, Stegun, 26.7.3-4)."""
+    """Returns the two-sided p-value P(|T| >= |t|) of Student's t with `freedom` degrees of freedom
+    (Abramowitz and Stegun, 26.7.3-4)."""
     angle = math.atan2(abs(t), math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
@@ -77,10 +80,11 @@ def student_p(t: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rate of b over the rate of a, with its 95% interval (NaN: not known).
+    """The speedup of configuration b over a (ratio of tokens/s), with its 95% interval.
 
-    num_seeds: seeds that both share; num_rounds: rounds of the shortest run. one_visit: whether the
-    rows that were compared share a visit. p_value: two-sided, of a ratio of 1.
+    low, high: the interval's ends (NaN: unknown). num_seeds: number of seeds that both have.
+    num_rounds: rounds of the shortest run. one_visit: whether the compared rows are of one commit
+    and GPU, run within 12 h. p_value: two-sided, of the hypothesis that the ratio is 1.
     """
 
     speedup: float
@@ -93,7 +97,7 @@ class Comparison:
 
     @property
     def has_interval(self) -> bool:
-        """Whether enough seeds were compared for an interval."""
+        """Whether the two sides share enough seeds for an interval."""
         return self.num_seeds >= SEVERAL
 
     @property
@@ -103,17 +107,18 @@ class Comparison:
 
     @property
     def is_headline(self) -> bool:
-        """Whether one visit has enough seeds and rounds to claim a speedup."""
+        """Whether a speedup may be claimed: 5 seeds or more, 400 rounds, one machine and commit."""
         enough = self.num_seeds >= HEADLINE_SEEDS and self.num_rounds >= HEADLINE_ROUNDS
         return enough and self.one_visit
 
     def scaled(self, factor: float) -> Comparison:
-        """Returns the comparison times an exact factor, such as a ratio of GPUs."""
+        """Returns the comparison with the speedup and its interval multiplied by `factor`, which
+        has no error of its own: for example a ratio of GPU counts."""
         speedup, low, high = (factor * value for value in (self.speedup, self.low, self.high))
         return replace(self, speedup=speedup, low=low, high=high)
 
     def __str__(self) -> str:
-        """Returns the speedup, or "no difference", with the interval."""
+        """Returns the speedup (or "no difference") and its interval as text."""
         if not self.has_interval:
             return f"{self.speedup:.2f}× ({self.interval})"
         digits = 2 if self.high - self.low > 0.02 else 3
@@ -123,21 +128,22 @@ class Comparison:
 
     @property
     def brief(self) -> str:
-        """The text for a table: the speedup or "no difference", the interval, and + for a claim."""
+        """Text for a table's cell: the speedup or "no difference", the interval, and a "+" if a
+        speedup may be claimed."""
         gain = f"{self.speedup:.2f}" if self.is_real or not self.has_interval else "no difference"
         mark = "+" * (self.is_headline and self.is_real)
         return f"{gain} ({self.interval}){mark}"
 
     @property
     def interval(self) -> str:
-        """The two bounds as text."""
+        """The interval's two ends as text, or the number of seeds if there is no interval."""
         if not self.has_interval:
             return f"no interval: {self.num_seeds} seed{'s' * (self.num_seeds > 1)}"
         return f"{bound(self.low)}–{bound(self.high)}"
 
     @property
     def claim(self) -> str:
-        """The text for a sentence: the speedup if there are enough seeds, or only the interval."""
+        """Text for a sentence: the speedup if it may be claimed, else only its interval."""
         if not self.one_visit:
             return f"{self.interval} (few visits)"
         if not self.is_real:
@@ -147,22 +153,23 @@ class Comparison:
 
 
 def bound(value: float, digits: int = 2) -> str:
-    """Returns a bound as text with 2 decimals, or up to 6 where fewer would round it to 1."""
+    """Returns an interval's end as text with `digits` decimals; with more, up to 6, if the number
+    would otherwise be rounded to exactly 1."""
     texts = (f"{value:.{count}f}" for count in range(digits, 7))
     return next((text for text in texts if value == 1 or float(text) != 1), f"{value:.{digits}f}")
 
 
 def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
-    """Compares rows of b's configuration with rows of a's, paired by seed.
+    """Returns the speedup of configuration b's rows over configuration a's rows, paired by seed.
 
-    Raises ConfigError if no two rows with a rate have a common seed.
+    Raises ConfigError if no row of a has the seed of a row of b (rows without tok_per_s are out).
     """
     near_a = [row for row in a if any(same_visit(row, other) for other in b)]
     near_b = [row for row in b if any(same_visit(row, other) for other in a)]
     one_visit = bool(near_a and near_b)
     if one_visit:
         a, b = near_a, near_b
-    # Where rows with enough rounds for a headline share three seeds, shorter ones only add noise.
+    # If rows long enough to claim a speedup share three seeds, shorter rows only add noise.
     long_a, long_b = ([x for x in y if (x.num_rounds or 0) >= HEADLINE_ROUNDS] for y in (a, b))
     logs = _log_ratios(long_a, long_b, one_visit)
     if len(logs) >= SEVERAL:
@@ -188,7 +195,7 @@ def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
 
 
 def gain_of(b: Sequence[Row], a: Sequence[Row]) -> Comparison | None:
-    """Compares rows of b's configuration with rows of a's; None if they share no seed."""
+    """Returns the speedup of configuration b's rows over a's; None if they share no seed."""
     try:
         return compare_rows(a, b)
     except ConfigError:
@@ -196,7 +203,8 @@ def gain_of(b: Sequence[Row], a: Sequence[Row]) -> Comparison | None:
 
 
 def claim_or_ratio(b: Sequence[Row], a: Sequence[Row]) -> Comparison:
-    """Returns the gain of b over a if it may be claimed, else the ratio of their medians alone."""
+    """Returns the speedup of b over a if it may be claimed, else the ratio of the median tokens/s
+    without an interval."""
     gain = gain_of(b, a)
     if gain is not None and gain.is_headline:
         return gain
@@ -205,7 +213,7 @@ def claim_or_ratio(b: Sequence[Row], a: Sequence[Row]) -> Comparison:
 
 
 def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> dict[int, list[float]]:
-    """Returns log(b/a) of the pairs of rows with a rate, by their common seed."""
+    """Returns {seed: log(tokens/s of b / tokens/s of a) for each pair of rows with that seed}."""
     logs: dict[int, list[float]] = {}
     rated_a, rated_b = (
         [x for x in rows if x.seed is not None and 0 < (x.tok_per_s or 0) < math.inf]
@@ -219,9 +227,9 @@ def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> dict[int
 
 
 def same_visit(a: Row, b: Row) -> bool:
-    """Returns whether two rows are of one visit: one commit, a GPU in common, begun within 12 h.
+    """Returns whether two rows have the same commit, share a GPU, and began within 12 hours.
 
-    Rows whose ranks name no GPU (CPUs, emulated devices) need a host in common.
+    Rows without GPUs (CPUs, emulated devices) must share a host instead.
     """
     if a.provenance is b.provenance:
         return True
@@ -233,7 +241,8 @@ def same_visit(a: Row, b: Row) -> bool:
 
 
 def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
-    """Returns a row's commit, its GPUs (or its hosts), and when it began, in seconds."""
+    """Returns a row's commit, the ids of its GPUs (without GPUs: its hosts), and its start time in
+    seconds since 1970 (None: unknown)."""
     origin = row.provenance or {}
     devices = {str(rank["uuid"]) for rank in origin.get("ranks") or () if rank.get("uuid")}
     devices = devices or {str(host) for host in origin.get("hosts") or ()}
@@ -243,7 +252,7 @@ def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns the p-values after Holm's correction for testing all of them, in the same order."""
+    """Returns the p-values in the same order after Holm's correction for multiple tests."""
     values = np.array(p_values)
     count = len(values)
     order = np.argsort(values, kind="stable")

@@ -1,6 +1,7 @@
-"""Reads result rows from runs*.jsonl; malformed lines are refused, or left out and counted.
+"""Reads result rows from runs*.jsonl files.
 
-find_rows and find_pair take the names that people give to results: a run id, a file or a folder.
+A malformed line raises an error, or is left out and reported if the caller asks for that. find_rows
+and find_pair accept a run id, a file or a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Paths = Iterable[str | Path]
 
 
 class Malformed(ConfigError):
-    """A line that holds no row: where it is, the key of its fault, and the reason."""
+    """Raised for a line that holds no valid row.
+
+    where: "FILE:LINE". key: a short name of the fault, by which lines are grouped. reason: text.
+    """
 
     def __init__(self, where: str, key: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -29,8 +33,9 @@ class Malformed(ConfigError):
 
 
 class LeftOut(list[Malformed]):
-    """The lines that were left out, with one text for all lines of a file with one fault. A `with`
-    block prints the texts to stderr at its end."""
+    """A list of malformed lines that a reader left out.
+
+    At the end of a `with` block, one text is printed to stderr for each file and kind of fault."""
 
     def __enter__(self) -> LeftOut:
         return self
@@ -41,7 +46,7 @@ class LeftOut(list[Malformed]):
 
     @property
     def lines(self) -> list[str]:
-        """Texts with the number of lines, their file, the first line, and its reason."""
+        """One text for each file and kind of fault: how many lines, the first one, the reason."""
         groups: dict[tuple[str, str], list[Malformed]] = {}
         for fault in self:
             groups.setdefault((fault.file, fault.key), []).append(fault)
@@ -53,20 +58,19 @@ class LeftOut(list[Malformed]):
 
 
 def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows of placed_rows without their files."""
+    """Returns the rows in files and folders, as placed_rows reads them, without their files."""
     return [row for _, row in placed_rows(paths, left_out)]
 
 
 def placed_rows(
     paths: Paths, left_out: LeftOut | None = None, needed: Iterable[str] = NEEDED
 ) -> list[tuple[Path, Row]]:
-    """Returns the rows of files, and of the runs*.jsonl under folders, in order, without repeats,
-    each with its file.
+    """Returns (file, row) for each row in the files `paths`, and in runs*.jsonl below folders.
 
-    left_out: receives the lines with an unreadable or truncated row, another schema, a value that
-    no row can have, the run id of another row, or without one of the needed keys. Without left_out
-    they raise ConfigError, naming file and line, except for those without a needed key. An
-    unreadable file always does.
+    Rows keep their order; a repeated row is returned once. left_out: receives the lines that are
+    malformed, repeat the run id of a different row, or lack one of the keys `needed`. Without
+    left_out, such lines raise ConfigError with file and line, but `needed` is not checked. An
+    unreadable file always raises ConfigError.
     """
     rows: dict[str, tuple[Path, Row]] = {}
     for file in (file for path in map(Path, paths) for file in _run_files(path)):
@@ -77,7 +81,7 @@ def placed_rows(
                 if missing and left_out is not None:
                     raise Malformed(where, missing[0], f"it has no {missing[0]}")
                 row = Row.from_dict(line)
-                if (row.sweep or {}).get("turn") == 0:  # warms a comparison up
+                if (row.sweep or {}).get("turn") == 0:  # a warm-up of a comparison, not a result
                     continue
                 if rows.setdefault(str(row.get("run_id", where)), (file, row))[1] != row:
                     reason = f"run_id {row.run_id!r} is that of another row, too"
@@ -90,7 +94,7 @@ def placed_rows(
 
 
 def _lines(file: Path) -> list[tuple[str, bytes]]:
-    """Returns (FILE:LINE, text) of the lines that are not empty."""
+    """Returns ("FILE:NUMBER", text) for each line of a file that is not empty."""
     try:
         lines = read_file(file).split(b"\n")
     except OSError as error:
@@ -99,7 +103,7 @@ def _lines(file: Path) -> list[tuple[str, bytes]]:
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of jobs with one target group, which are the only ones that are compared."""
+    """Returns the rows of jobs with one target group; jobs with several are never compared."""
     return [row for row in rows if (row.groups or 1) == 1]
 
 
@@ -108,7 +112,8 @@ def _run_files(path: Path) -> list[Path]:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Returns the files of rows in a folder and its subfolders that have rounds, or one file."""
+    """Returns the .jsonl files in a folder and its subfolders whose first line is a result row, but
+    not the rejected rows of flagged.jsonl. A path that is a file is returned alone."""
     if folder.is_file():
         return [folder]
     files = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
@@ -138,11 +143,11 @@ def _refuse_constant(name: str) -> None:
 
 
 def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows of a name, latest last.
+    """Returns the rows that a user's name for results stands for, the latest last.
 
     named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
-    `out`; None means all rows below `out`. left_out: see load_rows. Raises ConfigError if there is
-    no such row.
+    `out`; None means all rows below `out`. left_out: receives malformed lines, which otherwise
+    raise ConfigError, as does a name without rows.
     """
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
@@ -161,17 +166,18 @@ def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> l
 
 
 def began(row: Row) -> str:
-    """Returns when a row's run began, "" if it does not say."""
+    """Returns the start time of a row's run as ISO 8601 text; "" if it is unknown."""
     return str((row.provenance or {}).get("started_at") or "")
 
 
 def find_pair(
     a: str, b: str | None, out: str, left_out: LeftOut | None = None
 ) -> tuple[list[Row], list[Row]] | None:
-    """Returns the rows of the two configurations to compare, under all their seeds.
+    """Returns (rows of a, rows of b): the two configurations to compare, with all their seeds.
 
-    Each name (see find_rows) must hold one configuration, and raises ConfigError if it holds
-    several. Without b, a must hold two of them; if not, None is returned.
+    a, b: a run id, a file or a folder; ConfigError is raised if it holds more than one
+    configuration. If b is None, `a` must hold exactly two configurations, else None is returned.
+    out: the folder in which run ids are looked up. left_out: receives malformed lines.
     """
     if b is None:
         sides = configurations(find_rows(a, out, left_out))

@@ -1,4 +1,4 @@
-"""Compares two result rows, if they are comparable, and prints the comparison."""
+"""Compares two result rows and formats the comparison; refuses rows that are not comparable."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpissd.common.row import Row
 from mpissd.lab.tables.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.lab.tables.uses import FAR, missed_by, unit
 
-# Keys that decide which tokens are decoded, and how much work a token is.
+# Rows must agree in these keys, which decide the decoded tokens and the work for each token.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token recording top_p stop prompts_sha256"
 ).split()
-_LATER = ("top_p", "stop", "prompts_sha256")  # missing in older rows of text
-# Keys that may differ; differences are printed.
+_LATER = ("top_p", "stop", "prompts_sha256")  # Older rows of text lack these keys.
+# Rows may differ in these keys; the differences are printed.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
     "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
@@ -28,7 +28,10 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Pair:
-    """The comparison of row b with row a in tokens/s, and whose rows they are."""
+    """The speedup of one configuration over another in tokens/s, and one row of each.
+
+    a, b: rows to show, with the same seed if possible. comparison: b over a, by all their rows.
+    """
 
     a: Row
     b: Row
@@ -36,27 +39,28 @@ class Pair:
 
     @classmethod
     def of(cls, a: Sequence[Row], b: Sequence[Row]) -> Pair:
-        """Compares the rows of two configurations, and shows the latest two of one seed.
+        """Compares the rows of configuration b with the rows of configuration a.
 
-        Raises ConfigError if a comparison would mean nothing.
+        The latest two rows with a common seed are shown. Raises ConfigError if rows of one seed are
+        not comparable (check_alike), or if no seed is common.
         """
         pairs = [(x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed]
         pairs = pairs or [(a[-1], b[-1])]
         for pair in pairs:
             check_alike(*pair)
         comparison = compare_rows(a, b)
-        if comparison.num_seeds == 1:  # compare only the two rows that are shown
+        if comparison.num_seeds == 1:  # Then only the two rows that are shown are compared.
             comparison = compare_rows(*([row] for row in pairs[0]))
         return cls(*pairs[0], comparison)
 
     @property
     def per_gpu(self) -> Comparison:
-        """The comparison in tokens/s per rank."""
+        """The speedup in tokens/s per rank."""
         return self.comparison.scaled(self.a.world_size / self.b.world_size)
 
     @property
     def differ(self) -> dict[str, list[Any]]:
-        """The settings that differ, as {key: [a's value, b's value]}."""
+        """The settings that differ between rows a and b, as {key: [a's value, b's value]}."""
         both = {key: [self.a.get(key), self.b.get(key)] for key in _CHOSEN}
         both["draft_device_name"] = [self.a.draft_device, self.b.draft_device]
         return {key: values for key, values in both.items() if values[0] != values[1]}
@@ -90,7 +94,7 @@ def _text(value: Any) -> str:
 
 
 def configurations(rows: Iterable[Row]) -> list[list[Row]]:
-    """Groups rows by configuration and length, whatever their seeds, in order of appearance."""
+    """Groups rows that differ at most in seed; groups are in order of their first rows."""
     names = {*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit"} - {"seed"}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -100,10 +104,10 @@ def configurations(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def check_alike(a: Row, b: Row) -> None:
-    """Raises ConfigError unless the two rows can be compared.
+    """Raises ConfigError unless the speeds of rows a and b can be compared.
 
-    Both must have decoded the same tokens of the same model on the same kind of machine. Emulated
-    forwards are modelled, so they cannot be compared with measured ones.
+    Both must have decoded the same tokens with the same target model, and both must be measured or
+    both emulated (with modelled durations).
     """
     for key in ("world_size", "num_rounds", "token_digest", "backend"):
         for row in (a, b):
@@ -111,7 +115,7 @@ def check_alike(a: Row, b: Row) -> None:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
     for key in _SAME:
         is_unknown = key in _LATER and not (key in a and key in b)
-        # Transformers have their heads, even if older rows lack the key.
+        # A transformer always has its LM head, even if an older row does not say so.
         has_head = key == "lm_head" and a.forward == b.forward == "transformer"
         if not is_unknown and not has_head and a.get(key) != b.get(key):
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
@@ -121,8 +125,8 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # A digest covers num_tokens a sequence, or one token a round without such a limit. Above
-    # temperature 0, equal models may give different tokens.
+    # token_digest covers the first token_limit tokens of each sequence; without a limit, one token
+    # per round. Above temperature 0, equal models may sample different tokens.
     limit = a.token_limit
     covers = limit == b.token_limit and (limit is not None or a.num_rounds == b.num_rounds)
     if not a.temperature and covers and a.token_digest != b.token_digest:

@@ -1,24 +1,21 @@
-"""What a use of GPUs is: its family, method, setting and rows; and which uses SSD must beat.
+"""Groups result rows by what they measured, and lists the alternatives that SSD must beat.
 
-A *use* is a mode on T target ranks and D draft ranks with its tok/s at its own best K. On G GPUs
-SSD (T + D = G) must beat, for the same sequences:
+A *use* of GPUs is a mode (AR, SD, SSD or a lookup) on T target ranks and D draft ranks, at one K. A
+fair comparison of SSD on G = T + D GPUs includes these uses of up to G GPUs, each at its best K:
 
-    AR T, SD inline T, lookup T, suffix T    no draft GPU
-    SD T D                                   a draft GPU of its own
+    AR, SD inline, lookup, suffix automaton    no draft GPU ("inline": the target's GPUs draft, too)
+    SD with D = 1                              a GPU for the draft model
 
-T is every number of ranks that a target can be divided into, evenly or not (tps_of). A lookup and a
-suffix automaton draft without a model. If acceptance is imposed, both have the acceptance that
-SSD's own lookup backup may assume (acceptance_fast, .3 by default), so they are one use; for text
-or a recording, both must be measured.
+T may be any number of ranks that the target can be divided into, evenly or not (tps_of). Lookup and
+suffix automaton draft without a model. If acceptance is imposed, both are simulated with the
+acceptance rate acceptance_fast (.3 by default), so they are one use. With text or a recording, both
+must be measured. If such a use was not measured, no use is called the best.
 
-If the throughput of a use that would fit is unknown, the comparison gives no verdict: that use is
-named, and no use is called the best.
-
-Rows are compared only within a *setting*: one pair on one machine, with one acceptance model, batch
-size and context. AR accepts nothing, so its rows belong to every acceptance model; a lookup drafts
-without a model and with an acceptance of its own, so its rows belong to every draft and acceptance
-model. A *method* is a mode with all of its options except K: place of the draft, fan-out, hit
-model, backup. The rows of one method, K and setting are those of one use, whatever their seeds.
+Rows are compared only within a *setting*: the same model pair, machine, acceptance model, batch
+size and context. Rows of AR do not depend on acceptance or a draft, and rows of lookups have an
+acceptance of their own, so both are compared with rows of every draft and acceptance model. A
+*method* is a mode with all options except K: place of the draft, fan-out, hit model, backup. A use
+holds the rows of one method, K and setting, with any seeds.
 """
 
 from __future__ import annotations
@@ -37,24 +34,24 @@ from mpissd.common.row import Row
 from mpissd.lab.tables.compare import Comparison, gain_of
 
 LOOKUPS = ("lookup", "suffix")
-WORTH = 1.05  # the least gain that counts as one: a smaller one is not worth a rank
-TREE = "tree"  # SD whose drafts are trees: a use if it is measured, or if `plan` weighs it
-MOST_MISSED = 0.2  # median error of replays beyond which predictions choose no K
-FAR = 1 / 3  # error of one run's own replay beyond which the run is marked
+WORTH = 1.05  # A smaller speedup is not worth another GPU and does not count as a gain.
+TREE = "tree"  # mode name of SD with draft trees
+MOST_MISSED = 0.2  # With a larger median prediction error, measurements choose K instead.
+FAR = 1 / 3  # A run whose own prediction is off by more than this share is marked in tables.
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
     "prompts draft acceptance divergence"
 ).split()
-_DRAFTED = ("draft", "acceptance", "divergence")  # keys that rows of AR and lookups lack or ignore
+_DRAFTED = ("draft", "acceptance", "divergence")  # AR and lookups lack or ignore these keys.
 _PROMPT_FLAGS = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")
 
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """Key of the uses that share mode, T and D and differ in K.
+    """A mode on T target ranks (tp) and D draft ranks (num_drafts), at any K.
 
-    mode: ar, sd, ssd, or a kind of lookup (SD whose drafts are looked up), such as LOOKUPS.
+    mode: ar, sd, ssd, tree, or a kind of lookup (SD whose drafts are looked up), as in LOOKUPS.
     """
 
     mode: str
@@ -68,24 +65,24 @@ class Family:
 
     @property
     def name(self) -> str:
-        """The name without T and D: AR, SD inline, lookup, SD."""
+        """The mode's name without T and D: AR, SD inline, SD, SSD, lookup."""
         if self.mode not in ("ar", "sd", "ssd"):
             return self.mode
         return self.mode.upper() + " inline" * (self.mode == "sd" and not self.num_drafts)
 
     def __str__(self) -> str:
-        """Returns the name in tables and messages: AR T=2, SD inline T=2, SD T=1 D=1."""
+        """Returns the name for tables and messages, such as "AR T=2" or "SD T=1 D=1"."""
         return f"{self.name} T={self.tp}" + f" D={self.num_drafts}" * bool(self.num_drafts)
 
 
 def widest(
     gpus: int, tps: Collection[int], lookups: Sequence[str] = LOOKUPS[:1]
 ) -> tuple[Family, ...]:
-    """Returns the families that rows must hold before one use is called the best.
+    """Returns the (mode, T, D) that must be measured before one of them is called the best.
 
-    These are AR, SD inline, lookups, SD and SSD, each on the largest T that fits. lookups: lookups
-    that count as uses, one if acceptance is imposed and two for text. A smaller T reads more bytes
-    a rank; such rows count if they exist, but are not required.
+    These are AR, SD inline, lookups, SD and SSD on up to `gpus` GPUs, each at the largest T of
+    `tps` that leaves room for D. Measurements at a smaller T are optional, because each rank then
+    reads more bytes. lookups: the kinds of lookup that must be measured.
     """
     inline_tp, drafted_tp = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     possible = [Family(mode, inline_tp, 0) for mode in ("ar", "sd", *lookups)]
@@ -94,10 +91,10 @@ def widest(
 
 
 def tps_of(target: str, limit: int) -> tuple[int, ...]:
-    """Returns every T up to the limit into which a target can be divided, judged by its name.
+    """Returns every number of ranks T up to `limit` over which the model `target` can be divided.
 
-    Whole transformers divide their heads and columns unevenly where they must (70B on three GPUs);
-    each rank needs a KV head. For an unknown name every T is returned.
+    Each rank needs at least one KV head; heads and columns may be divided unevenly (70B on three
+    GPUs). For an unknown model name, every T up to the limit is returned.
     """
     try:
         heads = resolve_model(target).num_kv_heads
@@ -108,10 +105,10 @@ def tps_of(target: str, limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """The rows of one method at one K in one setting: its repeats and seeds.
+    """The measured rows of one method at one K in one setting; rows differ in seed and repeat.
 
-    tok_per_s: their median. predicted: the mean of their predicted tok/s, from their own jobs'
-    profiles; None if a row has no prediction.
+    tok_per_s: median of the rows. predicted: mean of the rates that each row predicts from its own
+    job's measured durations; None if a row has no prediction.
     """
 
     rows: tuple[Row, ...]
@@ -123,7 +120,7 @@ class Use:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Use:
-        """Makes the use of one or more rows."""
+        """Makes a use from rows (at least one) of the same method, K and setting."""
         first = rows[0]
         means = [float(row.expected_tok_per_s) for row in rows if row.expected_tok_per_s]
         return cls(
@@ -137,42 +134,42 @@ class Use:
 
     @property
     def per_gpu(self) -> float:
-        """The median tok/s a GPU."""
+        """The median tok/s divided by the number of GPUs."""
         return self.tok_per_s / self.family.gpus
 
     @property
     def spread(self) -> float:
-        """The range of tok/s (largest minus smallest) as a share of the median; 0 for one row."""
+        """(largest − smallest) / median of the rows' tok/s; 0 for one row."""
         rates = [row.tok_per_s for row in self.rows]
         return (max(rates) - min(rates)) / self.tok_per_s
 
     @property
     def missed(self) -> list[Row]:
-        """The rows that miss their own replay by more than a third, the farthest first."""
+        """The rows whose own predicted tok/s is off by more than a third, largest error first."""
         far = [row for row in self.rows if missed_by([row.prediction_error]) > FAR]
         return sorted(far, key=lambda row: -abs(row.prediction_error or 0.0))
 
     @property
     def seeds(self) -> set[object]:
-        """The seeds of the rows."""
+        """The set of the rows' seeds."""
         return {row.seed for row in self.rows}
 
     def over(self, base: Use) -> Comparison | None:
-        """Returns the gain over another use; None if the rows lack the data to compare them."""
+        """Returns the speedup over the use `base`; None if the two share no seed."""
         return gain_of(self.rows, base.rows)
 
     @property
     def at(self) -> str:
-        """K as text; nothing for AR."""
+        """K as text, such as "K=4"; "" for AR."""
         return f"K={self.lookahead}" if self.lookahead else ""
 
     def __str__(self) -> str:
-        """Returns the use as text: its mode, T, D and K."""
+        """Returns mode, T, D and K as text, such as "SD T=1 D=1 K=4"."""
         return f"{self.family} {self.at}".rstrip()
 
 
 def uses_of(rows: Iterable[Row]) -> list[Use]:
-    """Groups rows of one setting by method and K, in order of appearance."""
+    """Groups rows of one setting by method and K; the uses are in order of their first rows."""
     cells: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         cells.setdefault((method_of(row), int(row.lookahead)), []).append(row)
@@ -180,10 +177,10 @@ def uses_of(rows: Iterable[Row]) -> list[Use]:
 
 
 def best_use(uses: Sequence[Use]) -> Use:
-    """Returns the use with the largest predicted tok/s, or the largest median if predictions are
-    missing or far from the measurements.
+    """Returns the use with the highest predicted tok/s; if predictions are missing or far from the
+    measurements, the use with the highest median.
 
-    No measured round enters a prediction, so the draws that are compared do not choose K.
+    Predictions use no measured round, so that a lucky run cannot choose the K that is reported.
     """
     errors = [row.prediction_error for use in uses for row in use.rows]
     if are_predicted([use.predicted for use in uses], errors):
@@ -192,39 +189,42 @@ def best_use(uses: Sequence[Use]) -> Use:
 
 
 def fastest(uses: Iterable[Use]) -> Use:
-    """Returns the use with the largest median tok/s."""
+    """Returns the use with the highest median tok/s."""
     return max(uses, key=lambda use: use.tok_per_s)
 
 
 def missed_by(errors: Iterable[float | None]) -> float:
-    """Returns the median size of the replays' errors, as a share; 0 without errors.
+    """Returns the median of the absolute relative prediction errors; 0 if there are none.
 
-    A replay repeats the row's own draws, so that luck is no part of its error.
+    Each row's prediction uses the row's own acceptance results, so the error contains no luck.
     """
     sizes = [abs(error) for error in errors if error is not None and not math.isnan(error)]
     return median(sizes) if sizes else 0.0
 
 
 def are_predicted(means: Iterable[float | None], errors: Iterable[float | None]) -> bool:
-    """Returns whether predicted means can choose: none is missing, and their replays hold."""
+    """Returns whether predicted rates may choose the best use: none is missing (None or NaN), and
+    the median prediction error is at most MOST_MISSED."""
     are_complete = all(mean and not math.isnan(mean) for mean in means)
     return are_complete and missed_by(errors) <= MOST_MISSED
 
 
 def setting_of(row: Row) -> dict[str, Any]:
-    """Returns the values that two comparable rows share: machine, kind of forward, token models."""
+    """Returns {key: value} of the row's keys that comparable rows must share: models, machine,
+    kind of forward, batch size, acceptance model and so on."""
     return {name: _value_of(row, name) for name in _SETTING}
 
 
 def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> bool:
-    """Returns whether a row belongs to a setting; free: further keys that do not bind it."""
+    """Returns whether a row has the values of a setting. free: keys whose values may differ, in
+    addition to the draft and acceptance of AR and lookups."""
     if row.mode == "ar" or is_lookup(row):
         free = (*free, *_DRAFTED)
     return all(_value_of(row, name) == setting[name] for name in setting if name not in free)
 
 
 def _value_of(row: Row, name: str) -> Any:
-    """Returns the value of one name of a setting; "prompts" covers all flags about them."""
+    """Returns the row's value of one key of a setting; "prompts" joins all flags about prompts."""
     if name == "forward":
         return row.get(name) or "gemm"  # older rows, from before transformers
     if name != "prompts" or row.workload != "text":
@@ -234,14 +234,14 @@ def _value_of(row: Row, name: str) -> Any:
 
 
 def is_lookup(row: Row) -> bool:
-    """Returns whether nothing but a lookup drafts."""
+    """Returns whether the row's tokens were drafted by a lookup alone, without a draft model."""
     return row.draft == LOOKUP.name
 
 
 def mode_of(row: Row) -> str:
-    """Returns the mode of a row's family: ar, sd, ssd, tree, or the kind of lookup that drafts.
+    """Returns the mode of a row: ar, sd, ssd, tree (SD with draft trees), or a kind of lookup.
 
-    Under imposed acceptance all kinds of lookup are one use.
+    If acceptance is imposed, all kinds of lookup behave alike and are called "lookup".
     """
     if not is_lookup(row):
         return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
@@ -250,12 +250,12 @@ def mode_of(row: Row) -> str:
 
 
 def family_of(row: Row) -> Family:
-    """Returns the family of a row; lookups and trees have families of their own."""
+    """Returns a row's mode, T and D; SD by lookup or with trees has a mode name of its own."""
     return Family(mode_of(row), int(row.tp), int(row.world_size - row.tp))
 
 
 def method_of(row: Row) -> str:
-    """Returns the name of a row's method, which contains all of its options except K."""
+    """Returns the name of a row's method: its mode and all of its options except K."""
     words = [str(row.mode).upper(), *[str(row.schedule)] * bool(row.schedule)]
     words += ["inline"] * bool(row.mode == "sd" and row.inline_draft)
     words += [f"tree={row.tree_nodes}"] * bool(row.tree_nodes)
@@ -285,9 +285,10 @@ def method_of(row: Row) -> str:
 
 
 def fan_out_text(counts: Sequence[int] | None) -> str:
-    """Returns a fan-out for a row without one, from its F_0..F_K, so that it is alike at every K.
+    """Returns the value of --fan_out for a row that recorded only the resulting counts.
 
-    Counts that differ are called geometric, by their sum; a row without counts has the default.
+    counts: F_0 … F_K, the number of bonus-token candidates after k = 0 … K accepted tokens. Equal
+    counts give "uniform:F", others "geometric:SUM"; without counts the default is returned.
     """
     if not counts:
         return RunConfig.fan_out
@@ -296,7 +297,7 @@ def fan_out_text(counts: Sequence[int] | None) -> str:
 
 
 def flags_of(row: Row) -> dict[str, str]:
-    """Returns the flags that a row was run with, from its sweep's grid or its command line."""
+    """Returns {flag: value} of a row's run, from its sweep's grid or its command line."""
     if row.sweep and "flags" in row.sweep:  # a rival that `run` measured beside itself has none
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
@@ -304,11 +305,12 @@ def flags_of(row: Row) -> dict[str, str]:
 
 
 def number_of(law: object, name: str) -> float | None:
-    """Returns the number of a model `name:number`, such as alpha:.8; None for another model."""
+    """Returns the number in a model's text "NAME:NUMBER", such as .8 in "alpha:.8"; None if the
+    text has another form or another name than `name`."""
     match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", str(law))
     return float(match[1]) if match else None
 
 
 def unit(row: Row) -> str:
-    """Returns what a rank of a row's job runs on: a GPU or, with NumPy, a core."""
+    """Returns "core" if the row's ranks computed with NumPy on CPU cores, else "GPU"."""
     return "core" if row.backend == "numpy" else "GPU"
