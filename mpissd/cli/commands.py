@@ -9,13 +9,12 @@ from pathlib import Path
 from threading import Timer
 
 from mpissd.cli.arguments import PLANNED, CompareConfig, PlanConfig
-from mpissd.common.config import AUTO_TREE, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
 from mpissd.lab.plan.candidates import CONTEXT, with_laws
-from mpissd.lab.plan.plan import with_best_tree
 from mpissd.lab.plan.screen import Screen, heading
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
@@ -48,9 +47,6 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
     """Prints the predicted speed of a run with these flags."""
     profile, drafts = role_profiles(config.device, config.run.draft_device)
     run = _planned(config, profile, given)
-    if run.tree == AUTO_TREE:
-        levels = run.lookahead if "lookahead" in given else None
-        run, _ = with_best_tree(run, profile, config.tp or 1, levels)
     job = resolve(
         run,
         config.tp or 1,

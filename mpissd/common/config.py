@@ -20,13 +20,11 @@ from mpissd.common.exclusions import FLAGS, refuse
 from mpissd.common.flags import (
     DRAFTING,
     GROWING,
-    Auto,
     Checked,
     choice,
     flag,
     flags_of,
     integer,
-    integer_or_auto,
     mapped,
     number,
     parse_into,
@@ -38,7 +36,6 @@ from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
-AUTO_TREE = Auto()  # --tree=auto: a run, a sweep and `plan` choose the tree
 # Flags that only some modes or workloads read.
 drafting = partial(flag, modes=DRAFTING)
 growing = partial(flag, modes=GROWING)
@@ -74,7 +71,7 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
     is_shipped = flags.get("workload") == "text" and flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
-    if not (is_shipped and on_cpu) or flags.get("tree", "auto") != "auto":
+    if not (is_shipped and on_cpu) or "tree" in flags:
         return dict(flags)
     names = {"ssd": [*_ON_CPUS], "sd": ["lookahead"]}.get(flags.get("mode", "ssd"), [])
     return {**{name: _ON_CPUS[name] for name in names}, **flags}
@@ -119,8 +116,8 @@ class MethodFlags(Checked):
     lookahead: int = drafting(4, integer(0, 256), "number K of tokens drafted in a round")
     tree: int | None = drafting(
         None,
-        integer_or_auto(1, 256),
-        "tokens drafted in a round, as the best tree of K levels, or auto (default: a chain)",
+        integer(1, 256),
+        "tokens drafted in a round, as the best tree of K levels (default: a chain)",
         needs="backup=jit learners=0",
     )
     tree_shape: str = drafting(

@@ -46,12 +46,6 @@ FLAGS = (
     Exclusion("learners=1", "backup=fast in sd", "a draft model",
               lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
-BEST_TREES = (
-    Exclusion("tree=auto", "mode=ssd", "mode=sd", lambda at: at.config.mode == "ssd",
-              "predictions err by more than a tree gains"),
-    Exclusion("tree=auto", "workload={config.workload}", "gemm, text, replay",
-              lambda at: at.config.workload not in ("gemm", "text", "replay")),
-)  # fmt: skip
 # Values: config; backend.
 DEVICES = (
     Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",

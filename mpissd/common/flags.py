@@ -25,18 +25,6 @@ ANY = "any value"
 GROWING = ("ssd",)  # The mode that fills a speculation cache.
 
 
-class Auto(int):
-    """A number that is still to be chosen: it equals 0, and its text is `auto`."""
-
-    def __str__(self) -> str:
-        return "auto"
-
-
-def integer_or_auto(minimum: int, maximum: float) -> Parse:
-    parse = integer(minimum, maximum)
-    return lambda flag, text: Auto() if text == str(Auto()) else parse(flag, text)
-
-
 def _bounded(kind: type[int] | type[float], name: str, low: float, high: float = math.inf) -> Parse:
     """Returns the parser of numbers in [low, high]; name: what a message calls them."""
     limit = f">= {low:.15g}" if high == math.inf else f"in [{low:.15g}, {high}]"

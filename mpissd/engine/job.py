@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from mpissd.common import exclusions
-from mpissd.common.config import AUTO_TREE, RunConfig
+from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.exclusions import refuse
 from mpissd.common.presets import LOOKUP, files_of, resolve_model, split_pair, target_of
@@ -184,8 +184,6 @@ def resolve(
     rates or a list do not fit K, memory does not suffice, or features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
-    if config.tree == AUTO_TREE:
-        raise ConfigError("tree=auto: only run, sweep and plan choose a tree: allowed: 1..256")
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
     memory = DeviceMemory(4 if backend == "numpy" else 2, memory_bytes, draft_memory)
     refusals: list[ConfigError] = []
@@ -204,8 +202,6 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
     share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
     and if an emulated device's profile lacks all-reduces over T ranks.
     """
-    if config.tree == AUTO_TREE:
-        config = replace(config, tree=None)
     if config.mode == "ar":
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
     else:

@@ -35,7 +35,7 @@ VALUES = {
     "prompt_ids": "None 1,2", "chat_template": "True false", "top_p": "1.0 .9", "stop": "None end",
     "recording": "None r.npz", "show": "False true", "beside": "auto all ar off",
     "beside_s": "20.0 5", "trace": "None t.json", "groups": "1 2", "grammar": "None json",
-    "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8 auto", "backup": "jit fast",
+    "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8", "backup": "jit fast",
     "tree_shape": "fixed dynamic",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mpissd.__main__ import main
 from mpissd.cli.arguments import parse
-from mpissd.common.config import AUTO_TREE, RunConfig, parse_flags
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, load_profile
@@ -43,8 +43,6 @@ from mpissd.lab.plan.plan import (
     firsts,
     number,
     plan,
-    profile_of,
-    with_best_tree,
 )
 from mpissd.lab.plan.screen import Screen, is_assumed
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
@@ -145,44 +143,6 @@ def test_what_is_advised_is_what_the_model_expects_of_that_job() -> None:
         found = expected(job, device, host_of(profile, job))
         assert found.tok_per_s[0] == pytest.approx(choice.tok_per_s, rel=1e-9)
         assert found.round_s[0] * 1e6 == pytest.approx(choice.round_us, rel=1e-9)
-
-
-@given(alpha=st.floats(0.02, 0.95), drafts=st.integers(0, 1), levels=st.sampled_from([None, 2, 4]))
-@settings(max_examples=6)
-def test_auto_is_the_best_tree_or_a_chain(alpha: float, drafts: int, levels: int | None) -> None:
-    """Of all trees of up to 16 tokens, by `expected` of their jobs; a chain within 3% stays."""
-    profile = load_profile("h200")
-    config = RunConfig(
-        pair="8b/1b", mode="sd", tree=AUTO_TREE, alpha=alpha, num_drafts=drafts, lm_head=True
-    )
-    found, chosen = with_best_tree(config, profile, 1, levels)
-
-    def rate(k: int, nodes: int | None) -> float:
-        job = resolve(replace(config, tree=nodes, lookahead=k), 1, backend="emulated",
-                      memory_bytes=None)  # fmt: skip
-        costs = DeviceCosts.from_profile(profile, job), host_of(profile, job)
-        return float(expected(job, *costs).tok_per_s[0])
-
-    depths = range(1, 17) if levels is None else [levels]
-    chain = max(rate(k, None) for k in depths)
-    best = max(rate(k, nodes) for k in depths for nodes in range(k + 1, 17, 2) if k < 9)
-    assert chosen["tok_per_s"] == pytest.approx(rate(found.lookahead, found.tree), rel=0.01)
-    assert chosen["chain"]["tok_per_s"] == pytest.approx(chain, rel=0.01)
-    assert chosen["tok_per_s"] > 0.98 * best / (1.03 if found.tree is None else 1)
-    assert found.tree is None or chosen["tok_per_s"] >= 1.03 * chosen["chain"]["tok_per_s"]
-
-
-def test_auto_names_what_is_missing() -> None:
-    """SSD, laws of a recording, a device without a profile, and commands that choose none."""
-    config, profile = RunConfig(pair="8b/1b", mode="sd", tree=AUTO_TREE), load_profile("h200")
-    with pytest.raises(ConfigError, match="tree=auto with mode=ssd"):
-        with_best_tree(replace(config, mode="ssd"), profile, 1)
-    with pytest.raises(ConfigError, match="workload=replay: needs laws"):
-        with_best_tree(replace(config, workload="replay", recording="a.npz"), profile, 1)
-    with pytest.raises(ConfigError, match="no profile of it"):
-        profile_of("NVIDIA RTX 9000")
-    with pytest.raises(ConfigError, match="only run, sweep and plan"):
-        resolve(config, 1, backend="emulated", memory_bytes=None)
 
 
 def test_memory_and_heads_limit_t() -> None:

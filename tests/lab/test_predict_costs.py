@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.common.config import AUTO_TREE, RunConfig
-from mpissd.common.errors import ConfigError
+from mpissd.common.config import RunConfig
 from mpissd.common.presets import resolve_model
 from mpissd.engine.backend.base import ForwardKey
 from mpissd.engine.backend.profile import (
@@ -26,7 +25,7 @@ from mpissd.engine.backend.profile import (
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.plan.candidates import Choice, sharded, survey
-from mpissd.lab.plan.plan import plan, with_best_tree
+from mpissd.lab.plan.plan import plan
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts, RowTable
 from mpissd.lab.predict.derive import (
     BY_LAYERS,
@@ -280,8 +279,6 @@ def test_a_model_that_was_not_measured_takes_what_another_one_does(pair: str, tp
         assert derived(rows) == pytest.approx(measured(rows), rel=0.19)
     sharding = sharded(replace(config, mode="sd"), bare, tp, tp)
     assert BY_LAYERS in (sharding.label(Choice("sd", tp, 0, 1, 4, backup_lookahead=4)) or "")
-    with pytest.raises(ConfigError, match="no whole forward of the pair: probe first"):
-        with_best_tree(replace(config, mode="sd", num_drafts=0, tree=AUTO_TREE), bare, tp)
 
 
 HOST = HostCosts(lead_sample=6e-5, link=4e-5, step=4e-5, keys=6e-5, wake=6e-5)

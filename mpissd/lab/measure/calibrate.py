@@ -10,7 +10,7 @@ link's time, with naps of both ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.config import AUTO_TREE, DEFAULT_PAIR, RunConfig
+from mpissd.common.config import DEFAULT_PAIR, RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.real_pairs import DEFAULT_RATES
 from mpissd.common.rounds import Source
 from mpissd.common.trace import DraftLog, DraftPhase, LeadPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.profile import EmulatedBackend, load_profile
+from mpissd.engine.backend.profile import EmulatedBackend
 from mpissd.engine.comm.topology import agreed
 from mpissd.engine.features.pool import GroupForwards
 from mpissd.engine.job import Job
@@ -42,7 +42,6 @@ from mpissd.engine.round.sequence import trunk_places
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Machine, Session
-from mpissd.lab.plan.plan import profile_of, with_best_tree
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.simulation import Grid, expect
 
@@ -190,46 +189,18 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
     return float(np.median(times))
 
 
-def with_tree(machine: Machine, config: RunConfig, given: Container[str]) -> RunConfig:
-    """Returns a --tree=auto configuration with the tree for this machine, another unchanged; raises
-    ConfigError as with_best_tree does. On CPUs it is a chain: trees are slower there. `chosen`
-    tells what the tree was chosen from. given: names of the given flags; only a given K is kept."""
-    if config.tree != AUTO_TREE:
-        return config
-    info = machine.infos[0]
-    levels = config.lookahead if "lookahead" in given else None
-    if info.kind == "cpu":
-        config = replace(config, tree=None)
-        choice: dict[str, Any] = {"tree": None, "device": "cpu"}
-    else:
-        is_emulated = info.kind == "emulated"
-        profile = load_profile(config.device) if is_emulated else profile_of(info.name)
-        config, choice = with_best_tree(config, profile, machine.topology.tp, levels)
-    _keep(machine, ("tree", config.digest), choice)
-    return config
-
-
-def _keep(machine: Machine, key: Hashable, value: Any) -> None:
-    values = machine.calibrations.setdefault(machine.backend, {})
-    values[key] = value, datetime.now(timezone.utc)
-
-
 def chosen(session: Session) -> dict[str, Any] | None:
-    """Returns what --tree=auto, or K and fan-out of the shipped pair, were chosen from, or None."""
+    """Returns the seconds from which K and fan-out of the shipped pair were chosen, or None."""
     values = session.calibrations.get(session.backend, {})
     config = session.job.config
-    by_k = values.get(("chosen", config.mode, config.drafts), (None, None))
-    value, _ = values.get(("tree", config.digest), by_k)
+    value, _ = values.get(("chosen", config.mode, config.drafts), (None, None))
     return value
 
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
-    """Returns the configuration with a chosen tree, or with the fastest K and fan-out here if no
-    given flag says them. Collective. Only for one sequence of the shipped pair on CPUs, whose
+    """Returns the configuration with the fastest K and fan-out here if no given flag says them.
+    Collective. Only for one sequence of the shipped pair on CPUs, whose
     acceptance is known; the timed seconds are kept for `chosen`."""
-    if config.tree == AUTO_TREE:
-        with agreed(machine.topology.world):
-            config = with_tree(machine, config, given)
     if not (_is_chosen_here(machine, config) and given.isdisjoint(_CHOSEN)):
         return config
     with agreed(machine.topology.world):
@@ -275,7 +246,8 @@ def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[f
     if session is not None:
         verify_s, draft_s = _deciding_forwards(session)
         values = {"verify_s": verify_s, "draft_s": draft_s}
-        _keep(machine, ("chosen", config.mode, config.drafts), values)
+        kept = machine.calibrations.setdefault(machine.backend, {})
+        kept["chosen", config.mode, config.drafts] = values, datetime.now(timezone.utc)
         if session.topology.is_lead:
             best = fastest(replace(job, lookahead=config.lookahead), verify_s, draft_s, rates)
     best = machine.topology.world.bcast(best)

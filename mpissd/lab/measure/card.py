@@ -14,7 +14,6 @@ from mpissd.common.row import Row
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.comm.topology import Topology
 from mpissd.engine.session.session import Session
-from mpissd.lab.measure.calibrate import chosen
 from mpissd.lab.measure.row import answers_file
 from mpissd.lab.show import columns_of
 
@@ -32,9 +31,6 @@ def print_card(session: Session) -> None:
     mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
     if config.tree and job.lookahead:
         mode += f", a {'dynamic ' * (job.dynamic is not None)}tree of {job.verified} tokens"
-    choice = chosen(session) or {}
-    if "tree" in choice:
-        mode += " (tree=auto)" if choice["tree"] else ", a chain (tree=auto)"
     if job.fan_out:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"

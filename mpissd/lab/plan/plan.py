@@ -16,16 +16,15 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
-from mpissd.common.exclusions import BEST_TREES, refuse
 from mpissd.common.rounds import Source
 from mpissd.common.row import Row
-from mpissd.engine.backend.profile import Profile, device_kind, known_profiles
+from mpissd.engine.backend.profile import device_kind
 from mpissd.engine.law.acceptance import load_laws
 from mpissd.lab.plan.candidates import (
     COARSE,
@@ -37,13 +36,11 @@ from mpissd.lab.plan.candidates import (
     Survey,
     candidates,
     job_of,
-    sharded,
     ssd_choices,
     weigh,
-    with_laws,
 )
 from mpissd.lab.predict.costs import Floats
-from mpissd.lab.predict.derive import BY_LAYERS, is_datasheet, shipped_profiles, with_hosts
+from mpissd.lab.predict.derive import BY_LAYERS, is_datasheet
 from mpissd.lab.tables.compare import claim_or_ratio, jackknife, same_visit
 from mpissd.lab.tables.load import began, of_one_group
 from mpissd.lab.tables.uses import (
@@ -61,7 +58,6 @@ from mpissd.lab.tables.uses import (
 _FEW = 8  # largest batch for which a configuration is cheap to evaluate
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _FINALISTS = 4  # choices of each use that are simulated for more rounds
-_GAIN = 1.03  # --tree=auto: a tree must promise so many times the best chain's rate
 # The p95 of measured and derived predictions for an H200 are 8.4% and 19.9%, with the luck of each
 # row's draws (docs/predictions.md); forwards of another model and of a datasheet: docs/profile.md.
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
@@ -353,68 +349,6 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
     for choice in choices:
         first.setdefault(kind(choice), choice)
     return list(first.values())
-
-
-def profile_of(device_name: str) -> Profile:
-    """Returns the built-in profile of a device; raises ConfigError if there is none."""
-    profile = shipped_profiles().get(device_kind(device_name))
-    if profile is None:
-        allowed = f"tree=1..256, or on {', '.join(known_profiles())}"
-        kind = device_kind(device_name)
-        raise ConfigError(f"tree=auto on {kind}: no profile of it: allowed: {allowed}")
-    return profile
-
-
-def with_best_tree(
-    config: RunConfig, profile: Profile, tp: int, levels: int | None = None
-) -> tuple[RunConfig, dict[str, Any]]:
-    """Returns a configuration of --tree=auto with the fastest tree, or chain, and their rates.
-    levels: K, if it is given (None: any). A chain stays unless the best tree is _GAIN as fast.
-    Raises ConfigError if laws, forwards or host costs are not known, or for SSD."""
-    if config.mode == "ar":
-        return replace(config, tree=None), {}
-    refuse(BEST_TREES, config=config)
-    if config.workload != "gemm" and config.laws is None:
-        raise ConfigError(
-            f"tree=auto with workload={config.workload}: needs laws: a file of `mpissd pair`"
-        )
-    forward = "transformer" if config.is_transformer else config.forward
-    run = replace(config, tree=None, workload="gemm", recording=None, forward=forward)
-    if config.laws is not None:
-        run = with_laws(run, config.context > 0)
-    gpus = tp + config.drafts
-    sharding = sharded(run, with_hosts(profile), tp, gpus)
-    choices = [
-        choice
-        for choice in candidates(run, sharding, Space(), trees=True)
-        if choice.mode in ("sd", TREE) and choice.num_drafts == config.drafts
-        if levels in (None, choice.lookahead)
-    ]
-    weighed = weigh(choices, Survey(run, profile, gpus, (sharding,), {}))
-    chains = [choice for choice in weighed if choice.tree is None]
-    if not chains:
-        raise ConfigError(
-            f"tree=auto: profile {profile.name!r} has no host costs of SD, D={config.drafts}, or "
-            "no forwards of so many rows: allowed: tree=1..256"
-        )
-    derived = sharding.label(chains[0]) or ""
-    if run.is_transformer and (is_datasheet(profile) or BY_LAYERS in derived):
-        raise ConfigError(
-            f"tree=auto: profile {profile.name!r} has no whole forward of the pair: probe first: "
-            "mpissd probe --forward=transformer"
-        )
-    chain, best = (max(uses, key=lambda use: use.tok_per_s) for uses in (chains, weighed))
-    if best.tok_per_s < _GAIN * chain.tok_per_s:
-        best = chain
-    chosen = {
-        "tree": best.tree,
-        "lookahead": best.lookahead,
-        "tok_per_s": best.tok_per_s,
-        "chain": {"lookahead": chain.lookahead, "tok_per_s": chain.tok_per_s},
-        "profile": profile.name,
-        "acceptance": run.acceptance_text,
-    }
-    return replace(config, tree=best.tree, lookahead=best.lookahead), chosen
 
 
 def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:

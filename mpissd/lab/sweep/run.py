@@ -21,7 +21,6 @@ from mpissd.engine.comm.topology import Refused
 from mpissd.engine.job import Job
 from mpissd.engine.oracle.logits import check_prompts
 from mpissd.engine.session.session import Machine, opened_machine, rest
-from mpissd.lab.measure.calibrate import with_tree
 from mpissd.lab.measure.card import rank_lines
 from mpissd.lab.measure.run import measure
 from mpissd.lab.sweep.plan import SweepConfig, SweepPlan, SweepTask, planned
@@ -54,7 +53,7 @@ class Sweep:
             try:
                 if point.config is None:
                     raise ConfigError(str(point.error))
-                job = machine.resolve(with_tree(machine, point.config, dict(point.flags)))
+                job = machine.resolve(point.config)
                 if self._is_lead:
                     check_prompts(job)
                 self._jobs[point.digest] = job
