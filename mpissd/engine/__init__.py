@@ -1,8 +1,7 @@
-"""The engine, which decodes: the algorithm, the devices, the models, the workloads and the two
-loops.
+"""The engine decodes: it holds the algorithm, devices, models, workloads and decoding loops.
 
 The names below are the engine's public interface (docs/engine.md). Each is imported when it is
-used, so that importing the package takes no time.
+first used, so that importing the package takes no time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of the public face; raises AttributeError for any other."""
+    """Returns the public name `name`, imported at its first use; else raises AttributeError."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,5 @@
-"""The ranks' roles, the target ranks' collectives, and the messages between lead, draft, followers.
+"""Communication between ranks: their roles, the all-reduces of the target ranks, and the messages
+between the lead (the first target rank), the draft rank and the other target ranks.
 
 Outside engine/session, lab/ and __main__, only this package imports mpi4py.
 """

@@ -1,6 +1,6 @@
-"""The interface of the collectives that T target ranks call within a tensor-parallel forward.
+"""The interface of the collectives that T tensor-parallel target ranks call within a forward.
 
-`SoloGroup` serves a single rank; the other implementations are in mpi_group.
+`SoloGroup` serves a single rank; mpi_group.py implements the interface for several.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ ALL_REDUCES = ("auto", "oneshot", "nccl", "mpi", "staged", "device")
 
 
 class Group(ABC):
-    """The collectives of `size` ranks, each of which holds a share of one model."""
+    """The collectives of `size` ranks, each of which holds a shard of one model."""
 
     name: str
-    capturable = True  # whether a captured graph may hold its operations
-    spent_s: float | None = None  # host seconds that its operations have taken; None on a device
+    capturable = True  # whether a CUDA graph may capture the collectives
+    spent_s: float | None = None  # host seconds spent in collectives; None if a device runs them
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size = size
@@ -24,7 +24,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, array: Any) -> None:
-        """Replaces `array` by its sum over the ranks, in the order of the device's stream."""
+        """Replaces `array` by its sum over all ranks, in the order of the device's stream."""
 
     @abstractmethod
     def all_gather(self, local: Any, gathered: Any) -> None:
@@ -34,14 +34,14 @@ class Group(ABC):
         """Raises FaultError if the communication library has reported an error."""
 
     def abort(self) -> None:  # noqa: B027
-        """Ends collectives that wait for a dead rank, so that memory can be freed."""
+        """Ends collectives that wait for a dead rank, so that device memory can be freed."""
 
     def close(self) -> None:  # noqa: B027  (most groups hold nothing)
-        """Frees the communicator; CUDA graphs that hold its operations must be freed before."""
+        """Frees the communicator; CUDA graphs that captured its collectives must be freed first."""
 
 
 class SoloGroup(Group):
-    """The group of one rank, and of emulated ranks: its operations do nothing."""
+    """The collectives of a single rank, or of emulated ranks: both operations do nothing."""
 
     name = "solo"
 

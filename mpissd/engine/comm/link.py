@@ -1,11 +1,13 @@
-"""The link between the target's lead and the draft: outcomes go to the draft, and speculations,
-which are drafted tokens, come back.
+"""The link between the lead (the first target rank) and the draft rank. After each round the lead
+sends an outcome (accepted count and bonus token of each sequence); the draft answers with a
+speculation (the drafted tokens of the next round).
 
-PROPOSALS, the distributions that uncertain tokens were drawn from, follow a speculation while the
-target already verifies. PROMPT follows an outcome that admits sequences with prompts. mpi_link
-connects two ranks, and queue_link two threads of one process. `socket_boxes` connect a draft to an
-engine of another project by a Unix socket, on which the draft first sends HELLO: its batch size, K,
-the most tokens of a sequence, and its vocabulary. Its drafts are greedy.
+Two more messages may follow these. PROPOSALS holds the distributions that sampled tokens were drawn
+from, sent while the target verifies; PROMPT the prompts of sequences that an outcome admits.
+
+mpi_link.py connects two ranks, and `queue_link` two threads of one process. `socket_boxes` connects
+a draft to another inference engine by a Unix socket. There the draft, which is greedy, first sends
+HELLO: its batch size, K, the longest prompts of a message, and its vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,34 +31,34 @@ from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
 
-MOST_PROMPTS = 1 << 15  # tokens of the prompts of one message; Linux takes packets of 208 KiB
+MOST_PROMPTS = 1 << 15  # most prompt tokens of one message; Linux limits a packet to 208 KiB
 _DRAFT_WAIT = int(Doing.DRAFT_WAIT)
 _VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
-_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # of the four numbers of HELLO
+_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # the largest values of HELLO's four numbers
 _HELLO = LinkShape(0, 1, 0)
 
 
 class Outbox(ABC):
-    """Sends messages of one kind, one at a time, from the preallocated memory `message`."""
+    """Sends messages of one kind, one at a time, from the preallocated buffer `message`."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
 
     def ready(self) -> None:  # noqa: B027
-        """Waits until the last send has read `message`, so that it may be overwritten."""
+        """Waits until the previous send has read `message`, so that it may be overwritten."""
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts to send the first `size` int32 of the message (None: its usual size)."""
+        """Starts to send the first `size` int32 of `message` (None: its kind's usual number)."""
 
     def close(self) -> None:  # noqa: B027
-        """Finishes the send that is in flight."""
+        """Finishes a send that is still in progress."""
 
 
 class Inbox:
-    """Receives messages of one kind, one at a time, into the preallocated memory `message`; receive
-    does so without blocking, and returns whether one was there."""
+    """Receives messages of one kind, one at a time, into the preallocated buffer `message`. The
+    function `receive` tries to receive one without blocking; it returns True if one had arrived."""
 
     def __init__(self, message: Message, receive: Callable[[], bool]) -> None:
         self.message = message
@@ -64,16 +66,16 @@ class Inbox:
         self._full = False
 
     def arrived(self) -> bool:
-        """Returns, without blocking, whether `message` holds one that was received."""
+        """Returns, without blocking, whether `message` holds a message not yet released."""
         self._full = self._full or self._receive()
         return self._full
 
     def release(self) -> None:
-        """Lets the next message overwrite this one."""
+        """Allows the next message to overwrite the buffer."""
         self._full = False
 
     def close(self) -> None:
-        """Cancels the receive that is in flight."""
+        """Cancels a receive that is still in progress."""
 
 
 MakeOutbox = Callable[[Message], Outbox]
@@ -81,8 +83,9 @@ MakeInbox = Callable[[Message], Inbox]
 
 
 class LeadEnd:
-    """The lead's end, which sends outcomes, receives speculations, and counts both. waiter: how it
-    waits. outbox, inbox: make what sends or receives one kind of message."""
+    """The lead's end of the link to the draft rank: it sends outcomes, receives speculations
+    (drafted tokens), and counts messages and bytes. waiter: waits for messages with a deadline.
+    outbox, inbox: functions that make the sender and the receiver of one kind of message."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -99,8 +102,8 @@ class LeadEnd:
         self.proposal_wait_s = 0.0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
-        """Starts to send an outcome, which asks the draft for the speculation of the next round,
-        or, with `stop`, to end."""
+        """Starts to send an outcome to the draft, which answers with the drafted tokens of the next
+        round, or ends if `stop` is set."""
         self._outcomes.ready()
         message = self._outcomes.message
         self._outcomes.send(wire.write_outcome(message, outcome, stop))
@@ -112,7 +115,7 @@ class LeadEnd:
             self._count(4 * size)
 
     def speculation(self, round_: int, count: int) -> Speculation:
-        """Waits for the speculation of round `round_`, of `count` sequences, and returns it."""
+        """Waits for the drafted tokens of round `round_` and `count` sequences; returns them."""
         inbox = self._speculations
         OWN.bytes[DOING] = _DRAFT_WAIT
         self.waiter.until(inbox.arrived, "draft: speculation")
@@ -123,21 +126,21 @@ class LeadEnd:
         return speculation
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
-        """Waits for the `count` distributions of round `round_`; returns them [count, V]."""
+        """Waits for the `count` distributions of round `round_`; returns float32 [count, V]."""
         inbox = self.wait_for_proposals()
         rows = wire.read_proposals(inbox.message, round_, count)
         self._release_proposals(inbox, count)
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions of round `round_`, which rejected no uncertain token,
-        and drops them."""
+        """Waits for the `count` distributions of round `round_`, which no rejection needs, and
+        drops them."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Returns the inbox of distributions once they have arrived; adds to proposal_wait_s."""
+        """Waits for the draft's distributions, timed in proposal_wait_s; returns their inbox."""
         assert self._proposals is not None, "proposals of a link without sampling"
         start = perf_counter()
         self.waiter.until(self._proposals.arrived, "draft: proposals")
@@ -155,12 +158,13 @@ class LeadEnd:
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Finishes sends and cancels receives."""
+        """Finishes sends and cancels receives that are still in progress."""
         close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 class DraftEnd:
-    """The draft's end, which receives outcomes and sends speculations; arguments as of LeadEnd."""
+    """The draft rank's end of the link to the lead, which receives outcomes and sends drafted
+    tokens. Its arguments are those of LeadEnd."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -176,39 +180,40 @@ class DraftEnd:
         return self._outcomes.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for an outcome, of round `round_` if given; returns it, and whether to stop."""
+        """Waits for an outcome, which must be of round `round_` unless that is None. Returns (the
+        outcome, whether the lead orders the draft to stop)."""
         self._waiter.until(self._outcomes.arrived, "target: outcome")
         outcome, stop = wire.read_outcome(self._outcomes.message, round_)
         self._outcomes.release()
         return with_prompts(outcome, self._prompts, self._waiter), stop
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """Starts to send drafted tokens."""
+        """Starts to send the drafted tokens of a round to the lead."""
         self._speculations.ready()
         wire.write_speculation(self._speculations.message, speculation)
         self._speculations.send()
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Starts to send `rows`, the distribution [V] that each uncertain token was drawn from."""
+        """Starts to send the distribution [V] from which each sampled token was drawn."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self._proposals.ready()
         self._proposals.send(wire.write_proposals(self._proposals.message, round_, rows))
 
     def close(self) -> None:
-        """Finishes sends and cancels receives."""
+        """Finishes sends and cancels receives that are still in progress."""
         close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
 
 
 def close_all(*boxes: Outbox | Inbox | None) -> None:
-    """Closes outboxes and inboxes, of which some may be None."""
+    """Closes all given outboxes and inboxes; skips None."""
     for box in boxes:
         if box is not None:
             box.close()
 
 
 def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outcome:
-    """Returns an outcome with the prompts of its new sequences, which arrive in `inbox` (None: on
-    this link no sequence has a prompt)."""
+    """Returns the outcome with the prompts of the sequences that it admits, after waiting for them
+    in `inbox`. With inbox=None (a link without prompts) the outcome is returned as it is."""
     if inbox is None or not len(outcome.fresh):
         return outcome
     waiter.until(inbox.arrived, "lead: prompts")
@@ -218,7 +223,7 @@ def with_prompts(outcome: Outcome, inbox: Inbox | None, waiter: Waiter) -> Outco
 
 
 class DirectOutbox(Outbox):
-    """Sends the used part of a message at once, by a function `put`."""
+    """Passes the used part of a message to the function `put`, which sends it at once."""
 
     def __init__(self, message: Message, put: Callable[[memoryview], object]) -> None:
         super().__init__(message)
@@ -232,7 +237,7 @@ def queue_link(
     shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
 ) -> tuple[LeadEnd, DraftEnd]:
     """Returns both ends of a link between two threads of one process. waiter, draft_waiter: how the
-    lead and the draft wait (None: as the lead)."""
+    lead and the draft wait for messages (draft_waiter=None: as the lead does)."""
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
 
     def outbox(message: Message) -> Outbox:
@@ -254,13 +259,14 @@ def queue_link(
 
 
 def packets() -> socket.socket:
-    """Returns a new Unix socket, which keeps the bounds of messages."""
+    """Returns a new Unix socket that preserves message boundaries (SOCK_SEQPACKET)."""
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns the makers of outboxes and inboxes for a link over a connected socket. They raise
-    OSError if the peer has left, or reads nothing."""
+    """Returns the functions that make the outboxes and inboxes of a link over a connected socket.
+    Sends raise OSError if the peer has left or reads nothing, and receives FaultError if it has
+    left."""
     connected.setblocking(False)
     return (
         lambda message: DirectOutbox(message, connected.send),
@@ -269,19 +275,19 @@ def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
 
 
 def _received(connected: socket.socket, message: Message) -> bool:
-    """Receives a message from a socket without blocking; returns whether one was there. Raises
-    FaultError if the peer has left, or sent anything else."""
+    """Receives a message from a socket without blocking; returns False if none has arrived. Raises
+    FaultError if the peer has left, or sent a packet of another length than its header says."""
     try:
         count = connected.recv_into(message.array.data)
     except BlockingIOError:
         return False
-    if count != 4 * (HEADER + int(message.array[_SIZE])):  # a longer packet is cut off
+    if count != 4 * (HEADER + int(message.array[_SIZE])):  # recv_into cuts off a longer packet
         raise FaultError(f"{message.kind.name}: {count} bytes: the peer has left")
     return True
 
 
 class SocketWaiter(Waiter):
-    """Waits for messages without using the CPU, until a time of perf_counter that `limit` sets."""
+    """Waits for messages of a socket without using the CPU, until the time that `limit` has set."""
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(0.0, spin=False)
@@ -290,7 +296,7 @@ class SocketWaiter(Waiter):
         self._polls.register(connected, select.POLLIN)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises Overdue, which names `what`, at the limit."""
+        """Returns once test() is true; raises Overdue, which names `what`, at the time limit."""
         while not test():
             left = self._end - perf_counter()
             if left <= 0:
@@ -298,12 +304,12 @@ class SocketWaiter(Waiter):
             self._polls.poll(None if left == math.inf else 1e3 * left)
 
     def limit(self, end: float) -> None:
-        """Sets the time of perf_counter at which waits raise Overdue, at first never."""
+        """Sets the time of perf_counter at which waits raise Overdue; there is none at first."""
         self._end = end
 
 
 def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
-    """Sends the sizes of a draft's messages, and of its vocabulary."""
+    """Sends HELLO: the limits `shape` of a draft's messages, and the size of its vocabulary."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     sizes = shape.batch, shape.lookahead, shape.prompt_tokens, vocab
     message.write(0, 1, [np.array(sizes, np.int32)])
@@ -311,8 +317,8 @@ def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
 
 
 def received_hello(connected: socket.socket) -> tuple[LinkShape, int] | None:
-    """Returns (the sizes of the draft's messages, the size of its vocabulary), or None if they have
-    not arrived; raises ProtocolError for sizes out of bounds."""
+    """Receives HELLO without blocking. Returns (the limits of the draft's messages, its vocabulary
+    size), or None if HELLO has not arrived. Raises ProtocolError if a number is out of bounds."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     if not _received(connected, message):
         return None

@@ -1,24 +1,25 @@
-"""The collectives of T target ranks: of host arrays by MPI, and of device arrays by kernels or NCCL
-within a CUDA graph, or by MPI.
+"""The collectives of T target ranks: of host arrays by MPI, and of device arrays by CUDA kernels or
+NCCL within a CUDA graph, or by MPI.
 
     --all_reduce   its implementation
-    auto           oneshot if it can be opened and its trial sums are right; else nccl if CuPy has
+    auto           oneshot if it can be opened and its test sums are right; else nccl if CuPy has
                    NCCL and no two ranks share a GPU; else staged
-    oneshot        kernels on memory that the GPUs of one host share
-    nccl           NCCL, or a ConfigError
+    oneshot        kernels that write to each other's memory, for the GPUs of one host
+    nccl           NCCL; a ConfigError where it is not available
     staged         copies to page-locked host memory, sums by MPI in float32, copies back; works
-                   with any MPI, without graphs
-    mpi            MPI on device pointers, or a ConfigError; its group is named device
+                   with any MPI, but not in CUDA graphs
+    mpi            MPI on device pointers, or a ConfigError; the class's name is "device"
 
-Graphs hold NCCL's operations and are destroyed before it; the other order hangs. NCCL is aborted
-where the device still waits for a peer, and the rank then has to leave by MPI.Abort. Device memory
-is freed last, because freeing it waits for the device.
+CUDA graphs that captured NCCL operations are destroyed before the communicator; the other order
+hangs. If the device still waits for a peer, NCCL is aborted, and the rank then has to leave by
+MPI.Abort. Device memory is freed last, because freeing it waits for the device.
 
-An MPI that cannot read device memory ends in a segfault. MPI gets a device pointer only if the user
-asked for it (--all_reduce=mpi) and the library claims it, by MPIX_Query_cuda_support (Open MPI,
-MPICH), by MPIX_GPU_query_support (MPICH 4), or Cray MPICH by MPICH_GPU_SUPPORT_ENABLED=1. Only
-nonblocking sends and receives of bytes are used. A rank sends its array to all others and sums what
-it received in rank order, so that all ranks get the same bits.
+An MPI that cannot read device memory crashes with a segfault. MPI therefore gets device pointers
+only if the user asked for that (--all_reduce=mpi) and the library claims support: by
+MPIX_Query_cuda_support (Open MPI, MPICH), by MPIX_GPU_query_support (MPICH 4), or, for Cray MPICH,
+by MPICH_GPU_SUPPORT_ENABLED=1. Only nonblocking sends and receives of bytes are used. A rank sends
+its array to all others and sums what it received in rank order, so that all ranks get the same
+bits.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import Backend
 from mpissd.engine.comm.group import ALL_REDUCES, Group, SoloGroup
 
-_CLOSE_S = 1.0  # longest wait of a close for enqueued work
+_CLOSE_S = 1.0  # the longest time that `close` waits for enqueued GPU work, in seconds
 MAX_RANKS = 8
-BLOCKS = 64  # of a launch of the kernel `exchange`
-THREADS = 256  # of each block
-CAPACITY = 1 << 19  # words of two float16 in an exchange, 2 MiB; larger arrays take several
-TOLERANCE = 2e-3  # largest relative error of the trial sums
-PEERS = np.dtype(  # struct Peers of kernels/inbox.cu
+BLOCKS = 64  # thread blocks in a launch of the kernel `exchange`
+THREADS = 256  # threads of each block
+CAPACITY = 1 << 19  # most words (two float16 each) of one exchange, 2 MiB; larger arrays take more
+TOLERANCE = 2e-3  # the largest relative error that the test sums at start-up may have
+PEERS = np.dtype(  # the layout of struct Peers in kernels/inbox.cu
     [
         ("inbox", np.uint64, MAX_RANKS),
         ("done", np.uint64),
@@ -57,12 +58,13 @@ PEERS = np.dtype(  # struct Peers of kernels/inbox.cu
 _SUM = 0  # modes of the kernel `exchange`
 _GATHER = 1
 _TRIAL_S = 20.0
-_TRIAL_SIZES = 2, 510, 8192, 2 * CAPACITY + 4  # float16: less than a block … two exchanges
-_TRIALS = 3  # sums of each size: one in either slot of the inbox, and the first slot again
+# Numbers of float16 in the test sums: from less than a thread block to more than one exchange.
+_TRIAL_SIZES = 2, 510, 8192, 2 * CAPACITY + 4
+_TRIALS = 3  # test sums of each size; they use the inbox's two slots in turn
 
 
 class GpuPlace(NamedTuple):
-    """A rank's host and GPU, and whether its CuPy has NCCL."""
+    """Where a rank runs: its host, the PCI bus id of its GPU, and whether its CuPy has NCCL."""
 
     host: str
     bus_id: str
@@ -70,13 +72,13 @@ class GpuPlace(NamedTuple):
 
 
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
-    """Returns oneshot, nccl, staged or device, the same on every rank. choice: the value of
-    --all_reduce. places: of all ranks. oneshot: whether `auto` may choose it. Raises ConfigError
-    for an unknown choice, and for one that these ranks cannot do."""
+    """Resolves --all_reduce to "oneshot", "nccl", "staged" or "device", the same on every rank.
+    choice: the flag's value. places: the host and GPU of every rank. oneshot: whether `auto` may
+    give it. Raises ConfigError for an unknown choice, and for one that these ranks cannot use."""
     if choice not in ALL_REDUCES:
         raise unknown("all-reduce", choice, ALL_REDUCES)
     first: dict[tuple[str, str], int] = {}
-    shared = no_nccl = ""  # why not: two ranks on one GPU, a rank without NCCL
+    shared = no_nccl = ""  # reasons against NCCL: two ranks share a GPU; a rank's CuPy lacks NCCL
     for rank, place in enumerate(places):
         other = first.setdefault((place.host, place.bus_id), rank)
         if other != rank and not shared:
@@ -104,8 +106,8 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
 
 
 def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the collectives of `comm`'s ranks, the T target ranks. Collective. choice: the value of
-    --all_reduce; raises ConfigError if this backend, these devices or this MPI cannot do it."""
+    """Opens the collectives of the target ranks of `comm`. Collective. choice: the value of
+    --all_reduce. Raises ConfigError if the backend, the devices or the MPI library cannot do it."""
     if backend.name != "cupy" and choice not in ("auto", "mpi"):
         raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
     if backend.name == "emulated":
@@ -118,7 +120,7 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the collectives of `comm`'s ranks, each with a GPU, as open_group does."""
+    """Opens the collectives of ranks with a GPU each; arguments and errors as in open_group."""
     device: Any = backend
     info = backend.info
     has_nccl = False
@@ -140,7 +142,7 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
         return NcclGroup(device, comm, waiter)
     if name == "staged":
         return StagedGroup(device, comm, waiter)
-    if not claims_cuda():  # All ranks load one library, so that all raise this error.
+    if not claims_cuda():  # All ranks load the same MPI library, so that all raise this error.
         vendor, version = MPI.get_vendor()
         library = f"{vendor} {'.'.join(map(str, version))}"
         raise ConfigError(
@@ -151,7 +153,8 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
 
 
 class MpiGroup(Group):
-    """Collectives of host arrays by nonblocking MPI, whose waits can sleep and have a deadline."""
+    """Collectives of host arrays by nonblocking MPI; waits for them have a deadline and can
+    sleep."""
 
     name = "mpi"
     capturable = False
@@ -176,7 +179,7 @@ class MpiGroup(Group):
 
 
 class NcclGroup(Group):
-    """Collectives by NCCL on the backend's stream, which graphs may capture."""
+    """Collectives by NCCL on the backend's CUDA stream; CUDA graphs may capture them."""
 
     name = "nccl"
 
@@ -193,7 +196,7 @@ class NcclGroup(Group):
         self._error = nccl.NcclError
         identity = comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None)
         self._nccl: Any = nccl.NcclCommunicator(comm.size, identity, comm.rank)
-        # NCCL connects at the first operations, which must not be captured.
+        # NCCL connects at the first operations, which a graph must not capture.
         with device.stream:
             halves = cupy.zeros((1, 1024), np.float16)
             words = cupy.zeros(256, np.int32)
@@ -236,7 +239,8 @@ class NcclGroup(Group):
             self._nccl = None
 
     def close(self) -> None:
-        """Destroys the device's graphs and the communicator; waits for other ranks at most 1 s."""
+        """Destroys the device's CUDA graphs, then the communicator; aborts the communicator if
+        other ranks have not finished after 1 s."""
         if self._nccl is None:
             return
         self._device.destroy_graphs()
@@ -250,15 +254,17 @@ class NcclGroup(Group):
 
 
 class OneshotGroup(Group):
-    """Collectives of up to 8 GPUs of one host, which share memory by CUDA IPC; for graphs as well.
+    """Collectives of up to 8 GPUs of one host, which map each other's memory by CUDA IPC; for
+    graphs too.
 
-    Each rank has an inbox into which all others write (kernels/inbox.cu). One store carries a word
-    and the number of its exchange, so that data cross NVLink once and no handshake is needed. Sums
-    are made in float32 in rank order, so that all ranks get the same bits. The persistent kernel of
-    several products exchanges their results itself; the kernel `exchange` does so for other arrays.
+    Each rank has an inbox in its GPU memory, into which all others write (kernels/inbox.cu). One
+    store carries a data word and the number of its exchange, so that data cross NVLink once and no
+    handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
+    bits. The kernel `exchange` sums one array; the persistent kernel of several products does so
+    itself.
 
-    If a rank never comes, the kernels give up at the waiter's deadline, or when `abort` sets the
-    backend's stop word. The sums are then NaN, and the program that waits for them raises
+    If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
+    the backend's stop word. The sums are then NaN, and the program that waits for them raises
     FaultError.
     """
 
@@ -266,8 +272,8 @@ class OneshotGroup(Group):
     done_counts = BLOCKS
 
     def __init__(self, device: Any, comm: MPI.Comm, waiter: Waiter) -> None:
-        """Maps the other ranks' inboxes and tries sums; raises ConfigError on every rank if a rank
-        cannot map them, or a sum is wrong. Collective."""
+        """Maps the other ranks' inboxes and compares some sums with MPI's. Collective. Raises
+        ConfigError on every rank if a rank cannot map an inbox, or if a sum is wrong."""
         super().__init__(comm.size, comm.rank)
         self._device = device
         self._comm = comm
@@ -275,7 +281,7 @@ class OneshotGroup(Group):
         self.capacity = CAPACITY
         self._inbox_bytes = 2 * comm.size * CAPACITY * 8
         self._limit = np.uint64(int(waiter.deadline_s * 1e9))
-        self._inbox = 0  # the device address of this rank's; 0: none is open
+        self._inbox = 0  # the device address of this rank's inbox; 0 while there is none
         self._mapped: list[int] = []
         self._peers: Any = None
         try:
@@ -304,12 +310,12 @@ class OneshotGroup(Group):
         self._exchange(local.data.ptr, gathered.data.ptr, local.size, _GATHER)
 
     def abort(self) -> None:
-        """Makes this rank's kernels, also later ones, give up waiting for other ranks."""
+        """Makes all present and later kernels of this rank stop waiting for other ranks."""
         self._device.stop[0] = 1
 
     def close(self) -> None:
-        """Unmaps the inboxes and frees this rank's; waits for a missing rank at most 3 s. The
-        backend can open other collectives afterwards, also after an abort."""
+        """Unmaps the other ranks' inboxes and frees this rank's; waits for a missing rank at most 3
+        s. The backend can open other collectives afterwards, also after an abort."""
         if not self._inbox:
             return
         self._device.destroy_graphs()
@@ -341,10 +347,10 @@ class OneshotGroup(Group):
             self._kernel((BLOCKS,), (THREADS,), args)
 
     def _map(self) -> str | None:
-        """Allocates this rank's inbox and maps the others'; returns why it failed, or None.
-        Collective."""
+        """Allocates this rank's inbox and maps the other ranks'. Collective. Returns None, or the
+        reason why it failed here."""
         reason = handle = None
-        size = self._inbox_bytes + 4 * BLOCKS  # with the counters of exchanges
+        size = self._inbox_bytes + 4 * BLOCKS  # each block counts its exchanges after the inbox
         try:
             import cupy
             from cupy.cuda import runtime
@@ -359,7 +365,7 @@ class OneshotGroup(Group):
             reason = str(error)
         handles = self._comm.allgather(handle)
         if reason is not None or None in handles:
-            return reason  # It is None if only another rank failed.
+            return reason  # The reason is None if only another rank failed.
         peers = np.zeros(1, PEERS)
         inboxes = np.zeros(MAX_RANKS, np.uint64)
         try:
@@ -378,8 +384,8 @@ class OneshotGroup(Group):
         return None
 
     def _trial(self) -> str | None:
-        """Compares sums of random numbers with MPI's; returns the relative error as text if it is
-        too large, or None. Collective."""
+        """Compares sums of random numbers with sums by MPI. Collective. Returns None, or as text
+        the relative error if it exceeds TOLERANCE."""
         limit = self._limit
         self._limit = np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
@@ -399,7 +405,7 @@ class OneshotGroup(Group):
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:
-        """Raises ConfigError on all ranks if one passes a reason why `what` failed. Collective."""
+        """Collective; raises ConfigError on all ranks if one passes a reason why `what` failed."""
         for rank, why in enumerate(self._comm.allgather(reason)):
             if why is not None:
                 raise ConfigError(
@@ -409,8 +415,8 @@ class OneshotGroup(Group):
 
 
 class StagedGroup(Group):
-    """Collectives of device arrays through host memory by MPI, in float32, rounded once. Each waits
-    for the stream and then calls MPI, so graphs cannot capture them."""
+    """Collectives of device arrays through host memory by MPI. Sums are made in float32 and rounded
+    once. Each call waits for the stream and then calls MPI, so CUDA graphs cannot capture it."""
 
     name = "staged"
     capturable = False
@@ -420,9 +426,9 @@ class StagedGroup(Group):
         self._device = device
         self._comm = comm
         self._waiter = waiter
-        self._memory: dict[Any, Any] = {}  # by size, of arrays that are kept
+        self._memory: dict[Any, Any] = {}  # staging buffers, kept for reuse, by size or shape
 
-    def _settle(self) -> None:  # since MPI is not ordered by the stream
+    def _settle(self) -> None:  # MPI does not wait for work that the stream still has to do.
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
 
     def all_reduce(self, array: Any) -> None:
@@ -444,14 +450,14 @@ class StagedGroup(Group):
         self._device.copy_in(staged, gathered)
 
     def _host(self, count: int) -> Any:
-        """Returns page-locked memory of `count` int32."""
+        """Returns a kept buffer of `count` int32 in page-locked host memory."""
         if count not in self._memory:
             self._memory[count] = self._device.host_ints(count)
         return self._memory[count]
 
 
 class DeviceMpiGroup(StagedGroup):
-    """Collectives of device arrays that MPI exchanges by their device pointers, with sums on the
+    """Collectives whose data MPI exchanges directly between device buffers; sums are made on the
     device."""
 
     name = "device"
@@ -474,7 +480,7 @@ class DeviceMpiGroup(StagedGroup):
             self._exchange(slots)
 
     def _exchange(self, slots: Any) -> None:
-        """Sends slots[self.rank] to all other ranks, and receives slots[peer] from each peer."""
+        """Sends slots[self.rank] to all other ranks, and receives from each into slots[peer]."""
         self._settle()
         peers = [peer for peer in range(self.size) if peer != self.rank]
         requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
@@ -483,7 +489,7 @@ class DeviceMpiGroup(StagedGroup):
 
 
 def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the MPI library that this process has loaded claims to read device memory."""
+    """Returns whether the loaded MPI library claims that it can read device memory."""
     if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
         return True
     try:

@@ -1,7 +1,8 @@
-"""Online learning over MPI: training examples from the lead, new weights to the draft.
+"""MPI messages for online training of the draft: training examples go from the lead (rank 0) to the
+learner, and new weights from the learner to the draft rank.
 
-The learner is the last rank of the world. It is split off before the job opens, so the job's own
-collectives never wait for it. Nothing of the job waits for its messages either.
+The learner, the last rank of MPI's world, is split off before the other ranks open the job, so that
+their collectives never wait for it. They do not wait for its messages either.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from numpy.typing import NDArray
 from mpissd.engine.comm.mpi_patient import PatientComm
 
 Bytes = NDArray[np.uint8]
-_EXAMPLES, _STOP, _REPORT, _VERSION = range(1, 5)  # the messages' tags
-_MOST = 8  # messages of examples in flight
-_REPORT_S = 10.0  # longest wait of the job for the learner's report
+_EXAMPLES, _STOP, _REPORT, _VERSION = range(1, 5)  # MPI tags of the kinds of messages
+_MOST = 8  # most messages of examples that may be in flight
+_REPORT_S = 10.0  # the longest time, in seconds, that the lead waits for the learner's report
 _NAP_S = 1e-3
 
 
 class LearnerComms:
-    """This rank's place in a job with one learner; `world` is the job without it. world_size counts
-    the learner. is_learner, is_lead, is_draft: this rank's role; the first rank leads and the one
-    before the learner drafts. local_rank: among the ranks of its host."""
+    """The communicators and messages of one rank in a job with a learner, which trains the draft.
+    world: all ranks but the learner, or the learner alone. world_size: number of ranks with the
+    learner. is_learner (the last rank), is_lead (rank 0), is_draft (the last but one): this rank's
+    role. local_rank: this rank's number on its host."""
 
     def __init__(self, piece_bytes: int) -> None:
-        """Starts MPI and splits the learner off; collective over MPI's world. piece_bytes: the
+        """Starts MPI and splits the learner off. Collective over MPI's world. piece_bytes: the
         longest message of new weights."""
         self._all = PatientComm(MPI.COMM_WORLD).Dup()
         rank, self.world_size = self._all.rank, self._all.size
@@ -40,10 +42,10 @@ class LearnerComms:
         self.world = self._all.Split(int(self.is_learner), rank)
         self.outlet = ExampleOutlet(self._all, self._learner) if self.is_lead else None
         self.inbox = PieceInbox(self._all, self._learner, piece_bytes) if self.is_draft else None
-        self._stop: MPI.Request | None = None  # of `stop`; holds its message until it is received
+        self._stop: MPI.Request | None = None  # the send of the stop message, which it keeps alive
 
     def stop(self) -> dict[str, Any] | None:
-        """Ends the learner, on the lead; returns its report, None if it does not answer in time."""
+        """On the lead: ends the learner and returns its report, or None if it does not answer."""
         self._stop = self._all.Isend(np.zeros(1, np.int32), self._learner, _STOP)
         until = time.monotonic() + _REPORT_S
         while (data := self._probed(self._learner, _REPORT)) is None:
@@ -54,34 +56,35 @@ class LearnerComms:
         return report
 
     def close(self) -> None:
-        """Ends the messages in flight, once the job's rounds are over."""
+        """Finishes this rank's messages with the learner after decoding; the lead also stops it."""
         if self.outlet is not None and self._stop is None:
             self.stop()
         if self.inbox is not None:
             self.inbox.close()
 
     def examples(self) -> Bytes | None:
-        """Returns a round's training examples, on the learner; None if none have arrived."""
+        """On the learner: returns the training examples of a round; None if none have arrived."""
         return self._probed(0, _EXAMPLES)
 
     def must_stop(self) -> bool:
-        """Returns whether the lead has ended the learner; what it sent before has arrived."""
+        """On the learner: returns whether the lead's stop message has arrived. All examples that
+        the lead sent earlier have then arrived too."""
         return self._probed(0, _STOP) is not None
 
     def send_piece(self, message: Bytes) -> MPI.Request:
-        """Starts to send the draft a piece of a version."""
+        """On the learner: starts to send a piece of the new weights to the draft rank."""
         return self._all.Isend(message, self._learner - 1, _VERSION)
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
-        """Ends the learner's messages: the end to the draft, its report to the lead. last: the
-        piece that is on its way."""
+        """On the learner, at its end: tells the draft rank that no more weights follow, and sends
+        the report to the lead. last: the send of the last piece of weights, finished before."""
         if last is not None:
             last.Wait()
         self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
         self._all.Send(np.frombuffer(json.dumps(report).encode(), np.uint8), 0, _REPORT)
 
     def _probed(self, source: int, tag: int) -> Bytes | None:
-        """Receives a message of any length if it has arrived."""
+        """Returns a message of rank `source` and this tag, of any length; None if none is there."""
         status = MPI.Status()
         if not self._all.Iprobe(source, tag, status):
             return None
@@ -91,25 +94,25 @@ class LearnerComms:
 
 
 class ExampleOutlet:
-    """The lead's sends to the learner, which never block; a few may be in flight."""
+    """Sends training examples from the lead to the learner without ever blocking."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
         self._sending: list[tuple[MPI.Request, Bytes]] = []
 
     def has_room(self) -> bool:
-        """Returns whether few enough messages are on their way."""
+        """Returns whether fewer than _MOST messages are in flight."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
         return len(self._sending) < _MOST
 
     def send(self, message: Bytes) -> None:
-        """Starts to send a message, which is on its way until the learner takes it. A plain send of
-        a short message would complete before it is received."""
+        """Starts to send a message, which counts as in flight until the learner receives it. It is
+        a synchronous send, because a plain send of a short message completes before that."""
         self._sending.append((self._comm.Issend(message, self._learner, _EXAMPLES), message))
 
 
 class PieceInbox:
-    """Receives the pieces of new weights for a draft."""
+    """Receives new weights from the learner on the draft rank, one piece a message."""
 
     def __init__(self, comm: MPI.Comm, learner: int, piece_bytes: int) -> None:
         self._buffer = np.empty(piece_bytes, np.uint8)
@@ -118,7 +121,7 @@ class PieceInbox:
         self._ended = False
 
     def take(self) -> Bytes | None:
-        """Returns the next message, valid until the next call; None if none has arrived."""
+        """Returns the next piece, which the next call overwrites; None if none has arrived."""
         if self._ended:
             return None
         if self._request is None:
@@ -132,7 +135,7 @@ class PieceInbox:
         return None if self._ended else message
 
     def close(self) -> None:
-        """Drops arriving messages until the learner has ended, or the time for that is over."""
+        """Receives and drops messages until the learner's last one, for at most 10 s."""
         until = time.monotonic() + _REPORT_S
         while not self._ended and time.monotonic() < until:
             if self.take() is None:

@@ -1,8 +1,9 @@
-"""Messages over MPI, with persistent requests on preallocated memory.
+"""Messages over MPI, with persistent requests on preallocated buffers.
 
-They carry the link between the lead and the draft, and the plan channel, on which the first rank of
-a target group (its lead) sends the others (the followers) what to verify. The receive for the next
-message is posted as soon as the last one was read, a round before it is needed.
+They carry the link between the lead and the draft rank, and the plan channel. On the plan channel
+the lead, which is the first rank of a tensor-parallel target group, sends the other ranks of the
+group (the followers) what to verify. The receive for the next message is posted as soon as the last
+one was read, a round before it is needed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _VERIFY = int(Doing.VERIFY)
 
 
 class MpiOutbox(Outbox):
-    """Sends a message to the ranks `peers`: in its usual size by persistent requests, and in any
-    other size by new ones."""
+    """Sends a message to the ranks `peers`. Messages of the usual size use persistent requests;
+    others use new requests."""
 
     def __init__(
         self, comm: MPI.Comm, peers: Sequence[int], message: Message, waiter: Waiter
@@ -59,7 +60,7 @@ class MpiOutbox(Outbox):
 
 
 class MpiInbox(Inbox):
-    """Receives a message from rank `peer`, by a persistent receive that is posted at once."""
+    """Receives messages of one kind from rank `peer`, by a persistent receive, posted at once."""
 
     def __init__(self, comm: MPI.Comm, peer: int, message: Message) -> None:
         self._request = comm.Recv_init(message.array, peer, int(message.kind))
@@ -78,7 +79,7 @@ class MpiInbox(Inbox):
 
 
 def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns the makers of outboxes and inboxes for a link to rank `peer` of `comm`."""
+    """Returns functions that make the outboxes and inboxes to and from rank `peer` of `comm`."""
     return (
         lambda message: MpiOutbox(comm, [peer], message, waiter),
         lambda message: MpiInbox(comm, peer, message),
@@ -86,12 +87,13 @@ def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, Ma
 
 
 class PlanSender:
-    """The lead's end of the plan channel: it sends every follower plans.
+    """The lead's end of the plan channel, on which the lead of a target group sends plans to the
+    other ranks of the group (followers), so that all run the same forwards.
 
-    The plan of round r holds the outcome of round r-1 and the speculation of round r. It has left
-    when `publish` returns: a message beyond MPI's eager limit (4 KiB of shared memory in Open MPI)
-    may move only while the sender calls MPI, and the lead next waits for a forward that needs the
-    followers, so that on a GPU neither would end.
+    The plan of round r holds the outcome of round r-1 and the drafted tokens of round r. `publish`
+    returns only when it has left: MPI may transfer a message beyond its eager limit (4 KiB in
+    shared memory with Open MPI) only while the sender calls MPI, but the lead next waits on its GPU
+    for a forward whose all-reduces need the followers, so that neither would finish.
     """
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
@@ -105,7 +107,7 @@ class PlanSender:
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends the plan of round speculation.round; stop: the followers end after it."""
+        """Sends the plan of round speculation.round; with `stop` the followers end after it."""
         message = self._plans.message
         self._plans.send(wire.write_outcome(message, outcome, stop, speculation))
         self._count(4 * message.usual)
@@ -117,9 +119,9 @@ class PlanSender:
         self._plans.ready()
 
     def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
-        """Starts a round that the device decides, on all target ranks. forced: returns tokens that
-        replace the model's, int32 [b, n], or None if the round cannot begin yet. They are sent to
-        the followers, and returned."""
+        """Starts, on all target ranks, a round that the GPUs run without the host. forced: a
+        function that returns tokens to impose on the models, int32 [b, n], or None if the round
+        cannot begin yet. Sends its result to the followers, and returns it."""
         tokens = forced()
         if self.num_followers:
             message = self._starts.message
@@ -135,12 +137,12 @@ class PlanSender:
         self.num_bytes += self.num_followers * num_bytes
 
     def close(self) -> None:
-        """Frees the requests."""
+        """Finishes sends that are in progress, and frees the persistent requests."""
         close_all(self._plans, self._starts, self._prompts)
 
 
 class PlanReceiver:
-    """A follower's end of the plan channel, whose lead is rank 0 of `comm`."""
+    """A follower's end of the plan channel: receives plans from the lead, rank 0 of `comm`."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
@@ -154,8 +156,8 @@ class PlanReceiver:
         return self._plans.arrived()
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of round r = `round_`; returns the outcome of round r-1, the
-        speculation of round r, and whether to stop."""
+        """Waits for the plan of round r = `round_`. Returns the outcome of round r-1, the drafted
+        tokens of round r, and whether to stop."""
         OWN.bytes[DOING] = _PLAN_WAIT
         self._waiter.until(self._plans.arrived, "lead: plan")
         OWN.bytes[DOING] = _VERIFY
@@ -164,7 +166,8 @@ class PlanReceiver:
         return with_prompts(outcome, self._prompts, self._waiter), speculation, stop
 
     def start(self, round_: int, forced: object) -> Ints | None:
-        """Waits for, and returns, the tokens that PlanSender.start sends; forced: is the lead's."""
+        """Waits for the lead's order to start a round; returns the tokens that PlanSender.start
+        sent, or None. `forced` is unused: only the lead decides which tokens are imposed."""
         self._waiter.until(self._starts.arrived, "lead: start of a round")
         header = self._starts.message.header(round_)
         rows = self._starts.message.body(header)

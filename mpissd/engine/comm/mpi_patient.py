@@ -1,8 +1,8 @@
-"""Communicators whose collectives of Python objects have a deadline. Importing it starts MPI.
+"""Communicators whose collectives of Python objects have a deadline. Importing this starts MPI.
 
-mpi4py's own collectives block inside MPI and would hang for a missing rank. The ones here poll
-nonblocking requests. Split and Dup have no nonblocking form, so a thread ends the process when they
-take too long.
+mpi4py's own collectives block inside MPI and would hang if a rank is missing; the ones here poll
+nonblocking requests. Split and Dup have no nonblocking form, so a watching thread ends the process
+if they take too long.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mpi4py import MPI
 from mpissd.common.stage import OWN, STAGE, Stage
 from mpissd.common.wait import Waiter, within
 
-# The deadline is multiplied by these where other ranks may still open devices and make weights, or
-# the lead summarizes millions of rounds.
+# In these stages of a job the deadline is multiplied, because other ranks may still open devices
+# and create weights, or the lead may summarize millions of rounds.
 _FACTORS = {Stage.START: 30, Stage.OPEN: 30, Stage.GATHER: 10}
 
 
 class PatientComm(MPI.Intracomm):
-    """A communicator whose collectives raise Overdue after a deadline; Split and Dup return
-    such communicators as well."""
+    """A communicator whose collectives raise Overdue after a deadline. Its Split and Dup return
+    communicators of the same class."""
 
-    deadline_s: ClassVar[float] = 120.0  # --deadline_s of this process's job
+    deadline_s: ClassVar[float] = 120.0  # the value of --deadline_s, set for the whole process
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order."""
+        """Returns the objects of all ranks, in rank order."""
         data = np.frombuffer(MPI.pickle.dumps(sendobj), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         self._wait(self.Iallgather(np.array([len(data)], np.int64), sizes), "all ranks")
@@ -38,7 +38,7 @@ class PatientComm(MPI.Intracomm):
         return [MPI.pickle.loads(p.tobytes()) for p in np.split(pickled, np.cumsum(sizes)[:-1])]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Returns every rank's object, in rank order, on rank `root`; None on the others."""
+        """Returns the objects of all ranks, in rank order, on rank `root`; None on the others."""
         objects = self.allgather(sendobj)
         return objects if self.rank == root else None
 
@@ -56,25 +56,25 @@ class PatientComm(MPI.Intracomm):
         return reduce(op, self.allgather(sendobj))
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it."""
+        """Returns when all ranks have called this method."""
         self._wait(self.Ibarrier(), "barrier")
 
     Barrier = barrier
 
     def Split(self, color: int = 0, key: int = 0) -> PatientComm:
-        """Splits as Intracomm.Split does; ends the process when that takes too long."""
+        """Splits as mpi4py's Intracomm.Split does; ends the process if that takes too long."""
         with within(self._patience_s, "ranks to split up"):
             return PatientComm(super().Split(color, key))
 
     def Split_type(
         self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> PatientComm:
-        """Splits as Intracomm.Split_type does; ends the process when that takes too long."""
+        """Splits as mpi4py's Intracomm.Split_type does; ends the process if that takes too long."""
         with within(self._patience_s, "ranks to split up"):
             return PatientComm(super().Split_type(split_type, key, info))
 
     def Dup(self, info: MPI.Info | None = None) -> PatientComm:
-        """Copies as Intracomm.Dup does; ends the process when that takes too long."""
+        """Duplicates as mpi4py's Intracomm.Dup does; ends the process if that takes too long."""
         with within(self._patience_s, "ranks to open a communicator"):
             return PatientComm(super().Dup(info))
 

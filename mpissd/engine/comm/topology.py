@@ -1,4 +1,4 @@
-"""The ranks' roles: G groups of T target ranks, then D draft ranks; rank 0 is the job's lead."""
+"""The roles of the ranks: G groups of T target ranks, then D draft ranks. Rank 0 leads the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from mpissd.engine.backend.base import DeviceInfo
 
-# The variables with (size, rank) of Open MPI, of MPICH and its derivatives, and of srun.
+# The environment variables that hold the number of ranks and this process's rank, as set by Open
+# MPI, by MPICH and its derivatives, and by srun.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -28,13 +29,13 @@ _LAUNCHERS = (
 
 
 def launcher_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Returns how many processes mpirun or srun started, by its environment variables, so that
-    MPI need not be started; None for a process that neither started."""
+    """Returns how many processes mpirun or srun started, by environment variables and without
+    starting MPI; None if neither started this process."""
     return _launched(environ)[0]
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Returns this process's rank by the variables of mpirun or srun; 0 without them."""
+    """Returns this process's rank, by environment variables of mpirun or srun; 0 without them."""
     return _launched(environ)[1]
 
 
@@ -46,7 +47,7 @@ def _launched(environ: Mapping[str, str]) -> tuple[int | None, int]:
 
 
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
-    """Returns T = (world_size - num_drafts) / groups, the target ranks of a group; raises
+    """Returns T = (world_size - num_drafts) / groups, the number of target ranks in a group. Raises
     ConfigError if T is below 1 or not whole."""
     targets = world_size - num_drafts
     if targets < groups:
@@ -67,22 +68,22 @@ def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
 
 @dataclass
 class Topology:
-    """This rank's role, and those of all ranks of `world`. Ranks g·T … g·T+T-1 are the targets of
-    group g of G; ranks G·T … G·T+D-1 are the drafts, which all groups share."""
+    """The role of this rank and the layout of all ranks of `world`. Ranks g·T … g·T+T-1 are the
+    targets of group g = 0 … G-1. Ranks G·T … G·T+D-1 are the drafts, which all groups share."""
 
     world: MPI.Comm
-    group: MPI.Comm  # the ranks with this rank's role; for targets, the ranks of one group
+    group: MPI.Comm  # on a target: the ranks of its group; on a draft: all drafts
     tp: int
     num_drafts: int
     local_rank: int
-    hosts: tuple[str, ...]  # the name of each world rank's host
-    cores_a_rank: float  # usable cores for each rank, on the host with the fewest
-    groups: int = 1  # G, the target groups
+    hosts: tuple[str, ...]  # the host name of each rank of `world`
+    cores_a_rank: float  # usable CPU cores divided by ranks, on the host where that is least
+    groups: int = 1  # G, the number of target groups
 
     def waiter(self, deadline_s: float) -> Waiter:
-        """Returns how this rank waits for messages and devices, for at most deadline_s. With two
-        cores or more for each rank it spins. With one it spins only briefly, because any other
-        process would stretch a spin by a time slice of 4 ms."""
+        """Returns a Waiter for this rank's waits for messages and devices, with this deadline. With
+        two or more cores a rank, it polls without pause. With one it does so only briefly, because
+        any other process on the core would stretch the polling by a time slice of 4 ms."""
         if self.cores_a_rank >= 2:
             return Waiter(deadline_s, spin=True)
         if self.cores_a_rank >= 1:
@@ -92,13 +93,13 @@ class Topology:
     def __post_init__(self) -> None:
         rank = self.world.rank
         self.first_draft = self.groups * self.tp  # world rank of the first draft
-        self.is_lead = rank == 0  # leads the job: prints and writes the files
+        self.is_lead = rank == 0  # whether this rank prints and writes the job's files
         self.is_draft = rank >= self.first_draft
-        self.leads_group = not self.is_draft and rank % self.tp == 0  # the first rank of its group
-        self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1; G on a draft
+        self.leads_group = not self.is_draft and rank % self.tp == 0  # first rank of a target group
+        self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1 on targets, G on drafts
 
     def place(self, info: DeviceInfo) -> dict[str, Any]:
-        """Returns this rank's role, host and device, as the profile of `mpissd probe` has them."""
+        """Returns this rank's role, host and device as `mpissd probe` writes them to a profile."""
         rank = self.world.rank
         return {
             "rank": rank,
@@ -112,9 +113,9 @@ class Topology:
 
 
 def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
-    """Starts MPI and splits the world into targets and drafts. Collective. world: the ranks that
-    decode, without those that train a draft; None: all. Raises ConfigError on every rank if the
-    world is too small, or if mpirun and mpi4py belong to different MPIs."""
+    """Starts MPI and splits its ranks into targets and drafts. Collective. world: the ranks that
+    decode, without learners (None: all ranks). Raises ConfigError on every rank if there are too
+    few ranks, or if mpirun and mpi4py belong to different MPI libraries."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
@@ -132,7 +133,7 @@ def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = Non
 
 
 def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
-    """Returns the topology of `world`, whose first groups·tp ranks are targets. Collective."""
+    """Returns the topology of `world`: groups·tp target ranks, then the drafts. Collective."""
     from mpi4py import MPI
 
     group = world.Split(min(world.rank // tp, groups), world.rank)
@@ -145,16 +146,16 @@ def placed(world: MPI.Comm, tp: int, groups: int = 1) -> Topology:
 
 
 def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Returns a distinct name for the machine of each rank. names: by rank, its hostname and the
-    first rank on the same machine, which is appended where several machines (containers, clones)
-    have the same hostname."""
+    """Returns, for each rank, a name that is unique to its machine. names: for each rank, its
+    hostname and the first rank on the same machine. That number is appended to hostnames which
+    several machines share (containers, clones)."""
     machines = {name: {first for other, first in names if other == name} for name, _ in names}
     return tuple(name if len(machines[name]) == 1 else f"{name}#{first}" for name, first in names)
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:
-    """Returns the topology of all targets and the first `num_drafts` drafts; None on the other
-    drafts, which stay idle. Collective over topology.world."""
+    """Returns the topology of all targets and the first `num_drafts` drafts; on the remaining
+    drafts, which stay idle, None. Collective over topology.world."""
     from mpi4py import MPI
 
     if num_drafts == topology.num_drafts:
@@ -166,14 +167,14 @@ def part_of(topology: Topology, num_drafts: int) -> Topology | None:
 
 
 def usable_cores() -> set[int]:
-    """Returns the numbers of the cores that this process may run on."""
+    """Returns the numbers of the CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 class Refused(MpissdError):
-    """The error that all ranks raise after one of them has failed; only rank 0 prints it."""
+    """The error that all ranks raise after one of them failed; only rank 0 prints it."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -181,8 +182,8 @@ class Refused(MpissdError):
 
 
 def agree(world: MPI.Comm, error: MpissdError | None) -> None:
-    """Raises Refused on every rank if any of them passes an error. Collective. Without it, ranks
-    that have no error would wait in their next collective for one that has."""
+    """Raises Refused on every rank if any rank passes an error. Collective. Otherwise ranks without
+    an error would wait in the next collective for the rank that has one."""
     errors = world.allgather(None if error is None else (str(error), error.exit_code))
     first = next((e for e in errors if e is not None), None)
     if first is not None:
@@ -191,8 +192,8 @@ def agree(world: MPI.Comm, error: MpissdError | None) -> None:
 
 @contextmanager
 def agreed(world: MPI.Comm) -> Iterator[None]:
-    """Raises Refused on every rank if the block raises an MpissdError on any rank. Collective. A
-    FaultError passes at once, because the other ranks may never leave their blocks."""
+    """Runs a `with` block; raises Refused on every rank if the block raises an MpissdError on any.
+    Collective. A FaultError is raised at once, as other ranks may never leave their blocks."""
     error = None
     try:
         yield
@@ -207,8 +208,8 @@ _FLAG = "--enable-recovery"
 
 
 def check_recovery(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError if mpirun would end the target ranks together with a lost draft rank. It
-    raises nothing in a process that no launcher started, such as a dry run."""
+    """Raises ConfigError if mpirun would end all ranks when a draft rank is lost. Does nothing in a
+    process that no launcher started, such as a dry run."""
     if launcher_size(environ) is None:
         return
     version = environ.get("OMPI_VERSION", "")

@@ -1,9 +1,9 @@
-"""The messages of a round: their layout, and the checks of what arrives.
+"""The layout of the messages of a round, and the checks of received messages.
 
 A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
 holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), prompts
-(PROMPT), or a round's imposed tokens (START). A receiver compares the header with the expected one,
-and the whole message with its checksum. A difference raises ProtocolError with both values.
+(PROMPT), or tokens imposed on the models (START). A receiver checks the header against what it
+expects, and the message against its checksum. A difference raises ProtocolError with both values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mpissd.common.rounds import (
 
 VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
-_BY_CRC = 1 << 16  # largest body, in int32, that the CRC takes whole; larger ones are folded first
-_FOLD = 1 << 10  # numbers that are left of a folded body
-# int32 of a prompt before its tokens: their number, how many of them are answered, and the int32
-# of the Sampling that follows them, in JSON.
+_BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
+_FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
+# Three int32 precede a prompt's tokens: the number of tokens, how many of them are part of the
+# answer already, and the size in int32 of the JSON of the Sampling, which follows the tokens.
 _PROMPT_HEAD = 3
 
 
@@ -49,14 +49,15 @@ class Kind(IntEnum):
     PLAN = 3
     PROPOSALS = 4
     PROMPT = 5
-    HELLO = 6  # of a link over a socket
-    START = 7  # of a chained round, by all target ranks
+    HELLO = 6  # a draft's first message on a socket: the limits of its messages
+    START = 7  # lead to the other target ranks: start a round that the GPUs run without the host
 
 
 class Header(NamedTuple):
-    """The header, in the order of its fields in the message. checksum: of all that follows it.
-    rows: number of rows, distributions or prompts. size: int32 of the body. stop, lookahead, width,
-    fill: of an outcome, with its Control (−1: None). weights: version of the draft's weights."""
+    """A message's header, with its fields in the order in which they are sent. checksum: CRC of all
+    that follows it. rows: the number of rows, distributions or prompts. size: int32 in the body.
+    stop, lookahead, width, fill: sent with an outcome; the last three are its Control (−1: None).
+    weights: the version of the draft's weights."""
 
     checksum: int
     version: int
@@ -73,16 +74,16 @@ class Header(NamedTuple):
 
 
 _HEADER = Struct("=I11i")
-HEADER = _HEADER.size // 4  # int32 of a header
+HEADER = _HEADER.size // 4  # the size of a header in int32
 
 
 @dataclass(frozen=True)
 class LinkShape:
-    """The limits of all messages between some ranks, the same on each of them.
+    """The limits of the messages between a target group and its draft; equal on all ranks involved.
 
-    group: the target group's number. batch: the largest b. lookahead: drafted tokens of a sequence.
-    vocab: entries of a distribution if tokens are sampled, or 0. prompt_tokens: tokens of the
-    longest prompt that is sent; 0: sequences have no prompts.
+    group: the number of the target group. batch: the largest batch size b. lookahead: the most
+    drafted tokens of a sequence. vocab: V if distributions of sampled tokens are sent, else 0.
+    prompt_tokens: the most prompt tokens of a sequence; 0 if sequences have no prompts.
     """
 
     group: int
@@ -94,17 +95,17 @@ class LinkShape:
 
     @property
     def sampled(self) -> bool:
-        """Whether speculations carry q, the probability of each token."""
+        """Whether drafted tokens are sent with q, the probability with which each was drawn."""
         return self.vocab > 0
 
     @property
     def speculation_width(self) -> int:
-        """int32 of a speculation's row."""
+        """The size in int32 of the drafted tokens of one sequence."""
         return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:
-        """Returns the int32 of the largest body without forced tokens; an outcome may release and
-        admit b sequences."""
+        """Returns the size in int32 of the largest body, without tokens that grammars force. An
+        outcome may release b sequences and admit b others."""
         outcome = 2 * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,
@@ -117,17 +118,17 @@ class LinkShape:
         return self.batch * each[kind]
 
     def message(self, kind: Kind) -> Message:
-        """Makes the memory of one message."""
+        """Allocates a message of this kind."""
         return Message(kind, self)
 
 
 class Message:
-    """The preallocated memory of one message: array, int32 [HEADER + capacity], with room for the
-    tokens that grammars force. usual: int32 that are sent if these take no room. All methods that
-    read raise ProtocolError for a message that is not as expected."""
+    """The preallocated buffer `array` of one message, int32 [HEADER + capacity], with space for
+    tokens that grammars force. usual: how many int32 are sent if none are forced. Methods that read
+    raise ProtocolError for a message that is not as expected."""
 
     def __init__(self, kind: Kind, shape: LinkShape, capacity: int | None = None) -> None:
-        """Makes the memory; capacity: int32 of the body (None: as the shape needs)."""
+        """Allocates the buffer. capacity: int32 of the body (None: what `shape` allows)."""
         self.kind, self.shape = kind, shape
         size = shape.capacity(kind) if capacity is None else capacity
         self.usual = HEADER + size
@@ -153,7 +154,7 @@ class Message:
         control: Control | None = None,
         weights: int = 0,
     ) -> int:
-        """Writes a message whose body is `parts`; returns its int32, the header included."""
+        """Writes a message whose body is `parts` in turn; returns its int32 with the header."""
         end = HEADER
         for part in parts:
             start, end = end, end + part.size
@@ -170,8 +171,8 @@ class Message:
         return end
 
     def header(self, round_: int | None = None, count: int | None = None) -> Header:
-        """Returns the header of the message that arrived. round_, count: the expected ones; None:
-        any. The error names each field that does not fit."""
+        """Returns the header of the received message after checking it. round_, count: the expected
+        round and number of rows (None: any). The error names each field that does not fit."""
         header = Header._make(_HEADER.unpack_from(self._bytes))
         fits = all(map(le, self._least, header)) and all(map(le, header, self._most))
         if fits and round_ in (None, header.round) and count in (None, header.rows):
@@ -189,7 +190,7 @@ class Message:
         raise self.refused(header, ", ".join(wrong))
 
     def body(self, header: Header, width: int | None = None) -> Ints:
-        """Returns a copy of the body, [rows, width] or flat, after a check of the checksum."""
+        """Returns a copy of the body, [rows, width] or flat, after checking its checksum."""
         if width is not None and header.size != header.rows * width:
             raise self.refused(
                 header, f"{header.size} numbers, expected {header.rows} rows of {width}"
@@ -203,14 +204,14 @@ class Message:
         return body if width is None else body.reshape(header.rows, width)
 
     def refused(self, header: Header, what: str) -> ProtocolError:
-        """Returns the error about a message; what: the value and the expected one."""
+        """Returns the error about a received message. what: the wrong and the expected value."""
         return ProtocolError(f"round {header.round}: {self.kind.name} message refused: {what}")
 
     def _checksum(self, size: int) -> int:
         if size <= _BY_CRC:
             return crc32(self._bytes[4 : 4 * (HEADER + size)])
         body = self.array[HEADER : HEADER + size]
-        # 1,024 numbers that change when any one number of the body does.
+        # XOR folds the body to 1,024 numbers, which change if any one number of the body changes.
         whole = size // _FOLD * _FOLD
         folded: Ints = np.bitwise_xor.reduce(body[:whole].reshape(-1, _FOLD), axis=0)
         folded[: size - whole] ^= body[whole:]
@@ -220,8 +221,8 @@ class Message:
 def write_outcome(
     message: Message, outcome: Outcome, stop: bool = False, speculation: Speculation | None = None
 ) -> int | None:
-    """Writes an outcome, or a plan, which is the outcome that followers apply and the speculation
-    that they verify; returns its int32 if they are more than usual."""
+    """Writes an outcome; with a speculation, a plan: the outcome that the other target ranks apply
+    and the tokens that they verify next. Returns its size in int32, or None for the usual one."""
     parts = [outcome.rows, *([] if speculation is None else [speculation.rows])]
     count = len(outcome.rows)
     end = message.write(outcome.round, count, parts, stop=stop, control=outcome.control)
@@ -229,7 +230,7 @@ def write_outcome(
 
 
 def read_outcome(message: Message, round_: int | None = None) -> tuple[Outcome, bool]:
-    """Returns a copy of the outcome that arrived, and its stop flag."""
+    """Returns a copy of the received outcome, and whether the receiver has to stop."""
     header = message.header(round_)
     rows = message.body(header, Outcome.WIDTH)
     return Outcome(header.round, rows, control=_control(header)), bool(header.stop)
@@ -241,20 +242,21 @@ def _control(header: Header) -> Control:
 
 
 def write_speculation(message: Message, speculation: Speculation) -> None:
-    """Writes a speculation, with one copy."""
+    """Writes the drafted tokens of a round into the message."""
     rows = speculation.rows
     message.write(speculation.round, len(rows), [rows], weights=speculation.version)
 
 
 def read_speculation(message: Message, round_: int, count: int) -> Speculation:
-    """Returns a copy of the speculation that arrived, of round `round_` for `count` sequences."""
+    """Returns a copy of the received drafted tokens of round `round_` for `count` sequences."""
     header, shape = message.header(round_, count), message.shape
     rows = message.body(header, shape.speculation_width)
     return Speculation(round_, rows, sampled=shape.sampled, version=header.weights)
 
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
-    """Returns a copy of the plan that arrived: (outcome of round_ - 1, speculation, stop)."""
+    """Returns a copy of the received plan: (outcome of round_ - 1, tokens drafted for round_,
+    stop)."""
     header, shape = message.header(round_ - 1), message.shape
     body, end = message.body(header), header.rows * Outcome.WIDTH
     rows = body[:end].reshape(header.rows, Outcome.WIDTH)
@@ -267,19 +269,20 @@ def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool
 
 
 def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
-    """Writes distributions [V], one for each proposal that was not certain. Returns the size of the
-    message in int32, its header included."""
+    """Writes the distributions [V] from which sampled tokens were drawn, one a token. Returns the
+    message's size in int32, the header included."""
     return message.write(round_, len(rows), [row.view(np.int32) for row in rows])
 
 
 def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.float32]:
-    """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
+    """Returns a copy of the `count` distributions received in round `round_`, float32 [count,
+    V]."""
     return message.body(message.header(round_, count), message.shape.vocab).view(np.float32)
 
 
 def write_prompts(message: Message, outcome: Outcome) -> int:
-    """Writes the prompts of an outcome's new sequences, in their order. Returns the size of the
-    message in int32, its header included."""
+    """Writes the prompts of the sequences that an outcome admits, in their order. Returns the
+    message's size in int32, the header included."""
     fresh, parts = outcome.fresh.tolist(), list[Ints]()
     for id_, epoch, *_ in fresh:
         request = outcome.prompts[id_, epoch]
@@ -292,7 +295,7 @@ def write_prompts(message: Message, outcome: Outcome) -> int:
 
 
 def read_prompts(message: Message, outcome: Outcome) -> Outcome:
-    """Returns the outcome with the prompts of its admissions, which have arrived."""
+    """Returns the outcome with the prompts, from `message`, of the sequences that it admits."""
     fresh = outcome.fresh.tolist()
     header = message.header(outcome.round, len(fresh))
     body = message.body(header)

@@ -1,25 +1,28 @@
-"""Imposed outcomes: how many drafted tokens are accepted, and which outcomes are in the cache.
+"""Models from which the outcomes of simulated rounds are drawn: how many drafted tokens the target
+accepts (the acceptance model), and whether the bonus token that follows them is among the
+candidates for which the draft has prepared (the hit model).
 
-How many are accepted (the acceptance model):
+Acceptance models:
+
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
 rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-laws:FILE          of a real pair's draft, measured (load_laws)
-prompt:FILE, suffix:FILE    the same for looked-up tokens
+laws:FILE          measured on the draft of a real pair of models (load_laws)
+prompt:FILE, suffix:FILE    measured on tokens looked up in the text (lookup.py)
 
-Which outcomes are keys of the speculation cache (the hit model):
-p_hit:.9                imposed: every outcome hits with probability .9 if F_k ≥ 1
+Hit models, where F is the number of bonus candidates kept after k accepted tokens:
+
+p_hit:.9           every outcome hits with probability .9 if F ≥ 1
 power:A=.75,r=1         miss(F) = min(1, A·F^{−r})
-power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted every
-                        served token
+power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted all tokens
 power:…,floor=.03/.02   floor + A·F^{−r}: the share of tokens that the draft does not know
 laws:FILE               measured on a real pair
 smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
 
-`python -m mpissd pair` measures a real pair and writes a file of laws: counts of its rounds, and
-fits to them (docs/laws.md). `--laws=FILE` imposes one: its counts at the run's own K give the
-acceptance rates, its fitted (A, r) and floors the hit model, and its counts of looked-up tokens the
-acceptance of a fast backup.
+`python -m mpissd pair` measures a real pair and writes a laws file: counts of accepted tokens, and
+fitted hit models (docs/laws.md). `--laws=FILE` imposes it: the counts at the run's own K give the
+acceptance rates, the fitted (A, r) and floors the hit model, and the counts of looked-up tokens the
+acceptance of tokens that a lookup drafts after a cache miss.
 """
 
 from __future__ import annotations
@@ -46,10 +49,10 @@ from mpissd.common.rounds import Ints
 from mpissd.common.theory import accept_probabilities, power_law_miss
 from mpissd.common.workloads import LOOKUPS
 
-DEFAULT_FAST = "alpha:0.3"  # assumed of looked-up tokens that were not measured
-NEVER = 2**31 - 1  # The rank of a bonus token that lies beyond every fan-out.
-SCHEMA = 1  # of a file of laws
-LAW_FILES = ("laws", *LOOKUPS)  # what reads a file of laws
+DEFAULT_FAST = "alpha:0.3"  # the assumed acceptance of looked-up tokens, if not measured
+NEVER = 2**31 - 1  # the rank of a bonus token that no number of candidates would include
+SCHEMA = 1  # the version of the format of laws files
+LAW_FILES = ("laws", *LOOKUPS)  # the kinds of acceptance models that read a laws file
 _BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
@@ -57,8 +60,8 @@ _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """Acceptance rates a_1..a_K ("hazards"): P(x_i accepted | x_1..x_{i−1} accepted); raises
-    ConfigError for a rate outside 0..1."""
+    """An acceptance model of K drafted tokens: hazards[i − 1] is P(x_i accepted | x_1..x_{i−1}
+    accepted). Raises ConfigError for a rate outside 0..1."""
 
     hazards: tuple[float, ...]
     label: str
@@ -68,20 +71,19 @@ class AcceptanceLaw:
             _probability(f"acceptance {self.label!r}", rate)
 
     def probabilities(self) -> tuple[float, ...]:
-        """Returns P(k accepted) for k = 0..K."""
+        """Returns P(exactly k tokens are accepted) for k = 0..K."""
         return accept_probabilities(self.hazards)
 
     @property
     def mean_accepted(self) -> float:
-        """The mean number of accepted tokens, 0..K."""
+        """The mean number of accepted tokens a round, 0..K."""
         return math.fsum(k * p for k, p in enumerate(self.probabilities()))
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance model that `text` names, for K = lookahead. The model's label is
-    `text` in its long form; the numbers of a file of laws have four digits. With K = 0 nothing is
-    drafted, and a list of any length is allowed. Raises ConfigError, naming the value and the
-    allowed ones."""
+    """Returns the acceptance model that `text` names, for K = lookahead. Its label is `text` in the
+    long form; rates from a laws file are rounded to four digits. With K = 0 nothing is drafted, and
+    a list may have any length. Raises ConfigError, which names the value and the allowed ones."""
     kind, colon, values = text.strip().partition(":")
     if not colon:
         try:
@@ -116,20 +118,20 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates. a_i = Σ_{k≥i}
-    c_k / Σ_{k≥i−1} c_k for i = 1..K, and 0 beyond the last k counted and after a 0. A round with
-    more than K accepted tokens counts as one that accepted all K."""
+    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates a_i = Σ_{k≥i}
+    c_k / Σ_{k≥i−1} c_k. Rates are 0 beyond the largest k that occurred. A round with more than K
+    accepted tokens counts as one that accepted all K."""
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
     return tuple(reached / before if before else 0.0 for before, reached in pairs)
 
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
-    """Returns the accepted tokens of each sequence, int32 [b]: the drafts that equal the stream up
-    to the first that does not. drafts: [b, K]; stream: [b, ≥ K], the target's own tokens;
-    num_draft: [b], drafts that count."""
+    """Returns how many drafted tokens of each sequence the target accepts, int32 [b]: those before
+    the first difference from its own tokens. drafts: [b, K]; stream: the target's own tokens, [b, ≥
+    K]; num_draft: how many tokens of each row of `drafts` count, [b]."""
     batch, lookahead = drafts.shape
-    # True at the end of the run of matches; column K is always True.
+    # True where a drafted token differs; column K is always True, so that argmax finds an end.
     ends = np.ones((batch, lookahead + 1), np.bool_)
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
@@ -137,7 +139,8 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
 
 
 class Power(NamedTuple):
-    """The hit model miss(F) = min(1, floor + A·F^−r) of a bonus token's rank."""
+    """The parameters of miss(F) = min(1, floor + A·F^−r), the probability that the bonus token is
+    not among the draft's F likeliest candidates."""
 
     hit_a: float = ASSUMED[0].A
     hit_r: float = ASSUMED[0].r
@@ -146,11 +149,11 @@ class Power(NamedTuple):
 
 @dataclass(frozen=True)
 class HitLaw:
-    """The hit model: the rank, from 1, that the true bonus token has among the draft's candidates.
+    """The hit model: the rank, from 1, of the true bonus token among the draft's candidates.
 
-    With p_hit set, the rank is 1 with that probability, and else NEVER. Without p_hit, P(rank ≤ F)
-    = 1 − min(1, floor + A·F^{−r}). by_end: the values after a rejection, and, if they differ, after
-    a round that accepted all drafted tokens. Raises ConfigError for impossible values.
+    With p_hit set, the rank is 1 with that probability and else NEVER. Without it, P(rank ≤ F) = 1
+    − min(1, floor + A·F^{−r}). by_end: these parameters after a rejection, and, if they differ,
+    after a round that accepted all drafted tokens. Raises ConfigError for impossible values.
     """
 
     label: str
@@ -169,18 +172,18 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (all drafted tokens accepted) for which this model differs."""
+        """The values of `end` (all drafted tokens were accepted) among which this model differs."""
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
-        """Returns the tuples (A_0 … A_K), (r_0 … r_K) and (floor_0 … floor_K) of the hit model by
-        the number of accepted tokens, of `served` that were drafted."""
+        """Returns the tuples (A_0 … A_K), (r_0 … r_K) and (floor_0 … floor_K) of miss_k(F) = min(1,
+        floor_k + A_k·F^{−r_k}) after k of `served` drafted tokens were accepted; K = lookahead."""
         powers = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
         return tuple(zip(*powers, strict=True))
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Returns ranks from 1 to NEVER, one for each number of an array u in [0, 1); end: whether
-        all drafted tokens were accepted."""
+        """Draws a rank from 1 to NEVER for each uniform random number of `u`, in [0, 1). end:
+        whether all drafted tokens were accepted."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
         a, r, floor = self.by_end[-end]
@@ -190,19 +193,22 @@ class HitLaw:
         return np.where(above > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
     def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """Returns P(the bonus token is among the first F candidates)."""
+        """Returns P(the bonus token is among the draft's first F = fan_out candidates). end:
+        whether all drafted tokens were accepted."""
         if self.p_hit is None:
             return 1.0 - power_law_miss(fan_out, *self.by_end[-end])
         return self.p_hit if fan_out >= 1 else 0.0
 
     def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
-        """Returns hit_probability for F = 0..widest [2, widest + 1]; row 1: all were accepted."""
+        """Returns hit_probability for F = 0..widest, [2, widest + 1]: row 0 after a rejection, row
+        1 after a round that accepted all drafted tokens."""
         counts = range(widest + 1)
         return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
-    """Returns the hit model of a configuration's flags at K = lookahead; raises ConfigError."""
+    """Returns the hit model that the flags hit_law, p_hit or laws choose, at K = lookahead; the
+    default model without them. Raises ConfigError for a bad value."""
     if flags.hit_law is not None:
         return named_hit_law(flags.hit_law, lookahead)
     if flags.p_hit is not None:
@@ -214,8 +220,8 @@ def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
     """Returns the hit model that `text` names; its label holds the numbers. `text` may also be the
-    hit_law of a result row. lookahead: K, which selects the entry of a file; a file's numbers have
-    four digits."""
+    hit_law of a result row. lookahead: K, which selects an entry of a laws file, whose numbers are
+    rounded to four digits."""
     what = f"hit_law {text!r}"
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:
@@ -243,7 +249,8 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _power_law(*by_end: Sequence[float]) -> HitLaw:
-    """Returns the power model of one or two (A, r, floor), as in HitLaw.by_end."""
+    """Returns the power-law model of one or two triples (A, r, floor): the second one, if given,
+    holds after rounds that accepted all drafted tokens."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
     powers = tuple(Power(*numbers) for numbers in by_end)
@@ -265,11 +272,11 @@ def _probability(what: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class LawsAt:
-    """Acceptance counts and hit models of rounds of K = `lookahead` drafted tokens.
+    """What a laws file holds for rounds of K = `lookahead` drafted tokens.
 
-    accepted: number of rounds with k = 0 … K. fast: the same for looked-up tokens, by kind of
-    lookup. rejected, complete: the hit model after a rejection and after K accepted tokens; None if
-    too few outcomes determine it.
+    accepted: the number of rounds that accepted k = 0 … K tokens. fast: the same for looked-up
+    tokens, by kind of lookup. rejected, complete: the hit model after a rejection, and after K
+    accepted tokens; None if too few outcomes were observed to fit one.
     """
 
     lookahead: int
@@ -281,8 +288,8 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """A file of measured models: `at` is sorted by K; `about`: the origin of the outcomes;
-    without_each: the values of --laws for the file without a group of its prompts."""
+    """The content of a laws file. at: the models, by rising K. about: the origin of the outcomes.
+    without_each: values of --laws that each name the models fitted without one group of prompts."""
 
     name: str
     sha256: str
@@ -292,17 +299,17 @@ class LawFile:
 
     @property
     def label(self) -> str:
-        """The file's name and the beginning of its SHA-256, as in result rows."""
+        """The file's name and the beginning of its SHA-256, as result rows have them."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
     @property
     def longest_fitted(self) -> int:
-        """The largest K whose hit models are determined; if none is, the largest K."""
+        """The largest K for which both hit models could be fitted; without one, the largest K."""
         fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
         return max(fitted, default=self.at[-1].lookahead)
 
     def behind(self, lookahead: int) -> LawsAt:
-        """Returns the models at the smallest measured K that is at least `lookahead`."""
+        """Returns the models at the smallest measured K ≥ lookahead, or raises ConfigError."""
         for laws in self.at:
             if laws.lookahead >= lookahead:
                 return laws
@@ -313,8 +320,8 @@ class LawFile:
 
 
 def load_laws(path: str) -> LawFile:
-    """Reads a file of measured models, once while it does not change; FILE#n: without its n-th
-    group of prompts. Raises ConfigError for another kind of file."""
+    """Reads a laws file, once while it does not change. The path FILE#n selects the models fitted
+    without the n-th group of prompts. Raises ConfigError for a file of another kind."""
     try:
         file, _, group = path.rpartition("#") if not Path(path).exists() else (path, "", "")
         stat = Path(file or path).stat()

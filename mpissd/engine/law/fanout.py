@@ -1,11 +1,12 @@
-"""Fan-out: how many bonus candidates F_k the draft keeps for each outcome "k accepted", k = 0..K.
+"""Fan-out: the number F_k of bonus candidates for which the draft drafts ahead, for each possible
+number k = 0..K of accepted tokens.
 
 uniform:F      F_k = F
 geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the hit model (without
                rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
 
-With a tree (`--tree`), k is the node where the accepted path ends.
+With a draft tree (`--tree`), k is the tree's node at which the accepted path ends.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import HitLaw
 from mpissd.engine.law.tree import Tree, positional
 
-# The largest ΣF_k of a sequence: more than any run uses, and planned within 0.1 s.
+# The largest allowed ΣF_k of a sequence: more than any run uses, and still planned within 0.1 s.
 MAX_BRANCHES = 4096
-MOST_CANDIDATES = 64  # candidates that an LM head reads out for a row
-# Costs that differ by less count as equal, so that rounding errors do not pick the plan.
+MOST_CANDIDATES = 64  # the most candidates that the forward's top-k returns for a row of logits
+# Costs whose difference is below this are equal, so that rounding errors do not decide a choice.
 _TIE = 1e-12
 
 
@@ -41,11 +42,13 @@ def resolve_fan_out(
     *,
     minimum: int = 0,
 ) -> tuple[int, ...]:
-    """Returns F_0..F_K, K+1 whole numbers, for `uniform:F`, `geometric:B` or `list:a,b,…`.
+    """Returns F_0..F_K, the numbers of bonus candidates after k = 0..K accepted tokens. text:
+    `uniform:F`, `geometric:B` or `list:a,b,…`.
 
-    alpha_rates: K acceptance rates by place. hit_a, hit_r, floor: one value each, or K+1, of the
-    hit model miss_k(F) = min(1, floor_k + A_k·F^{−r_k}). minimum: the least F_k that geometric
-    gives (1 if F_k = 0 is not allowed). Raises ConfigError, naming the value and the allowed ones.
+    alpha_rates: the acceptance rates of the K drafted tokens. hit_a, hit_r, floor: A, r and floor
+    of the hit model miss_k(F) = min(1, floor_k + A_k·F^{−r_k}), one value for all k or K+1 values.
+    minimum: the least F_k that geometric gives (1 if F_k = 0 is not allowed). Raises ConfigError,
+    which names the value and the allowed ones.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -88,10 +91,11 @@ def optimal_fan_out(
     minimum: int = 0,
     floor: float | Sequence[float] = 0.0,
 ) -> tuple[int, ...]:
-    """Returns the whole F_k ≥ minimum with ΣF_k ≤ budget that minimise Σ_k weights[k]·miss_k(F_k).
-    hit_a, hit_r, floor: of miss_k, see resolve_fan_out. Of ties the least ΣF_k is taken. It is a
-    dynamic program over k, O(K·B²). A greedy search fails: with A = 1 the first candidate at k
-    gains nothing, so it would never take the second (hit rate .19 instead of .68 at B = 24)."""
+    """Returns the whole numbers F_k ≥ minimum with ΣF_k ≤ budget that minimise Σ_k
+    weights[k]·miss_k(F_k). weights[k]: P(k accepted). hit_a, hit_r, floor: the parameters of
+    miss_k, as in resolve_fan_out. Among equal minima the least ΣF_k is taken. The dynamic program
+    over k takes O(K·B²). A greedy search fails: with A = 1 the first candidate at k gains nothing,
+    so that it would never add a second (hit rate .19 instead of .68 at B = 24)."""
     slopes, floors = (each_k(value, len(weights)) for value in (hit_r, floor))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
@@ -106,8 +110,8 @@ def optimal_fan_out(
 def tree_fan_out(
     tree: Tree, hazards: Sequence[float], hit_law: HitLaw, budget: int
 ) -> tuple[int, ...]:
-    """Returns F_n by node: the whole numbers with ΣF_n ≤ budget for which most outcomes are keys;
-    raises ConfigError if no candidate ever hits."""
+    """Returns F_n, the number of bonus candidates after each node n of a draft tree: the whole
+    numbers with ΣF_n ≤ budget for the most cache hits. Raises ConfigError if no candidate hits."""
     chances = key_chances(tree, hazards, hit_law, min(budget, MOST_CANDIDATES - 1))
     best = _cheapest([-chance for chance in chances], budget)
     if not any(best):
@@ -118,9 +122,10 @@ def tree_fan_out(
 def key_chances(
     tree: Tree, hazards: Sequence[float], hit_law: HitLaw, largest: int
 ) -> list[NDArray[np.float64]]:
-    """Returns P(the outcome is node n and one of F bonus candidates) by n and F = 0 … largest. A
-    path ends at node n, of depth d, before the draft's r-th candidate with P(n is reached) · law[d,
-    r]; r counts from the number of n's children on."""
+    """Returns, for each node n of a draft tree, P(the accepted path ends at n, and the bonus token
+    is one of its F candidates) for F = 0 … largest. With n at depth d, the path ends there and the
+    target emits the draft's r-th token with probability P(n is accepted) · law[d, r]. Ranks r below
+    the number of n's children are those children; the candidates follow them."""
     law = positional(hazards, hit_law, tree.width + largest)
     law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + largest)[1])])
     chances = []
@@ -131,11 +136,11 @@ def key_chances(
 
 
 def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, ...]:
-    """Returns the whole n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]."""
-    best = np.zeros(budget + 1)  # the least sum over the k so far, by candidates spent
+    """Returns the whole numbers n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]."""
+    best = np.zeros(budget + 1)  # best[s]: the least sum of costs so far, with s candidates in all
     choices: list[NDArray[np.intp]] = []
     for cost in costs:
-        # total[s] = min_e best[s−e] + cost[e], and the e that attains it
+        # total[s] = min_e best[s−e] + cost[e]; chosen[s] is the e that attains the minimum
         total = best + cost[0]
         chosen = np.zeros(len(best), np.intp)
         for extra in range(1, len(cost)):
@@ -155,44 +160,45 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class FanOuts:
-    """The fan-outs F_0..F_K, by what drafted the tokens that are verified; (): nothing is prepared.
-    after_hit: they came from the speculation cache. after_miss: a backup drafted them."""
+    """The fan-outs F_0..F_K (numbers of bonus candidates after k accepted tokens), which depend on
+    what drafted the tokens under verification. after_hit: used if the speculation cache held them.
+    after_miss: used if a backup drafted them. An empty tuple: nothing is drafted ahead."""
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
 
     def behind(self, source: int) -> tuple[int, ...]:
-        """Returns the list to use when this Source drafted the tokens that are verified."""
+        """Returns the fan-outs to use when this Source drafted the tokens under verification."""
         return self.after_hit if source == Source.CACHE else self.after_miss
 
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
-        """Both lists, after_hit first."""
+        """Both tuples of fan-outs, after_hit first."""
         return self.after_hit, self.after_miss
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether both lists are the same."""
+        """Whether both tuples of fan-outs are equal."""
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
-        """Returns the lists with at most `width` candidates at each k (None: as they are), and with
-        none where k is above `served` (None: K)."""
+        """Returns fan-outs with F_k limited to `width` (None: no limit), and to 0 where k exceeds
+        `served`, the number of tokens under verification (None: K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property
     def widest_each(self) -> tuple[int, ...]:
-        """The larger F_k of both lists, by k."""
+        """For each k, the larger F_k of both tuples."""
         return tuple(map(max, zip(*self.lists, strict=True)))
 
     @property
     def widest(self) -> int:
-        """The largest F_k of all lists."""
+        """The largest F_k of both tuples."""
         return max(self.widest_each, default=0)
 
     @property
     def branches(self) -> int:
-        """ΣF_k of the longest list."""
+        """The larger ΣF_k of both tuples: the most branches of a sequence."""
         return max(sum(fan_out) for fan_out in self.lists)
 
 
@@ -207,7 +213,8 @@ def _within(fan_outs: FanOuts, width: int | None, served: int | None) -> FanOuts
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
-    """Returns, for the branches of F_0..F_K, the k of each and its place among k's candidates."""
+    """Returns for each of the ΣF_k branches (the number k of accepted tokens that it assumes; the
+    rank, from 0, of its bonus token among the candidates at k)."""
     counts = np.asarray(fan_out, np.int64)
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)

@@ -1,16 +1,16 @@
-"""Fits the power distribution of a bonus token's rank to ranks that are observed only up to the
-fan-out.
+"""Fits a power law to the ranks of bonus tokens among a draft's candidates, which are observed only
+up to the number of candidates F.
 
-P(rank > F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with a factor A]. A rank f that
-was kept has probability miss(f−1) − miss(f), with miss(0) = 1. A rank that was not kept has
-probability miss(F), F being the number of candidates kept. F may depend on earlier outcomes: such
-censoring does not change the likelihood.
+P(rank > F) = miss(F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with a factor A]. An
+observed rank f has probability miss(f−1) − miss(f), with miss(0) = 1. An unobserved rank, beyond
+the F candidates, has probability miss(F). F may depend on earlier outcomes: such censoring does not
+change the likelihood.
 
-The fit works relative to the smallest rank seen, m. A distribution that gives rank m a probability
-has z = P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are
-above m, and how those are spread. So the best z is a share of counts (for m = 1, z is A itself),
-and log G is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m
-are likely although none was seen.
+The fit is relative to the smallest observed rank m. A law that gives rank m a probability has z =
+P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are above m,
+and how those are spread. So the best z is a share of counts (for m = 1, z is A itself), and log G
+is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m are likely
+although none was observed.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from mpissd.common.errors import ConfigError
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 
-LEAST_COUNT = 10  # The least number of observations for a fit.
+LEAST_COUNT = 10  # the least number of observations from which a fit is made
 _LOG_R = (math.log(1e-4), math.log(1e3))
 _GRID = 33
 _LEVELS = 9
 
 
 def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
-    """Returns the maximum-likelihood (A, r), or None if the observations do not determine them.
+    """Returns the maximum-likelihood (A, r) of P(rank > F) = min(1, A·F^{−r}), or None if the
+    observations do not determine them.
 
-    ranks: [n], from 1; 0 if the true token was not among the candidates. limits: [n], the number of
-    candidates kept, F; entries with F = 0 are ignored. The result is None with fewer than
-    LEAST_COUNT observations, if no rank above the smallest was seen (r could be 0), or if none
-    could lie further above it (r could be infinite).
+    ranks: the rank of each true token among the candidates, from 1, [n]; 0 if it was none of them.
+    limits: the number of candidates F of each observation, [n]; entries with F = 0 are ignored. The
+    result is None with fewer than LEAST_COUNT observations, if no rank above the smallest was
+    observed (r could be 0), or if no larger one could be (r could be infinite).
 
     Raises ConfigError for a rank above its limit or below 0.
     """
     if len(ranks) and (ranks.min() < 0 or (ranks > limits).any()):
         worst = int(np.argmax((ranks < 0) | (ranks > limits)))
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
-    rank, hits = _tally(ranks)  # how often each rank hit
-    limit, misses = _tally(limits[ranks == 0])  # how often each limit held none
+    rank, hits = _tally(ranks)  # how often each rank was observed
+    limit, misses = _tally(limits[ranks == 0])  # how often each number of candidates missed
     first = int(rank[0]) if len(rank) else 1  # the smallest rank seen, m
-    # The likelihood has a maximum at a finite A > 0 and a finite r > 0.
+    # Without this and a rank above `first`, no finite A > 0 and r > 0 maximise the likelihood.
     further = (rank > first + 1).any() or (limit > first).any()
     if np.count_nonzero(limits) < LEAST_COUNT or not (further and (rank > first).any()):
         return None
@@ -65,7 +66,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         """Returns log P(ranks | A, r), maximised over A."""
         log_a = best_log_a(r)[:, None]
         slope = r[:, None]
-        # miss(0) = 1: log 0 = −∞ gives log 1 here
+        # A rank of 1 has log(rank − 1) = −∞, for which the minimum gives log miss(0) = log 1.
         before = np.minimum(0.0, log_a - slope * log_before)
         beyond = np.minimum(0.0, log_a - slope * log_rank)
         kept = np.minimum(0.0, log_a - slope * log_limit)
@@ -74,7 +75,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         return np.asarray(hit @ hits + kept @ misses)
 
     low, high = _LOG_R
-    for _ in range(_LEVELS):  # grids that are each 16 times as fine as the last
+    for _ in range(_LEVELS):  # Each grid is 16 times as fine as the previous one.
         grid = np.linspace(low, high, _GRID)
         top = int(np.argmax(likelihood(np.exp(grid))))
         low = float(grid[max(top - 1, 0)])

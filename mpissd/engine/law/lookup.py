@@ -1,12 +1,12 @@
-"""Drafts without a model: the continuation of an earlier occurrence of a sequence's last tokens.
+"""Drafts without a model, copied from what followed an earlier occurrence of the last tokens.
 
 PromptLookup    the last n ≤ `longest` tokens, at their latest occurrence [Saxena 2023, prompt
                 lookup decoding; the n-gram drafts of vLLM]
 SuffixLookup    the longest suffix that occurred before, of any length, by a suffix automaton
                 [Blumer et al. 1985; as a draft: Hu et al. 2024, SAM decoding]
 
-Both read a sequence token by token, in constant time a token (the automaton amortised), and draft
-in O(count), so that the cost of a round does not grow with the context.
+Both read a token in constant time (the automaton amortised) and draft `count` tokens in O(count),
+so that the cost of a round does not grow with the context.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from collections.abc import Sequence
 
 from mpissd.common.workloads import LOOKUPS, imported
 
-LONGEST = 3  # tokens that prompt lookup compares, by default
-_DEEPEST = 256  # nested suffixes whose latest place a token updates; a text of one token has n
+LONGEST = 3  # the default number of last tokens that prompt lookup compares
+_DEEPEST = 256  # most suffixes whose latest place a token updates; n equal tokens have n suffixes
 
 
 class Lookup(ABC):
-    """One sequence's tokens, indexed to look up their continuation; longest: the most tokens to
-    compare, in lookups that bound them."""
+    """An index of one sequence's tokens that finds what followed an earlier occurrence of its last
+    tokens. longest: how many last tokens are compared at most (PromptLookup only)."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest
         self.tokens: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Reads the tokens that were appended to the sequence since the last call."""
+        """Reads the tokens that the sequence `tokens` has gained since the last call."""
         for token in tokens[len(self.tokens) :]:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Reads the sequence's next token."""
+        """Reads one token, the next of the sequence."""
         self.tokens.append(token)
         self._add(token)
 
     def drafted(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that followed before, or [] without an occurrence."""
+        """Returns up to `count` tokens that followed the earlier occurrence; [] without one."""
         start = self._start()
         return [] if start is None else self.tokens[start : start + count]
 
     def padded(self, count: int, filler: int | None = None) -> list[int]:
-        """Returns `count` tokens: the drafted ones, then `filler` (None: the last token)."""
+        """Returns exactly `count` tokens: those drafted, then `filler` (None: the last token)."""
         tokens = self.drafted(count)
         rest = self.tokens[-1] if filler is None else filler
         return tokens + [rest] * (count - len(tokens))
 
     @abstractmethod
     def _add(self, token: int) -> None:
-        """Indexes the newest token."""
+        """Adds the newest token to the index."""
 
     @abstractmethod
     def _start(self) -> int | None:
@@ -60,11 +60,12 @@ class Lookup(ABC):
 
 
 class PromptLookup(Lookup):
-    """Finds the latest earlier occurrence of the last n tokens, with the largest n that occurs."""
+    """Finds the latest earlier occurrence of the last n tokens, for the largest n that has one."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         super().__init__(longest)
-        # For each n, the index after each n-gram's latest occurrence, and after the previous one.
+        # _latest[n − 1]: the index after the latest occurrence of each n-gram; _before[n − 1]:
+        # the index after the previous occurrence of the n-gram that ends the sequence.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         self._before: list[int | None] = [None] * longest
 
@@ -83,9 +84,10 @@ class PromptLookup(Lookup):
 class SuffixLookup(Lookup):
     """Finds the latest earlier occurrence of the longest suffix that occurred before.
 
-    A state of the automaton represents the substrings that end at the same places. The longest
-    suffix that also ends elsewhere is the newest state's link. Beyond _DEEPEST nested suffixes, in
-    a very repetitive text, a shorter suffix may give an earlier place than its latest.
+    A state of the suffix automaton represents the substrings that end at the same places. The link
+    of the newest state is the longest suffix that also ends elsewhere. If more than _DEEPEST
+    suffixes occurred before, in a repetitive text, a short suffix may be found at a place before
+    its latest.
     """
 
     def __init__(self, longest: int = LONGEST) -> None:
@@ -93,7 +95,7 @@ class SuffixLookup(Lookup):
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
-        self._end = [0]  # by state: index after its latest occurrence, once it has been updated
+        self._end = [0]  # for each state, the index after the latest occurrence that was recorded
         self._last = self._found = 0
 
     def _add(self, token: int) -> None:
@@ -107,7 +109,7 @@ class SuffixLookup(Lookup):
         self._last = new
         above = self._link[new]
         self._found = self._end[above] if above else 0
-        for _ in range(_DEEPEST):  # these substrings have just occurred again
+        for _ in range(_DEEPEST):  # The substrings of these states have just occurred again.
             if above <= 0:
                 break
             self._end[above] = len(self.tokens)
@@ -121,7 +123,8 @@ class SuffixLookup(Lookup):
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """Returns the state of the longest suffix that ends in `token` and occurred before."""
+        """Returns the state whose longest substring is the longest suffix that ends in `token` and
+        occurred before; splits that state from a longer one where necessary."""
         old = self._next[state][token]
         length = self._length[state] + 1
         if self._length[old] == length:
@@ -140,6 +143,6 @@ class SuffixLookup(Lookup):
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:
-    """Returns an empty lookup of this kind, a value of --lookup."""
+    """Returns an empty index of this kind, a value of --lookup; longest: as in Lookup."""
     lookup: Lookup = imported(LOOKUPS[kind])(longest)
     return lookup

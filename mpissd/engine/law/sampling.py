@@ -1,9 +1,9 @@
-"""Rejection sampling: draws a draft's proposals, accepts or rejects them, and replaces a rejection.
+"""Speculative sampling: draws a draft's tokens (proposals), accepts or rejects, and replaces them.
 
 p is the target's distribution of the next token; q is the distribution that a proposal was drawn
-from. q is rounded to float32 *before* it is sampled (record), so that both ends of a link compute
-with exactly the same distribution [Leviathan et al. 2023, Theorem 1; Kumar, Dao, May 2026,
-Definition 14].
+from. q is rounded to float32 *before* it is sampled (`record`), so that the draft rank and the
+target rank compute with exactly the same distribution [Leviathan et al. 2023, Theorem 1; Kumar,
+Dao, May 2026, Definition 14].
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mpissd.common.errors import ProtocolError
 from mpissd.engine.law.tree import CHAIN, Tree
 
 Floats = NDArray[np.float64]
-Row = NDArray[np.float32]  # [V], a distribution as it is sent; its sum need not be exactly 1
+Row = NDArray[np.float32]  # a distribution [V] as it is sent; its sum need not be exactly 1
 
-_EMPTY = 1e-14  # If the residual's sum is below this, p = q up to rounding.
-_BLOCK = 256  # tokens that `draw` sums at once
-_FEW = 4096  # tokens up to which `draw` sums one after the other
+_EMPTY = 1e-14  # If max(p − q, 0) sums to less, p = q up to rounding.
+_BLOCK = 256  # the tokens in a block whose sum `draw` computes first
+_FEW = 4096  # the largest V for which `draw` makes no use of block sums
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A distribution before its division: p[i] = values[i] / total; total > 0 is their sum. Whether
-    a token is accepted depends on one p[i], and a draw on none: the division of all V of them takes
-    a quarter of the time of a row."""
+    """A distribution before its normalisation: p[i] = values[i] / total, where total > 0 is the sum
+    of values. Acceptance needs one p[i] and a draw none, and the division of all V values would
+    take a quarter of the time of a row."""
 
     values: Floats
     total: float
@@ -39,31 +39,31 @@ class Weights:
 
     @property
     def probs(self) -> Floats:
-        """The distribution [V]."""
+        """The normalised distribution [V]."""
         return self.values / self.total
 
 
 def probabilities(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Floats:
-    """Returns softmax(logits / temperature), [V]; temperature 0 gives the first maximum all weight.
-    top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest logits by C =
-    `scale` (0..1), so that more of the residual is at the tokens that the speculation cache holds.
-    C = 1, C = 0 over all tokens, and temperature 0 give plain softmax."""
+    """Returns softmax(logits / temperature), [V]; at temperature 0 the first maximum has
+    probability 1. top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest
+    logits by C = `scale` (0..1), so that a rejection more often yields one of them, for which the
+    draft has drafted ahead. C = 1, C = 0 over all tokens, and temperature 0 give plain softmax."""
     return weigh(logits, temperature, top, scale).probs
 
 
 def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Weights:
-    """Returns the operands of `probabilities`: the weights [V] and their sum."""
+    """Returns the same distribution as `probabilities`, as weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
         return Weights(certain, 1.0)
     exact = np.asarray(logits, np.float64)
     weights = exact - exact.max()
-    # A temperature near 0 sends all but the largest to −inf, which is right.
+    # A temperature near 0 turns all but the largest logit into −inf, as it should.
     with np.errstate(over="ignore"):
         weights /= temperature
     np.exp(weights, out=weights)
@@ -75,8 +75,8 @@ def weigh(
 
 
 def largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
-    """Returns the ids of the `count` largest logits (or of all), largest first; of equal logits the
-    smaller id comes first."""
+    """Returns the ids of the `count` largest logits (of all, if there are fewer), the largest
+    first; of equal logits the smaller id comes first."""
     wanted = min(count, len(logits))
     if wanted == 0:
         return np.zeros(0, np.int64)
@@ -86,20 +86,20 @@ def largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
 
 
 def record(probs: Floats) -> Row:
-    """Rounds a proposal's distribution [V] to float32, the form that is sampled and sent."""
+    """Rounds a proposal's distribution [V] to float32, the form that is sampled from and sent."""
     return probs.astype(np.float32)
 
 
 def recorded(row: Row) -> Floats:
-    """Returns the normalised distribution [V] of a recorded row, bit-identical on every rank."""
+    """Returns the normalised distribution [V] of a `record` row, bit-identical on every rank."""
     exact = row.astype(np.float64)
     return np.asarray(exact / exact.sum())
 
 
 def draw(weights: Floats, u: float, total: float = 1.0) -> int:
     """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
-    weights: [V]; total: their divisor. The running sum in order decides; sums of blocks find the
-    token in a tenth of the time if rounding cannot change the result."""
+    weights: [V]; total: their sum. Sums in token order define the result; sums of blocks find it in
+    a tenth of the time, and are used where rounding errors cannot change it."""
     token = _between(weights, u) if len(weights) > _FEW else None
     if token is not None:
         return token
@@ -108,10 +108,10 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
 
 
 def _between(weights: Floats, u: float) -> int | None:
-    """Returns the token for u by sums of blocks; None if it is too near to another one. A sum of V
-    weights, in any order and divided or not, is at most (V + 2) 2^-53 of the total off [Higham
-    2002, section 4.2]. Four such errors may meet: of a token's bound and of u's share of the total,
-    here and in the sums one after the other. The margin is twice that."""
+    """Returns the token for u by sums of blocks; None if rounding errors could give another token.
+    The rounding error of a sum of V weights is at most (V + 2) 2^-53 of the total, in any order and
+    divided or not [Higham 2002, section 4.2]. Four such errors may add up: in a token's bound and
+    in u's share of the total, here and in the sums in token order. The margin is twice that."""
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
     total = float(ends[-1])
     wanted = u * total
@@ -128,8 +128,8 @@ def _between(weights: Floats, u: float) -> int | None:
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
-    """Samples from a distribution [V] with u in [0, 1); returns the token, its probability q, and
-    the recorded row that both were computed from."""
+    """Samples a token from the distribution `probs` [V] with u in [0, 1). Returns the token, its
+    probability q, and the row rounded to float32 from which both were computed."""
     row = record(probs)
     exact = row.astype(np.float64)
     total = float(exact.sum())
@@ -138,15 +138,15 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
-    """Samples a sibling of the token with entry `taken`, from its recorded row without that entry;
-    returns the same as `propose`."""
+    """Samples another child of a node of a draft tree, from the float32 row that its sibling was
+    drawn from, without that sibling's entry `taken`. Returns what `propose` returns."""
     left = row.astype(np.float64)
     left[taken] = 0.0
     return propose(left, u)
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """Returns max(p − q, 0), normalised, which replaces a rejected proposal; None if p = q."""
+    """Returns max(p − q, 0), normalised, the distribution after a rejection; None if p = q."""
     left = p - q
     np.maximum(left, 0.0, out=left)
     total = float(left.sum())
@@ -157,7 +157,8 @@ def residual(p: Floats, q: Floats) -> Floats | None:
 
 
 def without(p: Floats, token: int) -> Floats | None:
-    """Returns the residual for a certain proposal `token` (q = 1); None if p is certain of it."""
+    """Returns the residual distribution after the rejection of a proposal that was certain (q = 1):
+    p without `token`, normalised. None if p has no other token."""
     left = p.copy()
     left[token] = 0.0
     total = float(left.sum())
@@ -174,17 +175,18 @@ def judge(
     ids: NDArray[np.int32] | None = None,
     tree: Tree = CHAIN,
 ) -> tuple[int, int]:
-    """Verifies one sequence and returns (the node k where it stops, bonus token t*).
+    """Verifies one sequence of drafted tokens; returns (the tree node k at which the accepted path
+    ends, the bonus token t*). In a chain, k is the number of accepted tokens.
 
-    p(n): the target's distribution [V], or its weights, after node n of the tree. Token i is node i
-    + 1. q[i]: the probability with which token i was drawn, given its earlier siblings; 1 if it was
-    certain. q_row(i): the recorded distribution [V] that token i was drawn from; called only if the
-    token is rejected and was not certain. coins[i], u: independent uniforms for accepting token i,
-    and for drawing the bonus token. ids: if the draft has a vocabulary of its own, the token of
-    each entry of its rows, rising.
+    p(n): the target's distribution [V], or its weights, after node n of the tree. tokens[i]: the
+    token of node i + 1. q[i]: the probability with which it was drawn, given the earlier children
+    of its parent; 1 if it was certain. q_row(i): the float32 distribution [V] that token i was
+    drawn from; called only if the token is rejected and was not certain. coins[i], u: independent
+    uniform numbers that decide on token i and draw t*. ids: if the draft has a smaller vocabulary,
+    the target's id of each entry of its rows, ascending.
 
-    Token i is accepted if coin < p/q. After a rejection p becomes max(p − q, 0), normalised, for
-    its next sibling; after the last one t* is drawn from it [SpecInfer, algorithm 2]. Raises
+    Token i is accepted if coins[i] < p/q. After a rejection, p becomes max(p − q, 0), normalised,
+    for the next child; after the last child t* is drawn from it [SpecInfer, algorithm 2]. Raises
     ProtocolError for a proposal of probability 0, or whose row gives another probability.
     """
     node = 0
@@ -214,19 +216,20 @@ def judge(
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
-    """Returns the distribution [vocab] of a proposal's row; raises ProtocolError if it does not
-    give q for `token`."""
+    """Returns the distribution [vocab] that a proposal was drawn from, in the target's vocabulary.
+    Raises ProtocolError if the received `row` does not give `token` the probability q."""
     exact = row.astype(np.float64)
     exact /= checked_total(exact, token, q, ids)
     if ids is None:
         return exact
-    spread = np.zeros(vocab)  # over 0 … vocab − 1, 0 elsewhere
+    spread = np.zeros(vocab)  # Tokens outside the draft's vocabulary have probability 0.
     spread[ids] = exact
     return spread
 
 
 def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
-    """Returns the sum of a proposal's row; raises ProtocolError if q is not the token's share."""
+    """Returns the sum of the row that a proposal was drawn from; raises ProtocolError if the row's
+    entry for `token`, divided by that sum, is not q."""
     place = token if ids is None else int(np.searchsorted(ids, token))
     exact = np.asarray(row, np.float64)
     total = float(exact.sum())
@@ -237,9 +240,9 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:
-    """Returns a distribution [V] cut to its likeliest tokens and renormalised [Holtzman 2020]. The
-    tokens that stay are the fewest of the largest probabilities whose sum reaches top_p; of equal
-    probabilities the smaller id stays first. top_p = 1 changes nothing."""
+    """Cuts a distribution [V] to its likeliest tokens and renormalises it [Holtzman 2020]. The
+    tokens kept are the fewest of the largest probabilities whose sum reaches top_p; of equal
+    probabilities the smaller id is kept first. top_p = 1 changes nothing."""
     if top_p >= 1:
         return probs
     order = np.argsort(-probs, kind="stable")

@@ -1,13 +1,14 @@
 """The shape of a draft: a tree of tokens, of which a chain is the case of width 1.
 
-Node 0 is the last committed token; nodes 1 … N are the drafted ones, level by level, and the
-children of a node follow one another, its likeliest one first. So the first n drafted tokens are a
-tree themselves. The target accepts a path from node 0 on; its outcome is the node where the path
-ends, and t* [Miao et al. 2024, SpecInfer].
+Node 0 is the last committed token. Nodes 1 … N are the drafted tokens, level by level; the children
+of a node are consecutive, the likeliest one first. So the first n drafted tokens form a tree too.
+The target accepts a path from node 0; the outcome of a verification is the node at which the path
+ends, and the bonus token t* that the target emits there [Miao et al. 2024, SpecInfer].
 
 In the KV cache the *principal path* (first children only) is stored in the sequence's slot, as a
-chain is. Each other leaf has a *lane*, scratch memory that holds its path from where that leaves
-the principal one. A node of several lanes is stored in all; their numbers follow one another.
+chain is. Each other leaf has a *lane*: scratch KV memory for the part of its path that is off the
+principal path. A node on the paths of several such leaves is stored in all their lanes, which are
+consecutive.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ MOST_CHILDREN = 16
 
 
 class Tree:
-    """The shape of a draft; parents: of nodes 1 … N.
+    """The shape of a draft. parents: the parent of each of the nodes 1 … N, ascending.
 
-    By node, from 0 on: children, the likeliest one first; paths, the columns (node − 1) of the
-    drafted tokens on the way to it, its own included; depths, and levels, the same as a list;
-    ranks among its parent's children; lanes, the first lane of scratch memory that stores it (−1 on
-    the path of first children); spans, how many lanes do; forks, the depth at which its path enters
-    a lane. By level d: ends, the number of nodes of levels 1 … d; inner, the nodes that have
-    children, which a draft step reads; reads, their columns, an int if there is one; lines, for
-    each node of level d + 1 the index of its parent in inner[d].
+    Attributes indexed by node, from 0: children, the likeliest one first; paths, the columns (node
+    − 1) of the drafted tokens from the root to the node; depths, and the same as a list, levels;
+    ranks, the index among its parent's children; lanes, the first scratch KV lane that stores the
+    node (−1 on the path of first children); spans, how many lanes store it; forks, the depth at
+    which its path enters a lane.
+
+    Attributes indexed by level d: ends, the number of nodes of levels 1 … d; inner, the nodes that
+    have children, which are the inputs of a draft step; reads, the columns of their tokens (an int
+    if there is one); lines, for each node of level d + 1 the index of its parent in inner[d].
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -67,8 +70,8 @@ class Tree:
         self.num_lanes = _count(self.lanes, self.spans)
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
-        """Returns the node that a greedy target stops at; best[at[n]]: its token after node n;
-        count: the nodes that have drafted tokens."""
+        """Returns the node at which a greedy target stops. drafts: the drafted tokens; best[at[n]]:
+        the target's token after node n; count: how many nodes have drafted tokens."""
         node = 0
         children = self.children
         while True:
@@ -81,7 +84,8 @@ class Tree:
                 return node
 
     def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
-        """Returns a judged round as one of chains: its levels, and the accepted paths."""
+        """Converts a verified round with this tree to one with chains: each sequence keeps the
+        tokens of its accepted path, and the outcome holds their number instead of a node."""
         rows = outcome.rows.copy()
         nodes = outcome.num_accepted.tolist()
         rows[:, 3] = self.depths[nodes]
@@ -95,7 +99,8 @@ class Tree:
         return chains, Outcome(outcome.round, rows)
 
     def chances(self, law: NDArray[np.float64]) -> list[float]:
-        """Returns P(the path to a node is accepted) by node; law: as `positional` returns it."""
+        """Returns, for each node, P(the path to the node is accepted). law[d, r]: P(child of rank r
+        at level d + 1 is the target's token), as `positional` returns it."""
         chances = [1.0]
         for node, parent in enumerate(self.parents, 1):
             rate = law[self.levels[node] - 1, self.ranks[node]]
@@ -103,19 +108,20 @@ class Tree:
         return chances
 
     def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
-        """Returns the acceptance rates by level, as of a chain; law: as `positional` returns it."""
+        """Returns for each level the acceptance rate given that the level before was accepted, as
+        for a chain. law: the acceptance probabilities [K, R] from `positional`."""
         reached = np.bincount(self.depths, self.chances(law)).tolist()
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 
 
 class BranchLayout:
-    """Where a draft's KV cache stores a tree's nodes, and the branches that grow after them, each a
-    tree of the same shape. fan_out: the number of branches after each node.
+    """Where a draft's KV cache stores a tree's nodes and the branches that are drafted ahead after
+    them. Each branch is a tree of the same shape. fan_out: the number of branches after each node.
 
-    Places number the tree's nodes, and then the nodes of each branch that have children, `size` of
-    them, since a draft reads no others. By place: depths, lanes, spans and forks, as of Tree; every
-    branch is in lanes. By node: firsts, the place of its first branch; inner, its place within a
-    branch.
+    Places number the stored tokens: first the tree's nodes, then, of each branch, the `size` nodes
+    that have children (the draft reads no others). Attributes indexed by place: depths, lanes,
+    spans and forks, as in Tree; all branches are in scratch lanes. Attributes indexed by node:
+    firsts, the place of the node's first branch; inner, the node's index among a branch's places.
     """
 
     def __init__(self, tree: Tree, fan_out: Sequence[int]) -> None:
@@ -140,12 +146,12 @@ class BranchLayout:
 
 def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
     """Returns the attributes lanes, forks and spans of a Tree with these parents of nodes 1 … N and
-    depths of nodes 0 … N. Nodes from `end` on are in lanes even if they are first children."""
-    waiting = set(parents)  # for their first children
+    depths of nodes 0 … N. Nodes from `end` on are in scratch lanes, also if first children."""
+    waiting = set(parents)  # the nodes whose first child has not been visited yet
     leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
     for node in range(len(parents), 0, -1):
         leaves[parents[node - 1]] += leaves[node]
-    free = [0] * len(leaves)  # the first lane of a node's next child; [0]: of the next fork
+    free = [0] * len(leaves)  # the lane for a node's next child; free[0]: for the next fork
     lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
     for node, parent in enumerate(parents, 1):
         is_side = lanes[parent] >= 0
@@ -168,24 +174,26 @@ CHAIN = Tree(range(MOST_NODES))
 
 
 def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
-    """Returns P(the target's token is the draft's r-th at depth d | its path is accepted), [K, R];
-    r > 1: bonus candidates that a cache would keep after a rejection."""
+    """Returns law[d, r], the probability that the target's token at level d + 1 of the draft is the
+    draft's (r + 1)-th likeliest, given that the path to there is accepted: [K, R = width]. Column 0
+    is `hazards`; the others follow from the hit model after a rejection."""
     later = np.diff(hit_law.hit_probabilities(width - 1)[0])
     return np.array([[rate, *(1 - rate) * later] for rate in hazards])
 
 
 @lru_cache(maxsize=256)
 def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
-    """Returns the optimal tree of these acceptance rates and hit model."""
+    """Returns the tree of at most `nodes` nodes with the most accepted tokens by these laws."""
     return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN)))
 
 
 def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
     """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
 
-    law: [K, R] of `positional`; K bounds the depth and R the children of a node. A dynamic
-    programme [Chen et al. 2024, Sequoia, section 3.1]: `best[n]` is the most that n nodes give in
-    the subtrees of an accepted node's children from rank r on, `sizes` the share of the r-th one.
+    law: [K, R] from `positional`; K limits the depth and R the children of a node. In the dynamic
+    program [Chen et al. 2024, Sequoia, section 3.1], best[n] is the expected number of accepted
+    tokens that n nodes yield in the subtrees of an accepted node's children of rank ≥ r; `sizes`
+    holds how many of the n nodes the child of rank r and its subtree get.
     """
     depth, width = law.shape
     below = np.zeros(nodes + 1)

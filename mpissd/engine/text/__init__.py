@@ -1,1 +1,1 @@
-"""Tokenizers, prompts, answers and grammars."""
+"""Tokenizers, prompts, the text of answers, and grammars that restrict answers."""

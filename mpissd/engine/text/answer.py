@@ -1,4 +1,4 @@
-"""The text of an answer while its tokens arrive, and what drafted each token."""
+"""Turns the tokens of an answer into text as they arrive, and names what drafted each token."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from mpissd.common.rounds import Source
 from mpissd.engine.text.tokenizer import Tokenizer
 
 BONUS = "bonus"
-# The names of Source in answers. NONE is the target's own token, the bonus token of a round.
+# The name of each Source in answers. NONE stands for the bonus token, which the target emits.
 SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
-_LONGEST_CHARACTER = 4  # bytes of UTF-8
-_MOST_BYTES = 16  # the longest context, for a text whose tokens are all single bytes
+_LONGEST_CHARACTER = 4  # bytes of the longest UTF-8 character
+_MOST_BYTES = 16  # the most tokens of context, reached if all tokens are single bytes
 
 
 def sources_of(num_accepted: int, source: int) -> list[str]:
-    """Returns the names of the sources of a round's accepted tokens, and of its bonus token."""
+    """Returns the names of what drafted the tokens of a round: `source` for each accepted token,
+    and "bonus" for the token that the target emits after them."""
     return [SOURCES[int(source)]] * num_accepted + [BONUS]
 
 
 class AnswerText:
-    """The text of one answer while its tokens arrive, up to its end.
+    """The text of one answer, produced piece by piece while its tokens arrive.
 
-    strings: stop strings; the text ends before the first one. stop_ids: tokens that end an answer.
-    prompt: the tokens before it, to whose text it adds, as a decoder drops a text's first space.
-    The pieces that `push` and `flush` return add up to the text. Bytes of an incomplete character,
-    and text that may begin a stop string, are held back until that is decided. ended: the finish
-    reason, "stop_token", "stop" (a stop string), or None so far.
+    strings: stop strings; the text ends before the first one that occurs. stop_ids: tokens that end
+    an answer. prompt: the tokens before the answer, decoded along with it, because a decoder drops
+    the first space of a text. The pieces that `push` and `flush` return add up to the text.
+    Incomplete UTF-8 characters, and text that may begin a stop string, are held back until later
+    tokens decide. ended: the finish reason, "stop_token" or "stop" (a stop string), or None so far.
     """
 
     def __init__(
@@ -40,16 +41,16 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._stops = [stop for stop in strings if stop]
-        # A piece is a difference of two texts: of the context, and of context and waiting tokens.
+        # A piece of text is what the waiting tokens add to the decoded text of the context tokens.
         self._context = _end_of(prompt, tokenizer)
         self._waiting: list[int] = []
-        # The bytes at the end that may begin a character.
+        # The bytes at the end of the text that may begin an incomplete UTF-8 character.
         self._partial = _unfinished(b"".join(map(tokenizer.bytes_of, self._context)))[1]
         self._held = ""
         self.ended: str | None = None
 
     def push(self, token: int) -> str:
-        """Appends a token to the answer; returns the text that can be shown now."""
+        """Appends a token to the answer; returns the text that can be shown by now."""
         if self.ended is not None:
             return ""
         if token in self._stop_ids:
@@ -61,7 +62,7 @@ class AnswerText:
             return ""
         new = ""
         count, rest = _unfinished(self._partial + added[:1])
-        if self._partial and count and (count > 1 or rest):  # this token does not continue it
+        if self._partial and count and (count > 1 or rest):  # The token begins a new character.
             new = self._advance()
             self._partial = b""
         self._waiting.append(token)
@@ -80,12 +81,12 @@ class AnswerText:
             for size in range(min(len(stop) - 1, len(text)), 0, -1)
             if text.endswith(stop[:size])
         )
-        shown = len(text) - max(sizes, default=0)  # the rest may begin a stop string
+        shown = len(text) - max(sizes, default=0)  # The text after it may begin a stop string.
         self._held = text[shown:]
         return text[:shown]
 
     def flush(self) -> str:
-        """Ends an answer without a stop; returns the text that was held back, with U+FFFD for the
+        """Ends an answer that met no stop; returns the text that was held back, with U+FFFD for the
         bytes of an incomplete character."""
         if self.ended is not None:
             return ""
@@ -95,12 +96,12 @@ class AnswerText:
         return text
 
     def _advance(self) -> str:
-        """Returns the text of the waiting tokens; if they have any, they become the context. Of
-        them only tokens of several bytes do, if there are some, since one invalid byte changes the
-        text of all that precede it."""
+        """Returns the text that the waiting tokens add. If they add any, they become the context
+        for later tokens. Single-byte tokens are left out of the context if there are others,
+        because one invalid byte changes the text of all bytes before it."""
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._waiting])
-        if not text.startswith(before):  # the answer completes the prompt's last character
+        if not text.startswith(before):  # The answer completes the last character of the prompt.
             before = before.rstrip("\ufffd")
         if new := text[len(before) :]:
             words = [token for token in self._waiting if not self._tokenizer.is_byte(token)]
@@ -109,19 +110,19 @@ class AnswerText:
         return new
 
     def _cut(self, text: str) -> tuple[str, bool]:
-        """Returns `text` up to its first stop string, and whether there is one."""
+        """Returns `text` up to its first stop string, and whether it contains one."""
         places = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(places, default=None)], bool(places)
 
 
 def _unfinished(data: bytes) -> tuple[int, bytes]:
-    """Returns (the number of characters in UTF-8 `data`, the bytes of an incomplete last one)."""
+    """Returns (number of characters in UTF-8 `data`, the bytes of an incomplete last character)."""
     text, size = codecs.utf_8_decode(data, "replace", False)
     return len(text), data[size:]
 
 
 def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the last tokens of a prompt that have a text, at least a character's."""
+    """Returns the last tokens of a prompt that have a text, with at least one whole character."""
     context = list[int]()
     for token in reversed(prompt):
         if tokenizer.bytes_of(token):

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may follow an answer's tokens, by the library llguidance.
+"""Grammars restrict which tokens may follow an answer's tokens, by the library llguidance.
 
-A grammar is a text in llguidance's form: of a JSON schema, a regular expression or a choice of
-texts. Answers in JSON have ", " and ": " between their parts and no other white space, as
+A grammar is a text in llguidance's notation, made from a JSON schema, a regular expression or a
+choice of texts. JSON answers have ", " and ": " as separators and no other white space, as
 json.dumps writes them, so that a model cannot write white space for ever.
 """
 
@@ -27,17 +27,17 @@ from mpissd.engine.text.tokenizer import Tokenizer
 Logits = NDArray[np.float32]
 Bits = NDArray[np.uint8]
 Ends = frozenset[int]
-# Work that llguidance may do for a grammar before its first token: some .2 s of a core, where its
-# own limit allows 1.3 s. A choice of 10,000 words needs half of it.
+# The limit of llguidance's work on a grammar before the first token, in its own units: .2 s of a
+# core, where its default allows 1.3 s. A choice of 10,000 words needs half of this limit.
 _FUEL = 200_000
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEVER = np.float32(-np.inf)
 
 
 def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
-    """Returns the grammar of `value`: a schema (kind "json"), a text ("regex") or texts ("choice").
-    Raises ConfigError, which begins with `name`, if no answer can meet it, or its first masks over
-    the tokenizer's vocabulary (None: all bytes) are too costly."""
+    """Returns the llguidance grammar of `value`: a JSON schema (kind "json"), a regular expression
+    ("regex") or a list of texts ("choice"). Raises ConfigError, whose text begins with `name`, if
+    no answer matches, or if the first masks over the vocabulary (None: all bytes) take too long."""
     library = load_library("llguidance", "grammars")
     try:
         if kind == "json":
@@ -52,7 +52,7 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
     words = library.LLTokenizer("byte") if tokenizer is None else tokenizer.for_grammars
     matcher = _matcher(words, text)
     is_met = any(matcher.compute_bitmask()) or matcher.is_accepting()
-    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # up to the first choice
+    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # the tokens before the first choice
         matcher.compute_bitmask()
     if reason := matcher.get_error() or ("" if is_met else "no text meets it"):
         reason = reason.partition("<state>")[0].replace("lexer error", "too costly")
@@ -61,8 +61,9 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
 
 
 def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
-    """Returns the grammar that `flag` names: json, regex:…, choice:A|B|…, or a file with a JSON
-    schema; raises ConfigError if it cannot be read or met, or is too costly."""
+    """Returns the llguidance grammar for a value of --grammar: json, regex:…, choice:A|B|…, or a
+    file with a JSON schema. Raises ConfigError if it is unreadable, too costly, or nothing
+    matches."""
     kind, colon, value = flag.partition(":")
     make = partial(make_grammar, "grammar", tokenizer=tokenizer)
     if flag == "json":
@@ -80,11 +81,12 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
 
 
 class _MaskReader:
-    """Reads an answer's tokens with llguidance's matcher, and computes the mask after each.
+    """Reads an answer's tokens into llguidance's matcher, and computes the next token's mask after
+    each.
 
-    Whether llguidance meets a limit depends on all that a matcher has computed, and its masks can
-    be wrong after a rollback. Tokens are therefore always read in the same steps, and never taken
-    back. A copy, which serves drafts only, computes no mask but the last one.
+    Whether llguidance exceeds one of its limits depends on all that a matcher has computed, and its
+    masks can be wrong after a rollback. Therefore tokens are always read one at a time and never
+    taken back. A copy, which serves drafts only, computes only the last mask.
     """
 
     _is_copy = False
@@ -98,10 +100,10 @@ class _MaskReader:
     def _look(self) -> None:
         self.bits: bytes = self._matcher.compute_bitmask()
         self.is_accepting: bool = self._matcher.is_accepting()
-        self.is_lost: bool = self._matcher.is_error()  # llguidance has given up
+        self.is_lost: bool = self._matcher.is_error()  # whether llguidance exceeded a limit
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Reads tokens up to one that the grammar excludes, or at which llguidance gives up."""
+        """Reads tokens until the grammar excludes one or llguidance exceeds a limit."""
         matcher = self._matcher
         count = len(self.tokens)
         for token in tokens:
@@ -114,11 +116,11 @@ class _MaskReader:
             self._look()
 
     def begins(self, tokens: list[int]) -> bool:
-        """Returns whether `tokens` begin with the tokens that have been read."""
+        """Returns whether the tokens read so far are the first ones of `tokens`."""
         return tokens[: len(self.tokens)] == self.tokens
 
     def copy(self) -> _MaskReader:
-        """Returns a copy, which shares the lexer: where one is_lost, the other one is, too."""
+        """Returns a copy, which shares the lexer: if one exceeds a limit (is_lost), both have."""
         copied = copy(self)
         copied._is_copy = True
         copied._matcher = self._matcher.deep_copy()
@@ -127,30 +129,31 @@ class _MaskReader:
 
 
 class Grammar:
-    """The grammar of one answer; its masks depend on nothing but the answer's tokens. forces:
-    whether tokens that are the only allowed ones are committed without a forward."""
+    """Masks the tokens that may come next in one answer, by nothing but the answer's tokens.
+    forces: whether a token that is the only allowed one is committed without a forward."""
 
     forces = False
 
     def __init__(self, begin: Callable[[], Any], texts: Bits, vocab: int, ends: Ends) -> None:
-        """begin: returns llguidance's matcher at the beginning of an answer. texts: a bit for each
-        of V = vocab tokens, set if it has a text and is none of `ends`, which end an answer."""
+        """begin: a function that returns llguidance's matcher at the beginning of an answer. texts:
+        for each of V = vocab tokens a bit, set if it has a text and is not in `ends`, which end
+        answers."""
         self._begin = begin
         self._texts = texts
         self._vocab = vocab
         self._ends = ends
         self._reader = _MaskReader(begin())
-        self._root: _MaskReader | None = None  # of a draft's branches
+        self._root: _MaskReader | None = None  # has read the tokens that a draft's branches share
 
     def branch(self, tokens: list[int]) -> None:
-        """Prepares to mask drafts that continue the answer's first `tokens` in several ways. They
-        share a lexer, so that near a limit of llguidance the mask of one draft may depend on the
+        """Prepares masks for several drafts that all continue the answer's first `tokens`. The
+        drafts share a lexer, so that near a limit of llguidance the mask of one may depend on the
         others; the target's masks never do."""
         if self._root is None or len(self._root.tokens) != len(tokens):
             self._root = self._read(tokens).copy()
 
     def _read(self, tokens: list[int]) -> _MaskReader:
-        """Returns a reader that has read `tokens`, or those before one that it cannot read."""
+        """Returns a reader that has read `tokens`, or only those before one that it cannot read."""
         root = self._root
         if not self._reader.begins(tokens):
             is_branch = root is not None and root.begins(tokens)
@@ -161,10 +164,10 @@ class Grammar:
         return self._reader
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """Returns which tokens may follow the answer's first `tokens`, [V]; None after its end.
-        Tokens that end an answer are allowed where it is complete. Nothing else is allowed where no
-        text can follow, after an excluded token, and where llguidance gives up because a state is
-        too large for its limits. Other control tokens are never allowed."""
+        """Returns which tokens may follow the answer's first `tokens`, [V]; None after the answer's
+        end. Tokens that end an answer are allowed where the grammar is complete. They alone are
+        allowed where no text can follow, after an excluded token, and where llguidance exceeds a
+        limit. Other control tokens are never allowed."""
         if not self._ends.isdisjoint(tokens):
             return None
         reader = self._read(list(tokens))
@@ -176,8 +179,8 @@ class Grammar:
         return mask
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the tokens that must follow the answer's first `tokens`, since nothing else is
-        allowed, at most MOST_FORCED. The last one may end the answer."""
+        """Returns the tokens, at most MOST_FORCED, that must follow the answer's first `tokens`
+        because each is the only allowed one. The last one may end the answer."""
         run = list[int]()
         while self.forces and len(run) < MOST_FORCED:
             allowed = self.allowed([*tokens, *run])
@@ -187,8 +190,8 @@ class Grammar:
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether the next `count` tokens after `tokens` are forced, or fewer up to the
-        answer's end; True after that end."""
+        """Returns whether the next `count` tokens after `tokens`, or all up to the answer's end,
+        are forced; always True after the answer's end if `forces` is set."""
         if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)
@@ -196,8 +199,8 @@ class Grammar:
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns `logits` with −inf for tokens that may not follow the answer's first `tokens`.
-        logits: float32 [V], or [n] of the n tokens `ids`. They are unchanged after the answer's
-        end, or where none of the tokens `ids` is allowed."""
+        logits: float32 [V], or [n] for the n tokens `ids` only. They are returned unchanged after
+        the answer's end, and where none of the tokens `ids` is allowed."""
         allowed = self.allowed(tokens)
         if allowed is not None and ids is not None:
             allowed = allowed[ids]
@@ -207,10 +210,10 @@ class Grammar:
 
 
 class Grammars:
-    """Makes the grammars of answers, over the vocabulary of a target model."""
+    """Makes the grammars of answers over the vocabulary of one target model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
-        """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end answers."""
+        """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end an answer."""
         words = tokenizer.for_grammars
         ends = frozenset(stop_ids)
         ids = range(min(vocab, words.vocab_size))
@@ -219,9 +222,9 @@ class Grammars:
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns the grammar `text` of a new answer, in 1 ms for most schemas. Copies of a matcher
-        share a lexer, whose limit one of them can exhaust for all; therefore each answer has a
-        matcher of its own."""
+        """Returns the grammar `text` for a new answer, in 1 ms for most schemas. Each answer gets a
+        matcher of its own: copies of one matcher would share a lexer, whose limit one answer could
+        exhaust for all."""
         return Grammar(partial(self._matcher, text), *self._shared)
 
 

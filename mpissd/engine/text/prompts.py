@@ -1,7 +1,7 @@
-"""Reads, checks and encodes the prompts of a run: one by a flag, or a file of lines.
+"""Reads, checks and encodes the prompts of a run: one given by a flag, or a file of lines.
 
-A line is {"prompt": …} or {"messages": […]}. A prompt is one user message in the model's chat
-template if it has one and --chat_template allows it. If not, it is text that the model continues.
+A line is {"prompt": …} or {"messages": […]}. A prompt becomes one user message in the model's chat
+template if it has one and --chat_template allows it; otherwise the model continues the text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Entry = Mapping[str, Any]  # {"prompt": text} or {"messages": [{"role": …, "co
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt as it was given ({} for --prompt_ids), and its tokens."""
+    """One prompt: its JSON object as given ({} for --prompt_ids), and its token ids."""
 
     entry: Entry
     tokens: tuple[int, ...]
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Returns the SHA-256 of lines, one for each prompt, with its tokens in decimal."""
+    """Returns the SHA-256 of all prompts' tokens: a line a prompt, with the ids in decimal."""
     lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -45,12 +45,12 @@ def read_prompts(
     context: int | None = None,
     vocab: int | None = None,
 ) -> list[Prompt]:
-    """Returns the prompts of a run, encoded. tokenizer: may be None with --prompt_ids. context: the
-    most tokens of a sequence, and vocab: the number of token ids (None: unknown). Raises
-    ConfigError, which names the line of the file, for invalid UTF-8 or JSON, and for a prompt that
-    is missing, empty, or leaves no room for an answer."""
+    """Returns the encoded prompts of a run. tokenizer: may be None with --prompt_ids. context: the
+    most tokens of a sequence; vocab: the number of token ids (None: not checked). Raises
+    ConfigError, which names the prompt or the line of the file, for invalid UTF-8 or JSON, and for
+    a prompt that is missing, empty, or leaves no room for an answer."""
     named: list[tuple[str, Prompt]] = []
-    if config.prompt_ids is not None:  # 1,2,3;4,5: two prompts
+    if config.prompt_ids is not None:  # For example, "1,2,3;4,5" holds two prompts.
         for number, part in enumerate(config.prompt_ids.split(";"), 1):
             where = f"prompt_ids: prompt {number}"
             ids = part.split(",")
@@ -81,8 +81,8 @@ def read_prompts(
 
 
 def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
-    """Returns the entries of the JSONL file that `flag` names, each with a name for errors, without
-    blank lines; raises ConfigError if it cannot be read, or holds none."""
+    """Returns the JSON objects of the JSONL file that `flag` names, without blank lines, each with
+    a name for errors. Raises ConfigError if the file cannot be read, or has no prompt."""
     path = Path(file).expanduser()
     name = f"{flag}={str(path)!r}"
     try:
@@ -95,14 +95,14 @@ def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
             continue
         where = f"{name}: line {number}"
         try:
-            entry = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+            entry = json.loads(line.decode("utf-8-sig"))  # Some editors write a byte-order mark.
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: is no UTF-8 text (byte {error.start + 1})") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: is no JSON: {error}") from error
         if not isinstance(entry, dict) or len({"prompt", "messages"} & entry.keys()) != 1:
             raise ConfigError(f'{where}: allowed: {{"prompt": "…"}} or {{"messages": […]}}')
-        _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # the answers repeat it all
+        _check_unicode(where, json.dumps(entry, ensure_ascii=False))  # Answers repeat it.
         entries.append((where, entry))
     if not entries:
         raise ConfigError(f"{name}: holds no prompt")
@@ -112,9 +112,10 @@ def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
 def encoded(
     where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool, context: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the tokens of an entry; raises ConfigError if it is no text or no conversation.
-    where: names the entry in errors. chat: whether a prompt is a message in the model's chat
-    template, if it has one. context: in tokens; a text far beyond it is refused unencoded."""
+    """Returns the tokens of one JSON object; raises ConfigError if it holds no text or
+    conversation. where: names the object in errors. chat: whether a prompt becomes a message in the
+    model's chat template, if any. context: the most tokens; a far longer text is refused
+    unencoded."""
     if "messages" in entry:
         messages = entry["messages"]
         if not isinstance(messages, list) or not messages:
@@ -137,7 +138,7 @@ def encoded(
 
 
 def check_text(where: str, text: Any) -> str:
-    """Returns `text`; raises ConfigError, which begins with `where`, if it is no Unicode text."""
+    """Returns `text`; raises ConfigError, which begins with `where`, if it is no valid Unicode."""
     if not isinstance(text, str):
         raise ConfigError(f"{where}: {json.dumps(text)} is no text")
     _check_unicode(where, text)
@@ -147,5 +148,5 @@ def check_text(where: str, text: Any) -> str:
 def _check_unicode(where: str, text: str) -> None:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # arguments carry invalid bytes as lone surrogates
+    except UnicodeEncodeError as error:  # Python reads invalid bytes of arguments as surrogates.
         raise ConfigError(f"{where}: is no UTF-8 text (character {error.start + 1})") from error

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and conversations in a model's chat template.
+"""Encodes text to token ids, decodes it, and writes conversations in a model's chat template.
 
 The libraries `tokenizers` and `jinja2` are imported only when a tokenizer is loaded.
 """
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-_CUT = "\ue000cut\ue000 "  # the end of a message that an answer continues; a template may trim it
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, the first counts
-# Errors that values of an unexpected type raise when they are read.
+_CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim its space
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, by precedence
+# The errors that a damaged tokenizer file, or a value of a wrong type in it, raises when read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of one byte, of a byte-fallback vocabulary
-MOST_STEPS = 5_000_000  # lines that a chat template may run
-MOST_TEXT = 1 << 26  # characters that it may write
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the single-byte tokens of a byte-fallback vocabulary
+MOST_STEPS = 5_000_000  # the most lines that a chat template may execute
+MOST_TEXT = 1 << 26  # the most characters that a chat template may write
 
 
 @dataclass(frozen=True)
 class Tokenizer(Vocabulary):
-    """The vocabulary of the model `name`, and its encoding of texts and conversations."""
+    """The vocabulary of the model `name`, with methods to encode texts and to decode tokens."""
 
     name: str
 
     @property
     def template(self) -> str | None:
-        """The model's default chat template (jinja2), or None."""
+        """The model's default chat template in jinja2's language, or None."""
         return self.templates.get("default")
 
     @cached_property
@@ -64,15 +64,15 @@ class Tokenizer(Vocabulary):
 
     @cached_property
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It encodes the name
-        of a control token as ordinary text."""
+        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. The LLTokenizer
+        encodes the name of a control token as ordinary text."""
         library = load_library("llguidance", "grammars")
         vocabulary = _for_llguidance(self.backend.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str, *, context: int | None = None) -> list[int]:
-        """Returns the tokens of a text, with those that the model expects around a text, such as
-        BOS; raises ConfigError if it has more bytes than `context` tokens can have."""
+        """Returns the tokens of a text, together with those that the model expects around it, such
+        as BOS. Raises ConfigError if the text has more bytes than `context` tokens can have."""
         self._check_length(text, context)
         return self.backend.encode(text).ids
 
@@ -87,10 +87,11 @@ class Tokenizer(Vocabulary):
     ) -> list[int]:
         """Returns the tokens of a conversation, up to the beginning of the model's answer.
 
-        messages: {"role": …, "content": …} each. tools: for the template to describe. begins:
-        whether the template begins the answer. continues: the answer continues the last message.
-        Raises ConfigError if there is no chat template, if it ignores the tools or refuses the
-        messages, and if the text has more bytes than `context` tokens can have.
+        messages: each one {"role": …, "content": …}. tools: descriptions of tools, for the
+        template. begins: whether the template writes the beginning of an answer. continues: whether
+        the answer continues the last message. context: the most tokens of a sequence. Raises
+        ConfigError if there is no chat template, if it ignores the tools or refuses the messages,
+        and if its text has more bytes than `context` tokens can have.
         """
         template = (tools and self.templates.get("tool_use")) or self.template
         if template is None:
@@ -110,19 +111,19 @@ class Tokenizer(Vocabulary):
                 end = text.rindex(_CUT.strip())
                 text = text[:end] if text.startswith(_CUT, end) else text[:end].rstrip()
             text.encode("utf-8")
-        except Exception as error:  # a program of the model's: it may fail in any way
+        except Exception as error:  # The template is a program, which may fail in any way.
             raise ConfigError(f"chat template: {' '.join(str(error).split())}") from error
         self._check_length(text, context)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
-        """Returns the text of these tokens; special tokens are left out unless `specials`. Bytes
-        that are no complete UTF-8 character become U+FFFD. A decoder may drop the space before the
-        first token; `piece` and AnswerText keep it."""
+        """Returns the text of the tokens `ids`, special tokens only if `specials` is set. Bytes
+        that form no complete UTF-8 character become U+FFFD. Decoders of some models drop the space
+        before the first token; `piece` and AnswerText keep it."""
         return self.backend.decode(list(ids), skip_special_tokens=not specials)
 
     def piece(self, token: int) -> str:
-        """Returns the text that a token, also a special one, adds to a preceding text."""
+        """Returns the text that a token, which may be special, adds to the text before it."""
         first = self.decode([token], specials=True)
         return self.decode([token, token], specials=True)[len(first) :]
 
@@ -138,13 +139,13 @@ class Tokenizer(Vocabulary):
         return bytes(letters[letter] for letter in text) if is_bytes else text.encode()
 
     def is_byte(self, token: int) -> bool:
-        """Returns whether a token of a byte-fallback vocabulary is one byte, named as <0x0A>."""
+        """Returns whether a byte-fallback vocabulary's token is a single byte, named as <0x0A>."""
         text = self.backend.id_to_token(token) or ""
         return b'"ByteFallback"' in self._decoder and _BYTE.fullmatch(text) is not None
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        # The library keeps a special token that the normalizer changes.
+        # A special token that the normalizer changes is decoded to text all the same.
         added = self.backend.get_added_tokens_decoder().items()
         special = (number for number, token in added if token.special)
         return frozenset(number for number in special if not self.decode([number]))
@@ -169,11 +170,10 @@ class Tokenizer(Vocabulary):
 
 
 def _for_llguidance(text: str, size: int) -> str:
-    """Returns a tokenizer.json (`text`) with random names for its control tokens, which no text
-    contains: llguidance takes added tokens "<…>" for control tokens, and would encode text that a
-    grammar forces with them, which its parser refuses. Ids below `size` without a token become
-    control tokens, since llguidance needs all.
-    """
+    """Returns the tokenizer.json `text` as llguidance needs it. Control tokens get random names,
+    which no text contains: llguidance takes added tokens named "<…>" for control tokens, and would
+    encode text that a grammar forces with them, which its parser then refuses. Ids below `size`
+    without a token become control tokens, because llguidance needs a token for each id."""
     tokenizer = json.loads(text)
     model = tokenizer["model"]
     added = tokenizer["added_tokens"]
@@ -190,20 +190,20 @@ def _for_llguidance(text: str, size: int) -> str:
         token["content"] = names.get(token["content"], token["content"])
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(name, name): n for name, n in model["vocab"].items()}
-    else:  # of Unigram: [name, score] each
+    else:  # A Unigram model's vocabulary is a list of [name, score].
         model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
     if "merges" in model:
         model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    tokenizer["post_processor"] = None  # it names control tokens
+    tokenizer["post_processor"] = None  # It would refer to control tokens by their old names.
     return json.dumps(tokenizer)
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(where: str) -> Tokenizer:
-    """Returns the tokenizer of a model; raises ConfigError if it has none or it cannot be read.
-    where: the name of a preset, a Hugging Face folder, or a .gguf file."""
+    """Loads the tokenizer of a model; raises ConfigError if the model has none or it cannot be
+    read. where: the name of a preset, a Hugging Face folder, or a .gguf file."""
     path = files_of(where)
     if path is None:
         raise ConfigError(f"{where}: random weights have no tokenizer: allowed: run --prompt_ids=…")
@@ -226,8 +226,8 @@ def load_tokenizer(where: str) -> Tokenizer:
 
 
 def tokenizer_digest(where: str) -> str | None:
-    """Returns the digest of the tokenizer's files in the folder of the model that `where` names;
-    None without such files."""
+    """Returns a digest of the tokenizer's files in the model folder that `where` names; None if
+    there are none."""
     path = files_of(where)
     folder = path.parent if path is not None and path.suffix == ".json" else path
     if folder is None or not folder.is_dir():
@@ -239,15 +239,15 @@ def tokenizer_digest(where: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte that each letter of a byte-level vocabulary stands for, as in GPT-2."""
+    """Returns the byte for each letter in the tokens of a byte-level vocabulary, as of GPT-2."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 0xAD), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Returns a message as transformers gives it to a chat template: without nulls, and with its
-    reasoning under two names."""
+    """Returns a message as transformers passes it to chat templates: without nulls, and with the
+    model's reasoning under both names that templates read."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     if reasoning is None:
@@ -256,8 +256,8 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
-    """Returns the text that a chat template writes; raises TemplateError if it runs more than
-    MOST_STEPS lines."""
+    """Returns the text that a chat template writes; raises TemplateError if the template executes
+    more than MOST_STEPS lines."""
     from jinja2 import TemplateError
 
     compiled = _compiled(template)
@@ -282,8 +282,8 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Template:
-    """Compiles a chat template in the same environment as transformers, and with a limit on what it
-    writes."""
+    """Compiles a chat template in the same jinja2 environment as transformers, with a limit on the
+    length of what the template writes."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -303,7 +303,7 @@ def _compiled(template: str) -> Template:
         return text.getvalue()
 
     class Generation(Extension):
-        """Adds {% generation %} … {% endgeneration %}, which mark what a model has written."""
+        """Supports {% generation %} … {% endgeneration %}, which enclose what the model wrote."""
 
         tags = {"generation"}  # noqa: RUF012  (the library's interface)
 
@@ -335,5 +335,5 @@ def _compiled(template: str) -> Template:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     compiled = environment.from_string(template)
-    compiled.root_render_func.__globals__["str_join"] = joined  # of the operator ~
+    compiled.root_render_func.__globals__["str_join"] = joined  # the template operator ~
     return compiled

@@ -1,8 +1,8 @@
 """Reads a model's vocabulary, stop tokens and chat templates from its files.
 
 A Hugging Face folder is read as `PreTrainedTokenizerFast` of transformers reads it, whatever its
-tokenizer_class is, and a GGUF file as llama.cpp reads it, also where keys are absent. A setting
-that cannot be read in the same way is refused by its name.
+tokenizer_class is. A GGUF file is read as llama.cpp reads it, which has defaults for absent keys. A
+setting that cannot be followed exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "special_tokens_map.json",
 )
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of further templates, NAME.jinja
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's content. stop_ids: tokens that end an answer. templates: chat templates by
-    name. specials: special tokens by name, for templates. backend: the library's tokenizer."""
+    """The content of a model's tokenizer files. stop_ids: the tokens that end an answer. templates:
+    the chat templates by name. specials: the texts of special tokens such as bos_token by name, for
+    templates. backend: the tokenizer object of the library `tokenizers`."""
 
     stop_ids: frozenset[int]
     templates: Mapping[str, str]
@@ -48,7 +49,8 @@ _SPECIALS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".spl
 
 
 def from_folder(folder: Path) -> Vocabulary:
-    """Reads tokenizer.json and its neighbour files; raises ConfigError if that fails."""
+    """Reads the tokenizer of a Hugging Face folder: tokenizer.json and the files that go with it.
+    Raises ConfigError if a file is missing, damaged or not supported."""
     library = load_library("tokenizers", "workload=text")
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -63,10 +65,10 @@ def from_folder(folder: Path) -> Vocabulary:
     file: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
     try:
         backend = library.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # The library raises no narrower class.
         raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
     padding = backend.padding
-    backend.no_truncation()  # what a trainer saved for its batches
+    backend.no_truncation()  # Truncation and padding were settings of the model's training.
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     is_bpe = type(backend.model).__name__ == "BPE"
@@ -94,9 +96,9 @@ def from_folder(folder: Path) -> Vocabulary:
 def _added(
     folder: Path, config: Mapping[str, Any], file: Mapping[str, Any]
 ) -> tuple[dict[int, tokenizers.AddedToken], dict[str, Any]]:
-    """Returns (added tokens by id, settings). They come from tokenizer_config.json (`config`).
-    Without its added_tokens_decoder they also come from special_tokens_map.json, added_tokens.json
-    and tokenizer.json (`file`)."""
+    """Returns (the added tokens by id, the settings with special tokens). Both come from
+    tokenizer_config.json (`config`); if that has no added_tokens_decoder, also from
+    special_tokens_map.json, added_tokens.json and tokenizer.json (`file`)."""
     from tokenizers import AddedToken
 
     settings = dict(config)
@@ -113,7 +115,7 @@ def _added(
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    # Objects of tokenizer_config.json are no tokens yet where AutoTokenizer makes this set.
+    # AutoTokenizer makes this set before it turns objects of tokenizer_config.json into tokens.
     values = ((settings.get(key), config.get(key)) for key in _SPECIALS)
     texts = {str(value) for value, old in values if isinstance(value, str) or value is not old}
     texts |= set(map(str, settings["extra_special_tokens"] or []))
@@ -127,13 +129,14 @@ def _added(
 def _special(
     settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Returns (special tokens by name, those without a name), as texts or AddedTokens."""
+    """Returns (the special tokens by name, those without a name), each a text or an AddedToken.
+    added: the added tokens of the vocabulary, which replace equal texts."""
     by_text = {str(token): token for token in added}
     named = {}
     for name in _SPECIALS:
         if (token := settings.get(name)) is not None:
             named[name] = by_text.get(str(token), token)
-    for name, token in settings.items():  # such as image_token
+    for name, token in settings.items():  # Models may name more special tokens, as image_token.
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
     extra = settings.get("extra_special_tokens") or []
@@ -143,12 +146,13 @@ def _special(
 def _add(
     backend: tokenizers.Tokenizer, tokens: list[Any], named: Mapping[str, Any], others: list[Any]
 ) -> None:
-    """Adds tokens to `backend` in the order of AutoTokenizer, which decides the ids of new ones."""
+    """Adds tokens to `backend` in the order in which AutoTokenizer does, which decides the ids of
+    new tokens. named, others: the special tokens with and without a name."""
     from tokenizers import AddedToken
 
     present = {str(token) for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     for token in [*named.values(), *others]:
-        if str(token) not in present and token not in tokens:  # a text equals no AddedToken
+        if str(token) not in present and token not in tokens:  # A str never equals an AddedToken.
             tokens.append(token)
     names = set(map(str, named.values()))
     for n, token in enumerate(tokens):
@@ -160,7 +164,8 @@ def _add(
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the chat templates by name; files override all of tokenizer_config.json."""
+    """Returns the chat templates by name. If the folder has template files, the templates in
+    tokenizer_config.json (`config`) are ignored."""
     value = config.get("chat_template")
     paths = {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():
@@ -184,7 +189,7 @@ def _text(path: Path) -> str:
 
 
 def _token(value: dict[str, Any]) -> Any:
-    """Returns a JSON object {"content": …} as an AddedToken, and other objects as they are."""
+    """Returns a JSON object {"content": …} as an AddedToken, and any other object unchanged."""
     from tokenizers import AddedToken
 
     flags = {"single_word", "lstrip", "rstrip", "normalized", "special"}
@@ -207,13 +212,13 @@ def _json(path: Path) -> dict[str, Any]:
 
 _GGUF_SPECIALS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token"}
 _FOLDER = "allowed: the model's Hugging Face folder"
-_DEFAULT_ID = 11  # llama.cpp's BOS and EOS of a byte-pair vocabulary that names none
-_CONTROL = 3  # ggml's type of control tokens
+_DEFAULT_ID = 11  # llama.cpp's id for BOS and EOS if a byte-pair vocabulary names none
+_CONTROL = 3  # ggml's number for the type of control tokens
 _USER_DEFINED = 4
-_SPELLED = (2, _CONTROL, _USER_DEFINED)  # types of tokens that a text may spell; 2: unknown
+_SPELLED = (2, _CONTROL, _USER_DEFINED)  # types whose names are found in texts; 2: unknown token
 
-# How the models of llama.cpp's names split text before byte pairs are merged. Source: llama.cpp,
-# llama-vocab.cpp, and the models' own tokenizer.json.
+# Regular expressions that split text before byte pairs are merged, by llama.cpp's name of the
+# pre-tokenizer. Source: llama.cpp, llama-vocab.cpp, and the models' own tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -228,15 +233,16 @@ _SPLITS = {
     "gpt-2": (_WORDS,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-_NFC = ("qwen2",)  # names of vocabularies that normalise text to Unicode's NFC first
-_LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token needs no merges, and BOS is added
-# llama.cpp recognises control tokens by their texts. These end an answer.
+_NFC = ("qwen2",)  # pre-tokenizers that first normalise text to Unicode's NFC
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # These add BOS, and take a word that is a token as it is.
+# llama.cpp recognises control tokens by their texts. The tokens below end an answer.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
 )
-# Groups of texts with one meaning, by the key that names the token otherwise. Of several texts in
-# one vocabulary llama.cpp takes any one; here all of the last three groups end an answer.
+# Each line of _ONE_OF lists the texts of control tokens with one meaning; a GGUF file may instead
+# name that token under the key in _GROUPS. If a vocabulary has several texts of a line, llama.cpp
+# takes any of them; here, all tokens of the last three lines end an answer.
 _GROUPS = "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"
 _ONE_OF = """
     <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
@@ -246,7 +252,7 @@ _ONE_OF = """
     <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
     <|file_sep|>
     """.strip().splitlines()
-# Of families whose tokens llama.cpp treats by rules of their own.
+# Tokens of model families for which llama.cpp has special rules; such files are refused.
 _FOREIGN = (
     "<|return|> <|call|> <|calls|> <|flush|> <|tool_response> <|channel|> <|message|> <|start|> "
     "<|constrain|>"
@@ -254,9 +260,9 @@ _FOREIGN = (
 
 
 def from_gguf(path: Path) -> Vocabulary:
-    """Builds the byte-pair vocabulary that a GGUF file describes. Raises ConfigError for another
-    kind (SentencePiece), for an unknown pre-tokenizer, and for tokens of which llama.cpp may find
-    others than the library `tokenizers`."""
+    """Reads the byte-pair vocabulary of a GGUF file. Raises ConfigError for a vocabulary of another
+    kind (SentencePiece), for an unknown pre-tokenizer, and if llama.cpp might split a text into
+    other tokens than the library `tokenizers` does."""
     library = load_library("tokenizers", "workload=text")
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
@@ -283,7 +289,7 @@ def from_gguf(path: Path) -> Vocabulary:
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(keys["merges"])]
     try:
         model = models.BPE(numbers, merges, ignore_merges=pre in _LLAMA3_NAMES)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # The library raises no narrower class.
         raise ConfigError(f"{where}: its merges: {_first_line(error)}") from error
     backend: tokenizers.Tokenizer = library.Tokenizer(model)
     splits = [pre_tokenizers.Split(library.Regex(form), "isolated") for form in _SPLITS[pre]]
@@ -300,7 +306,7 @@ def from_gguf(path: Path) -> Vocabulary:
     _check_apart(where, [tokens[i] for i in spelled])
     token_of = partial(library.AddedToken, normalized=False)
     added = [token_of(tokens[i], special=kinds[i] != _USER_DEFINED) for i in spelled]
-    backend.add_tokens(added)  # at once, as each call builds an index of all
+    backend.add_tokens(added)  # One call for all, because each call rebuilds the index.
     begin = ["bos"] * bool(keys.get("add_bos_token", pre in _LLAMA3_NAMES))
     steps = [*begin, "$A", *["eos"] * bool(keys.get("add_eos_token", False))]
     if missing := [name for name in steps if name not in {*ids, "$A"}]:
@@ -317,8 +323,9 @@ def from_gguf(path: Path) -> Vocabulary:
 def _kinds(
     where: str, numbers: Mapping[str, int], keys: Mapping[str, Any], eos: int | None
 ) -> tuple[list[int], set[int]]:
-    """Returns (ggml's type of each token, the tokens that end an answer), as llama.cpp does. where:
-    names the file in errors. numbers: ids by text. keys: the file's, of its tokenizer."""
+    """Returns (ggml's type of each token, the tokens that end an answer), determined as by
+    llama.cpp. where: names the file in errors. numbers: the id of each token text. keys: the
+    tokenizer's metadata in the file. eos: the id of EOS."""
     kinds: list[int] = list(keys.get("token_type") or [1] * len(numbers))
     if len(kinds) != len(numbers):
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")
@@ -342,8 +349,8 @@ def _kinds(
 
 
 def _check_apart(where: str, texts: Iterable[str]) -> None:
-    """Raises ConfigError for tokens that can overlap in a text, where llama.cpp finds the longest
-    one, and the library `tokenizers` the first one; not for runs of one character."""
+    """Raises ConfigError if two tokens can overlap in a text: llama.cpp then finds the longest one,
+    but the library `tokenizers` the first. Tokens that repeat one character are allowed."""
     texts = [text for text in texts if len(set(text)) > 1]
     beginnings = {text[:size] for text in texts for size in range(1, len(text))}
     for text in texts:
