@@ -127,6 +127,12 @@ class MethodFlags(Checked):
         workloads="text",
         needs="tree>0 mode=sd num_drafts=0 temperature=0.0 grammar=None",
     )
+    parallel_drafting: bool = drafting(
+        False,
+        switch,
+        "draft all K tokens in one forward, by a draft with mask tokens",
+        needs="backup=jit learners=0",
+    )
     fan_out: str = growing(
         "uniform:3",
         words,

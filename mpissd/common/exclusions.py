@@ -106,6 +106,22 @@ TREES = (
               lambda at: at.job.hit_law.p_hit is not None and at.job.fan_out,
               "keys share the ranks of nodes"),
 )  # fmt: skip
+# Of drafts that draft all tokens in one forward. Values: config; draft, a shape; masks, the mask
+# tokens that it has (None: as many as are asked for).
+PARALLEL = (
+    Exclusion("parallel_drafting", "draft={draft.name}", "a draft model of its own",
+              lambda at: at.draft.head or at.draft.num_tokens > 1),
+    Exclusion("parallel_drafting", "workload={config.workload}", "gemm, replay, text",
+              lambda at: at.config.workload == "markov"),
+    Exclusion("parallel_drafting", "draft={draft.name}", "a draft of distill --parallel=J",
+              lambda at: at.masks == 0, "it has no mask tokens"),
+    Exclusion("lookahead={config.lookahead}", "parallel_drafting and draft={draft.name}",
+              "at most {masks} + 1, its mask tokens and one",
+              lambda at: at.masks is not None and at.config.lookahead > at.masks + 1),
+    Exclusion("backup_lookahead={config.backup_lookahead}", "parallel_drafting",
+              "{config.lookahead}, which one forward drafts",
+              lambda at: at.config.backup_lookahead not in (None, at.config.lookahead)),
+)  # fmt: skip
 DRAFTS = (
     Exclusion("tree={config.tree}", "draft={job.draft_where}", "a draft model of its own",
               lambda at: at.config.tree and at.job.draft

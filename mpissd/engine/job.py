@@ -291,6 +291,10 @@ def _models(
         kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
         if kind:
             refuse(exclusions.STATES, config=config, tp=tp, draft=draft, kind=kind)
+    if config.parallel_drafting and config.mode != "ar" and draft is not None:
+        has_masks = config.is_transformer and draft.head is None and draft_where is not None
+        masks = config_of(draft_where or "", where).masks if has_masks else None
+        refuse(exclusions.PARALLEL, config=config, draft=draft, masks=masks)
     return target, draft
 
 

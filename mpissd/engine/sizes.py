@@ -106,7 +106,21 @@ class Sizes:
         """Tokens of a sequence that one draft forward drafts: several by Medusa heads."""
         if isinstance(self.draft_shard, StateShard):
             return self.draft_shard.num_heads_used
-        return 1 if self.draft is None else self.draft.num_tokens
+        return 1 + self.masks if self.draft is None or self.masks else self.draft.num_tokens
+
+    @property
+    def masks(self) -> int:
+        """Mask tokens in a step of a parallel draft, which drafts K levels by K − 1 of them; 0 of
+        other drafts."""
+        return max(0, self.lookahead - 1) if self.config.parallel_drafting else 0
+
+    @property
+    def mask_ids(self) -> range:
+        """The token ids of these masks, which follow those of the draft's vocabulary."""
+        vocab = 0 if self.draft is None else self.draft.vocab_size
+        if isinstance(self.draft_shard, TransformerShard):  # it has its target's vocabulary
+            vocab = self.draft_shard.shape.vocab_size
+        return range(vocab, vocab + self.masks)
 
     def num_forwards(self, tokens: int) -> int:
         """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
@@ -149,7 +163,8 @@ class Sizes:
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
         lag = self.lookahead if drafts and self.reads_states else 0
-        return Placement(config.context, self.window, keeps, stateless, lag)
+        masks = self.masks if drafts else 0
+        return Placement(config.context, self.window, keeps, stateless, lag, masks)
 
     @property
     def num_nodes(self) -> int:
@@ -194,7 +209,7 @@ class Sizes:
         """The places of a tree's nodes and of the branches after them; None unless they grow."""
         if not (self.fan_out and self.tree.num_lanes):
             return None
-        return BranchLayout(self.tree, self.fan_outs.widest_each)
+        return BranchLayout(self.tree, self.fan_outs.widest_each, self.masks)
 
     @property
     def tree_lanes(self) -> int:
@@ -213,7 +228,7 @@ class Sizes:
             return self.config.batch_size * self.layout.num_lanes
         if self.dynamic is not None:
             return self.config.batch_size * max(1, self.dynamic.draft_lanes)
-        return self.group_lanes if self.fan_out else self.tree_lanes
+        return self.group_lanes if self.fan_out else self.tree_lanes * (not self.masks)
 
     @property
     def draft_sequences(self) -> int:
@@ -225,6 +240,8 @@ class Sizes:
         """The rows of the draft's largest growth step, at least one a sequence."""
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
+        if self.masks:  # an inline draft stores up to K accepted tokens in the same forward
+            return self.group_lanes * ((1 if self.fan_out else 2) * self.lookahead)
         return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
     def target_buckets(self) -> list[int]:

@@ -21,7 +21,7 @@ from mpissd.engine.round.sequence import Batch
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
     """Returns a draft rank's worker whose device grows branches without waiting for the host, or
     `worker` if the host must feed it each step's tokens."""
-    is_fed = job.serving or job.config.learners or job.tree_lanes
+    is_fed = job.serving or job.config.learners or job.tree_lanes or job.masks
     if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker
     stepper = worker.stepper

@@ -122,13 +122,18 @@ class BranchLayout:
     that have children (the draft reads no others). Attributes indexed by place: depths, lanes,
     spans and forks, as in Tree; all branches are in scratch lanes. Attributes indexed by node:
     firsts, the place of the node's first branch; inner, the node's index among a branch's places.
+    A branch of a parallel draft is stored as a chain: its first token, then `masks` mask tokens.
     """
 
-    def __init__(self, tree: Tree, fan_out: Sequence[int]) -> None:
+    def __init__(self, tree: Tree, fan_out: Sequence[int], masks: int = 0) -> None:
         count = len(tree.children)
         nodes = [node for node, children in enumerate(tree.children) if children]
+        branch = tree
+        if masks:
+            branch = Tree(range(masks))
+            nodes = list(range(masks + 1))
         self.size = len(nodes)
-        self.inner = np.full(count, -1)
+        self.inner = np.full(len(branch.children), -1)
         self.inner[nodes] = np.arange(self.size)
         counts = np.asarray(fan_out)
         self.firsts: Index = count + (np.cumsum(counts) - counts) * self.size
@@ -137,8 +142,8 @@ class BranchLayout:
         for node in np.repeat(np.arange(count), counts).tolist():
             root = len(parents) + 1
             parents.append(node)
-            parents += [root + int(self.inner[tree.parents[inner - 1]]) for inner in nodes[1:]]
-            depths += [tree.levels[node] + 1 + tree.levels[inner] for inner in nodes]
+            parents += [root + int(self.inner[branch.parents[inner - 1]]) for inner in nodes[1:]]
+            depths += [tree.levels[node] + 1 + branch.levels[inner] for inner in nodes]
         self.depths: Index = np.array(depths)
         self.lanes, self.forks, self.spans = lay_out(parents, self.depths, count)
         self.num_lanes = _count(self.lanes, self.spans)

@@ -249,20 +249,23 @@ class LogitsDraft(SampledDraft):
         ids: Ints | None = None,
         lookup: str = "prompt",
         heads: int | None = None,
+        masks: int = 0,
         tree: Tree = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
         """stepper: the draft's forwards. ids: the tokens that it knows, rising (None: all). lookup:
         the kind of a fast backup. heads: the tokens that a forward drafts, of a draft that reads
-        the target's hidden states; None: of a draft model, which drafts one."""
+        the target's hidden states; None: of a draft model, which drafts one, or with mask tokens
+        1 + masks."""
         super().__init__(seed, lookahead, fan_outs, tree)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
         self._ids = ids
         self.samples = samples
         self.copies = (lookup, LONGEST, None)
-        self.chains = not samples and heads is None
-        self._heads = heads or 1
+        self.chains = not samples and heads is None and not masks
+        self._masks = masks
+        self._levels = heads or 1 + masks  # that a step drafts
         self._grammars = grammars or GrammarStates()
         self._is_replaced = False
 
@@ -300,32 +303,48 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
         results = self._stepper.results()
-        counts = [len(branches.inputs) for branches in grown]
-        rows = slice(first_row, first_row + sum(counts))
-        for head in range(self._heads):
-            best = results.ids[head, rows]
+        num_heads, num_rows, width = results.ids.shape
+        all_best = results.ids.reshape(-1, width)
+        for level in range(self._levels):
+            # The row of the forward from which each node of this level that has children drafts
+            # them. Rows of several heads follow one another, head by head.
+            start = first_row + level * num_rows * (num_heads > 1)
+            parts = list[Ints]()
+            for branches in grown:
+                nodes = len(branches.tree.inner[branches.steps])
+                if self._masks:  # a branch has a row for each level
+                    of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
+                    parts.append(np.repeat(of_branch, nodes))
+                    start += len(branches) * (1 + self._masks)
+                else:
+                    parts.append(start + np.arange(len(branches) * nodes))
+                    start += len(parts[-1])
+            rows = np.concatenate(parts)
+            best = all_best[rows]
             if self._is_replaced and results.values is not None:
-                self.is_sound = bool(np.isfinite(results.values[head, rows, 0]).all())
+                values = results.values.reshape(-1, width)
+                self.is_sound = bool(np.isfinite(values[rows, 0]).all())
             drawn = Draws()
-            row = head * results.ids.shape[1] + first_row
             states = [state for branches in grown for state in branches.states or ()]
             if any(state.grammar is not None for state in states):
-                best = self._masked(states, best, row)
-            firsts = self._drawn(grown, best[:, 0], row, drawn)
-            for branches, count, end in zip(grown, counts, np.cumsum(counts), strict=True):
-                part = slice(end - count, end)
+                best = self._masked(states, best, rows.tolist())
+            firsts = self._drawn(grown, best[:, 0], rows.tolist(), drawn)
+            end = 0
+            for branches, part_rows in zip(grown, parts, strict=True):
+                part = slice(end, end + len(part_rows))
+                end = part.stop
                 if firsts is not None:
                     self._grow(branches, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
                     branches.take(best[part])
 
-    def _masked(self, states: Sequence[DrawState], best: Ints, first: int) -> Ints:
-        """Returns the likeliest tokens [rows, k] that grammars allow, instead of `best` [rows, k],
-        and stores the masked logits in the states. first: the first state's row of the forward."""
+    def _masked(self, states: Sequence[DrawState], best: Ints, rows: Sequence[int]) -> Ints:
+        """Returns the likeliest tokens [n, k] that grammars allow, instead of `best` [n, k], and
+        stores the masked logits in the states. rows: each state's row of the forward."""
         best = best.copy()
         for n, state in enumerate(states):
             if state.grammar is not None:
-                logits = self._stepper.logits([first + n])[0]
+                logits = self._stepper.logits([rows[n]])[0]
                 check_finite(logits, "draft")
                 state.logits = state.grammar.masked(logits, state.context, self._ids)
                 ranked = sampling.largest(state.logits, best.shape[1])
@@ -333,35 +352,35 @@ class LogitsDraft(SampledDraft):
         return best
 
     def _drawn(
-        self, grown: Sequence[Branches], best: Ints, first: int, shared: Draws
+        self, grown: Sequence[Branches], best: Ints, rows: Sequence[int], shared: Draws
     ) -> list[Proposal] | None:
-        """Returns the drafted token of every row of a step, or None if all are the likeliest ones
-        (best). first: the first row's logits in the forward. shared: uniforms that were drawn."""
+        """Returns the token drafted after each node of a level, or None if all are the likeliest
+        ones (best). rows: each node's row of the forward. shared: uniforms that were drawn."""
         if not self.samples:
             return None
-        rows = [pair for branches in grown for pair in self._pairs(branches)]
-        chosen = [n for n, (state, _) in enumerate(rows) if state.temperature > 0]
-        if not chosen and all(state.grammar is None for state, _ in rows):
+        nodes = [pair for branches in grown for pair in self._pairs(branches)]
+        chosen = [n for n, (state, _) in enumerate(nodes) if state.temperature > 0]
+        if not chosen and all(state.grammar is None for state, _ in nodes):
             return None
         proposals = [Proposal(token) for token in best.tolist()]
-        u = {n: rows[n][0].u(rows[n][1], shared) for n in chosen}
-        free = [n for n in chosen if rows[n][0].grammar is None]
-        tops = [self._damped(*rows[n]) for n in free]
+        u = {n: nodes[n][0].u(nodes[n][1], shared) for n in chosen}
+        free = [n for n in chosen if nodes[n][0].grammar is None]
+        tops = [self._damped(*nodes[n]) for n in free]
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and free and max(tops) <= draws.most_damped:
             asked = [
-                Drafting(first + n, rows[n][0].temperature, u.pop(n), top)
+                Drafting(rows[n], nodes[n][0].temperature, u.pop(n), top)
                 for n, top in zip(free, tops, strict=True)
             ]
             for n, drawn in zip(free, draws.propose(asked, self._saguaro_c), strict=True):
                 proposals[n] = Proposal(self._named(drawn.token), drawn.q, drawn.kept)
         elif free:
-            logits = self._stepper.logits(range(first, first + len(rows)))
+            logits = self._stepper.logits(rows)
             for n in free:
                 check_finite(logits[n], "draft")
-                rows[n][0].logits = logits[n]
+                nodes[n][0].logits = logits[n]
         for n, draw in u.items():
-            proposals[n] = self._propose(*rows[n], draw)
+            proposals[n] = self._propose(*nodes[n], draw)
         return proposals
 
     def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
@@ -540,6 +559,7 @@ class TextWorkload(Workload):
             ids=self.draft_ids,
             lookup=config.lookup,
             heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
+            masks=job.masks,
             tree=job.tree,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )

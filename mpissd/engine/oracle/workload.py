@@ -89,7 +89,8 @@ class Workload(ABC):
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of a draft; stepper: the draft model."""
         placement = self.job.placement(drafts=True)
-        return DraftWorker(stepper, self.draft_oracle(stepper), placement, self.job.layout)
+        oracle = self.draft_oracle(stepper)
+        return DraftWorker(stepper, oracle, placement, self.job.layout, self.job.mask_ids)
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

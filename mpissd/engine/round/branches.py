@@ -76,10 +76,13 @@ class Branches:
     def __len__(self) -> int:
         return len(self.first)
 
-    @property
-    def inputs(self) -> Ints:
-        """The tokens that the next step reads, int32 [rows]: the last one of each branch (in a
-        tree: the level's tokens that have children)."""
+    def inputs(self, masks: Ints) -> Ints:
+        """Returns the tokens that the next step reads, int32 [rows]: the last one of each branch
+        (in a tree: the level's tokens that have children), followed by the mask tokens `masks` [m]
+        of a parallel draft, which drafts all levels in one step."""
+        if len(masks):
+            count = len(self)
+            return np.column_stack([self.first, np.tile(masks, (count, 1))]).reshape(-1)
         if not self.steps:
             return self.first
         column = self.tree.reads[self.steps]

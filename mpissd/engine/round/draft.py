@@ -203,8 +203,10 @@ class Drafter:
         if policy.backup == Source.JIT:
             start = perf_counter()
             forced = self.batch.forced
-            room = self.worker.stepper.most_rows - len(self.batch) if forced else 0
-            spare = max(1, room // len(rows))  # a sequence's tokens for the first step
+            masks = len(self.worker.masks)
+            a_step = len(self.batch) * (1 + masks)
+            room = self.worker.stepper.most_rows - a_step if forced else 0
+            spare = max(1 + masks, room // len(rows))  # a sequence's tokens for the first step
             stored = self._catch_up(rows, spare)
             self.log.missed(len(rows), perf_counter() - start if stored else 0.0)
         branches = self.worker.oracle.restart(self.batch, rows, policy.backup)

@@ -213,9 +213,24 @@ class TargetWorker(Worker[TargetOracle]):
 
 
 class DraftWorker(Worker[DraftOracle]):
-    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
+    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline.
+
+    masks: the mask tokens that follow the last token of a branch in each step of a parallel draft,
+    int32 [m]; empty for a draft of one token a forward.
+    """
 
     _first_row = 0  # the first row of the last step that belongs to a branch
+
+    def __init__(
+        self,
+        stepper: Forwards,
+        oracle: DraftOracle,
+        placement: Placement | None = None,
+        layout: BranchLayout | None = None,
+        masks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(stepper, oracle, placement, layout)
+        self.masks: Ints = np.array(masks, np.int32)
 
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
@@ -234,7 +249,7 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
         """Starts one forward that grows branches by one level, and stores the committed tokens that
         the cache lacks."""
-        tokens = [branches.inputs for branches in growing]
+        tokens = [branches.inputs(self.masks) for branches in growing]
         self._first_row = 0
         places = None
         if self.placement is not None:

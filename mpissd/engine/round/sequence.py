@@ -49,7 +49,8 @@ class Placement:
     tokens. stateless: whether a draft has no keys and values, so that it never lacks a token. lag:
     K of a draft that reads the target's hidden states, else 0. K and V of the last accepted tokens
     come from the draft's own states, and its first step computes them again; so up to `lag` tokens
-    may be missing, and no part of a prompt is stored before the target has computed it.
+    may be missing, and no part of a prompt is stored before the target has computed it. masks: mask
+    tokens after the last token in a step of a parallel draft; their keys and values are scratch.
     """
 
     context: int = 0
@@ -57,6 +58,7 @@ class Placement:
     keeps: bool = False
     stateless: bool = False
     lag: int = 0
+    masks: int = 0
 
 
 class Gap(NamedTuple):
@@ -256,6 +258,8 @@ class Batch:
         tokens as stored."""
         tree = self.layout or self.tree
         moves = list[tuple[int, Gap]]()
+        if self.placement and self.placement.masks and not self._has_leaves:
+            return moves  # the last forward had masks in place of the drafted tokens
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and tree.lanes[node] >= 0:
@@ -534,6 +538,8 @@ class Batch:
     def step(self, places: BranchPlaces, steps: int) -> Places:
         """Returns the places of the rows of the next draft step, of branches that have `steps`
         levels; places: of the branches."""
+        if self.placement is not None and self.placement.masks:
+            return self._masked_step(places, self.placement.masks + 1)
         if self.tree.num_lanes:
             nodes = self.tree.inner[steps]
             slots = np.repeat(places.slots, len(nodes))
@@ -548,6 +554,19 @@ class Batch:
         in_trunk = places.lanes == TRUNK
         self.filled[places.slots[in_trunk]] = positions[in_trunk] + 1
         return _places(places.slots, positions, places.lanes, places.starts)
+
+    def _masked_step(self, places: BranchPlaces, count: int) -> Places:
+        """Returns the places of a parallel draft's step, in which each branch has `count` rows: the
+        token that it continues, and the masks after it, which are not counted as stored."""
+        columns = (np.repeat(column, count) for column in places)
+        slots, starts, lanes = columns
+        ahead = np.tile(np.arange(count), len(places.slots))
+        if self.layout is not None and (places.lanes != TRUNK).all():
+            return self._nodes(slots, starts, lanes + ahead)
+        in_trunk = places.lanes == TRUNK
+        self._has_leaves = False
+        self.filled[places.slots[in_trunk]] = places.starts[in_trunk] + 1
+        return _places(slots, starts + ahead, lanes, starts)
 
     def missing(self, places: BranchPlaces) -> list[Gap]:
         """Returns the gaps before branches that continue the committed tokens; their first step

@@ -33,7 +33,8 @@ from mpissd.lab.tables.uses import LOOKUPS, Family
 
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
-_OWN = "lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape".split()
+_OWN = """lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape
+    parallel_drafting""".split()
 _WIDTH = 0.03  # of an interval that is small enough
 _TURNS = 4  # at least, before a small interval ends them
 _LATE_S = 20.0  # after the time is over, for the fewest turns

@@ -430,7 +430,8 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
 
     if path is None or not has_files(path):
         config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
-        return random_checkpoint(mapped(config), seed)
+        masks = config.masks or (0 if target is None else configs.MOST_MASKS)
+        return random_checkpoint(mapped(replace(config, masks=masks)), seed)
     depth = read_shape(path)["num_layers"]
     if is_gguf(path):
         gguf = GgufFiles(path, shape.head_dim)
