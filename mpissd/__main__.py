@@ -1,7 +1,9 @@
-"""`python -m mpi4py -m mpissd COMMAND …` under mpirun; one process: `python -m mpissd COMMAND …`.
+"""Starts a command: under mpirun by `python -m mpi4py -m mpissd COMMAND …`, in one process by
+`python -m mpissd COMMAND …`.
 
-Arguments are judged before MPI starts. Exit codes: 0 done, 2 a usage or configuration error, 3 a
-gate failed, 130 Ctrl-C, 141 stdout's reader is gone (`| head`), any other code a fault.
+Arguments are checked before MPI starts. Exit codes: 0 success, 2 wrong usage or configuration, 3 a
+result failed its consistency checks, 130 Ctrl-C, 141 the reader of stdout is gone (`| head`), any
+other code a fault.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import os
 import signal
 import sys
 
-# Ctrl-C during the imports below ends the process without a traceback. launch/local.sh has it
-# ignored until here, because one during Python's own start would print a traceback.
+# Ctrl-C during the imports below ends the process without a traceback. Up to here the signal is
+# ignored if launch/local.sh started this process; otherwise Ctrl-C during Python's own start would
+# print a traceback.
 _is_ignored = os.environ.pop("MPISSD_CHECKS", None) is not None
 if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -21,7 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# NumPy reads these when it is imported. One thread a rank: more would compete with other ranks.
+# NumPy reads these when it is imported. A rank gets one thread, as more would compete with the
+# threads of other ranks.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
@@ -46,8 +50,9 @@ from mpissd.lab.sweep.plan import SweepConfig
 HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
-# The functions of the commands, imported on use: --help needs neither NumPy nor MPI.
-FRONTS = {  # the process that the user runs, which starts the ranks
+# The functions of the commands, imported only when called, so that --help needs neither NumPy nor
+# MPI.
+FRONTS = {  # for the process that the user starts, which starts the ranks
     "chat": "mpissd.lab.chat:chat",
     "serve": "mpissd.serve.front:serve",
 }
@@ -70,9 +75,9 @@ ALONE = {  # without MPI
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 141 if nobody reads stdout any more (`| head`)."""
+    """Runs a command; returns its exit code, 141 if the reader of stdout is gone (`| head`)."""
     open_streams()
-    is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if a rank raises
+    is_rank = launcher_size() is not None  # mpi4py aborts the other ranks if one raises
     try:
         return execute(arguments) if is_rank else unless_unread(lambda: execute(arguments))
     except FaultError as fault:  # of unless_unread
@@ -88,14 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
             use = "pip install 'mpissd[serve]'"
         print(f"mpissd: {sys.executable} has no {package}: {use}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # Ctrl-C, if the command does not handle it
+    except KeyboardInterrupt:  # Ctrl-C in a command that does not handle it itself
         if is_rank:
             raise
         return 130
 
 
 def execute(arguments: list[str] | None) -> int:
-    """Checks the arguments and runs their command; returns its exit code."""
+    """Checks the arguments, and runs the command; returns its exit code."""
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         command = cli.parse(arguments)
@@ -132,7 +137,7 @@ def execute(arguments: list[str] | None) -> int:
         guard.stage(Stage.DONE)
         if launcher_rank() == 0:
             print(f"mpissd: {line_of(error)}", file=sys.stderr, flush=True)
-        else:  # a launcher ends all ranks when one leaves, so rank 0 prints first
+        else:  # a launcher ends all ranks when one exits, so rank 0 has to print first
             time.sleep(HEAD_START_S)
         return error.exit_code
     if not command.run.dry_run:
@@ -143,7 +148,7 @@ def execute(arguments: list[str] | None) -> int:
 
 
 def check_before_mpi(config: RunConfig) -> None:
-    """Raises ConfigError for every fault that shows without MPI and without opening a device."""
+    """Raises ConfigError for faults that can be found without MPI and without opening a device."""
     from mpissd.common.output import check_file, check_output
     from mpissd.engine.job import resolve_unopened
 
@@ -163,7 +168,8 @@ def check_before_mpi(config: RunConfig) -> None:
 
 
 def launch(command: cli.Command) -> int:
-    """Starts MPI and runs the command; prints an error that the watchdog has not printed."""
+    """Starts MPI and runs the command on this rank; returns its exit code. Prints an error unless
+    the host's watchdog process has printed it."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
@@ -175,7 +181,7 @@ def launch(command: cli.Command) -> int:
         extra += [command.config.name, command.config.brief] if command.name == "probe" else []
         config = command.config if command.name != "probe" else command.run
         code = int(imported(RANKS[command.name])(config, *extra))
-    except Refused as refused:  # raised on every rank, so MPI can be finalised
+    except Refused as refused:  # every rank raises it, so MPI can be finalised
         code = refused.exit_code
         if MPI.COMM_WORLD.rank == 0 and launcher_rank() == 0:
             print(f"mpissd: {refused}", file=sys.stderr, flush=True)

@@ -1,9 +1,10 @@
-"""Drafts of `mpissd draft` for Hugging Face's `generate`: assisted generation of one sequence.
+"""Lets Hugging Face's `generate` (assisted generation, one sequence) use drafts of `mpissd draft`.
 
     with drafted(model, "--pair=smollm2", lookahead=3) as client:
         model.generate(**inputs, prompt_lookup_num_tokens=3)
 
-The argument asks for assisted generation; what assists is then the draft process.
+The argument prompt_lookup_num_tokens makes `generate` use assisted generation; inside the block its
+candidates come from the draft process.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from mpissd.engine.features.draft_client import DraftClient
 
 @dataclass
 class Candidates:
-    """A CandidateGenerator of transformers 5.19: greedy candidates, without logits."""
+    """A CandidateGenerator of transformers 5.19 that returns greedy tokens without logits."""
 
     client: DraftClient
-    longest: int  # tokens of the prompt and the answer
-    seen: int = 0  # tokens at the last call
+    longest: int  # most tokens of the prompt and the answer together
+    seen: int = 0  # number of tokens at the last call
     requires_model_outputs: ClassVar[bool] = False
 
     def get_candidates(self, input_ids: Any, **_: object) -> tuple[Any, None]:
-        """Returns input_ids [1, n] with up to K drafted tokens after them."""
+        """Returns input_ids [1, n] with up to K draft tokens appended, and None for logits."""
         (tokens,) = input_ids.tolist()
         added = len(tokens) - self.seen if self.seen else 1
         self.seen = len(tokens)
@@ -37,14 +38,16 @@ class Candidates:
         return input_ids.new_tensor([[*tokens, *drafted[:room]]]), None
 
     def update_candidate_strategy(self, *_: object) -> None:
-        """Does nothing: the next input_ids tell what was accepted."""
+        """Does nothing, since the next call's input_ids show which tokens were accepted."""
 
 
 @contextmanager
 def drafted(
     model: Any, where: str, lookahead: int, patience_s: float = 0.2, longest: int = 4096
 ) -> Iterator[DraftClient]:
-    """Lets a model's `generate` ask a draft inside the block; arguments: as in DraftClient."""
+    """Makes the model's `generate` use a draft process inside the block. The arguments after
+    `model` are those of DraftClient: where: socket path or flags of the draft; lookahead: K;
+    patience_s: the longest wait for drafts; longest: the most tokens of a sequence."""
     client = DraftClient(where, lookahead, patience_s, 1, longest)
 
     def generator(generation_config: Any, **_: object) -> Candidates:

@@ -1,11 +1,12 @@
-"""Drafts of `mpissd draft` for vLLM's custom proposers, which vLLM asks after every step.
+"""Lets vLLM use drafts of `mpissd draft`, through its interface for custom proposers.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class",
         "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
 
-MPISSD_DRAFT is the path of a draft's socket, or the flags of a draft that is started here
-(--pair=smollm2), or its whole command; MPISSD_PATIENCE_MS the longest wait of a step. It is asked
-while it pays (MPISSD_ALWAYS=1: always). PROMETHEUS_MULTIPROC_DIR, a folder, publishes the counts.
+The environment variable MPISSD_DRAFT is the path of a draft process's socket, or flags
+(--pair=smollm2) or the whole command of a draft process to start. MPISSD_PATIENCE_MS is the longest
+wait for drafts in a step. Drafts are used only while they save time (MPISSD_ALWAYS=1: always). With
+PROMETHEUS_MULTIPROC_DIR, a folder, counts are published as metrics.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from mpissd.engine.features.draft_client import LOG, DraftClient
 
 _PATIENCE_MS = "200"
 _REPORT_S = 60.0
-_MOST_ROWS = 16  # of a draft whose flags say nothing else
+_MOST_ROWS = 16  # the draft's batch size, unless its flags give another
 _MOST_TOKENS = 4096
 
 
-@cache  # a process has it once
+@cache  # a process may register the metric only once
 def _metric() -> Any:
     from prometheus_client import Counter as Metric  # vLLM's
 
@@ -36,20 +37,20 @@ def _metric() -> Any:
 
 
 class Proposer:
-    """Proposes to vLLM the greedy tokens that a draft process drafts, without probabilities.
-    client: None on a rank whose drafts vLLM does not read."""
+    """Proposes to vLLM the greedy tokens of a draft process, without probabilities. client: the
+    connection to the draft process; None on a rank whose proposals vLLM does not read."""
 
     client: DraftClient | None = None
 
     def __init__(self, vllm_config: Any) -> None:
-        """Starts the draft while vLLM loads; raises KeyError without MPISSD_DRAFT."""
+        """Starts the draft process while vLLM loads; raises KeyError without MPISSD_DRAFT."""
         parallel = vllm_config.parallel_config
         self._reported = perf_counter()
         self._published = Counter[str]()
         self._publishes = True
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.rank % group == 0:  # of the last pipeline stage, the only one that drafts
+        if parallel.rank % group == 0:  # one rank of the last stage, which alone drafts
             self.client = DraftClient(
                 os.environ["MPISSD_DRAFT"],
                 vllm_config.speculative_config.num_speculative_tokens,
@@ -60,7 +61,7 @@ class Proposer:
             self.client.drafts([(np.zeros(1, np.int32), 1)])
 
     def load_model(self, *args: object, **kwargs: object) -> None:
-        """Loads nothing: the draft process has the model. vLLM calls it on CPUs."""
+        """Does nothing: the draft process loads the draft model. vLLM calls this method on CPUs."""
 
     def propose(
         self,
@@ -69,16 +70,16 @@ class Proposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Returns the drafts of each row; none for a row that sampled nothing. sampled_token_ids:
-        by row, the tokens accepted last and the bonus token. num_tokens_no_spec: int32 [≥ rows],
-        tokens of a row, these included. token_ids_cpu: int32 [≥ rows, length]."""
+        """Returns the draft tokens of each row, [] for a row without new tokens. sampled_token_ids:
+        for each row, the draft tokens accepted last and the bonus token. num_tokens_no_spec: each
+        row's number of tokens with these, int32 [≥ rows]. token_ids_cpu: int32 [≥ rows, length]."""
         answers: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.client is None:
             return answers
         rows = {
             row: (token_ids_cpu[row, : num_tokens_no_spec[row]].copy(), len(new))
             for row, new in enumerate(sampled_token_ids)
-            if len(new)  # none: a part of a prompt
+            if len(new)  # no new tokens: only a part of the prompt was computed
         }
         for row, tokens in zip(rows, self.client.drafts([*rows.values()]), strict=True):
             answers[row] = tokens

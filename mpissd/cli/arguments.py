@@ -1,4 +1,4 @@
-"""The command line: the commands, and the one path from arguments to a checked configuration."""
+"""Parses the command line: the commands, their flags, and their help."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _file_name(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class ProbeConfig(Checked):
-    """Flags of `probe`: a run's flags (mode=ar: no draft), and the profile's name."""
+    """Flags of `probe`: those of a run (mode=ar for no draft), and the saved profile's name."""
 
     run: RunConfig = contained(RunConfig, only=_ONE_GROUP)
     name: str | None = flag(
@@ -58,12 +58,12 @@ class ProbeConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds mode=sd to num_drafts=0, the one mode whose draft needs no rank."""
+        """Adds mode=sd if num_drafts=0: only sd can draft without a draft rank."""
         completed = super().completed(flags)
         return {"mode": "sd", **completed} if flags.get("num_drafts") == "0" else completed
 
 
-PLANNED = (  # flags of a run that apply to every configuration that `plan` weighs
+PLANNED = (  # flags of a run that hold for every configuration that `plan` compares
     "pair target draft alpha acceptance acceptance_fast p_hit hit_law laws lookup batch_size "
     "forward fuse lm_head context".split()
 )
@@ -71,7 +71,7 @@ PLANNED = (  # flags of a run that apply to every configuration that `plan` weig
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Flags of `plan`: the device profile and the number of GPUs, or one configuration."""
+    """Flags of `plan`, which advises on a device and a number of GPUs, or predicts one run."""
 
     profile: str | None = flag(
         None,
@@ -106,7 +106,7 @@ class PlanConfig(Checked):
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
-    """Flags of `compare`: one result or two, and where they are."""
+    """Flags of `compare`: one or two results, and the folder to look in."""
 
     a: str | None = flag(
         None,
@@ -119,11 +119,11 @@ class CompareConfig(Checked):
 
 
 class Spec(NamedTuple):
-    """A command's configuration class and help; words: flags given by arguments without --."""
+    """A command's configuration class and help text."""
 
     config: type[Checked]
     about: str
-    words: tuple[str, ...] = ()  # the flags that arguments without -- give, in order
+    words: tuple[str, ...] = ()  # flags that arguments without -- give, in order
 
 
 SPECS = {
@@ -154,7 +154,7 @@ _ON_A_BACKEND = ("run", "chat", "serve", "probe", "doctor", "sweep")
 
 @dataclass(frozen=True)
 class Command:
-    """A parsed command line: the command, its configuration, and the names of the given flags."""
+    """A parsed command line. given: the names of the flags that it gave."""
 
     name: str
     config: Any
@@ -162,15 +162,16 @@ class Command:
 
     @property
     def run(self) -> RunConfig:
-        """The run's configuration; its defaults if the command has none."""
+        """The configuration of the command's run; that of the default flags if it has none."""
         if isinstance(self.config, RunConfig):
             return self.config
         return getattr(self.config, "run", None) or RunConfig()
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Returns the command that the arguments name; prints help or versions and raises SystemExit(0)
-    if they ask. Raises ConfigError for a wrong command, flag or value, or an idle --device."""
+    """Parses the arguments, of which the first is a command. Prints help or versions and raises
+    SystemExit(0) if they ask for it. Raises ConfigError for an unknown command, a wrong flag or
+    value, or a --device where no device is emulated."""
     if list(arguments) in (["--version"], ["version"]):
         print("\n".join(imported("mpissd.cli.version:lines")()))
         sys.exit(0)
@@ -187,7 +188,7 @@ def parse(arguments: Sequence[str]) -> Command:
     command = Command(name, parse_into(spec.config, given), frozenset(given))
     if name in _ON_A_BACKEND and "device" in given and command.run.backend != "emulated":
         device = f"device={command.run.device} with backend={command.run.backend}"
-        raise ConfigError(f"{device}: allowed: backend=emulated")  # it would change nothing
+        raise ConfigError(f"{device}: allowed: backend=emulated")  # the flag would have no effect
     return command
 
 
@@ -198,7 +199,7 @@ def _help() -> Iterator[str]:
 
 
 def _help_of(name: str) -> Iterator[str]:
-    """Yields a command's help: how to call it, what it does, and each flag with its default."""
+    """Yields a command's help: its usage, its purpose, and each flag with its default."""
     spec = SPECS[name]
     places = [f"[{word.upper()}]" for word in spec.words]
     yield " ".join(["python -m mpissd", name, *places, "[--flag …]"])

@@ -1,4 +1,4 @@
-"""The commands `plan`, which advises or predicts, and `compare`, which prints tables of results."""
+"""The commands `plan` (advice or a prediction) and `compare` (tables of results)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the best configuration for at most --gpus GPUs or, if `mode` is given, a prediction of
-    the one configuration that the flags fix. A pipe's last line is JSON."""
+    """Prints the best configuration for at most --gpus GPUs. If `given`, the names of the user's
+    flags, has `mode`, predicts that configuration only. Output to a pipe ends with a line of
+    JSON."""
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
@@ -69,7 +70,7 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
 
 
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
-    """Prints the advice; after five seconds a terminal gets a line that says it is not ready."""
+    """Prints the advice. If that takes over 5 s, a terminal first gets a line that says to wait."""
     profile = load_profile(config.device)
     gpus = config.gpus
     news = Timer(5, sys.stderr.write, ["plan: still weighing the uses\n"])
@@ -89,9 +90,9 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
 def _planned(
     config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
 ) -> RunConfig:
-    """Returns the run's configuration; flags that were not given get the values of the profile's
-    probe. is_advice: forwards are whole transformers unless flags or probe ask for products alone.
-    """
+    """Returns the run's configuration. Flags not in `given` get the values with which the device
+    profile was measured. is_advice: forwards are whole transformers unless flags or profile say
+    otherwise."""
     flags = covered(profile, config.run.forward)
     is_whole = not profile.forwards or profile.models_others
     is_whole |= any(key.sequences for key in profile.forwards)
@@ -111,14 +112,14 @@ def _planned(
 
 
 def compare(config: CompareConfig) -> int:
-    """Prints one result over another, or the fastest methods; raises ConfigError for results that
-    are missing or cannot be compared."""
+    """Prints one result relative to another, or a table of the fastest methods. Raises ConfigError
+    for results that are missing or cannot be compared."""
     places_of = config.a or config.out
     is_one = config.b is not None or (config.a is not None and "," not in config.a)
     with LeftOut() as left_out:
         pair = find_pair(places_of, config.b, config.out, left_out) if is_one else None
         if pair is None:
-            left_out.clear()  # of the first reading
+            left_out.clear()  # drops what the first reading left out
             rows = load_rows([name for name in places_of.split(",") if name], left_out)
     if pair is not None:
         print(Pair.of(*pair))

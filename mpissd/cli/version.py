@@ -13,7 +13,7 @@ _PACKAGES = "numpy numba cupy-cuda12x cupy-cuda13x nvmath-python tokenizers torc
 
 
 def lines() -> Iterator[str]:
-    """Yields versions and places of mpissd, Python, MPI and libraries, without starting MPI."""
+    """Yields lines with the versions and places of mpissd, Python, MPI and libraries."""
     libraries, error = installed()
     version, place = libraries["mpissd"]
     python, interpreter = libraries["python"]

@@ -1,8 +1,8 @@
-"""The configuration of a run: its flags in groups, each declared once.
+"""The configuration of a run: its flags in groups, each flag declared once.
 
-A group is a dataclass whose fields are the flags: default, parser with bounds, and help. Command
-line, help, axes of a grid, digest and refusals derive from these fields. A flag's group decides how
-a sweep treats it: MachineFlags and OutputFlags hold for a whole job.
+A group is a dataclass whose fields are flags: default, parser with bounds, help. Parsing, help,
+sweeps, the configuration's digest and error messages are derived from these fields. The flags of
+MachineFlags and OutputFlags have one value in a whole job; a sweep varies others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
-# Flags that only some modes or workloads read.
+# Each makes a flag that only some modes or workloads use.
 drafting = partial(flag, modes=DRAFTING)
 growing = partial(flag, modes=GROWING)
 imposed = partial(drafting, workloads="gemm")
@@ -49,13 +49,13 @@ DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # of that pair: results/cpu-text
+_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # measured for that pair: results/cpu-text
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds workload=text for a prompt or a target with weights, unless --workload or --forward is
-    given, and pair=smollm2 to a text prompt without models. Raises ConfigError if a target's
-    weights belong to a package that is not installed."""
+    """Adds the flags that a text workload implies: workload=text if a prompt or a target with
+    weights is given, but neither --workload nor --forward; pair=smollm2 for text prompts without a
+    model. Raises ConfigError if the target's weights are in a package that is not installed."""
     given = dict(flags)
     if not {"workload", "forward"} & given.keys() and _wants_text(given):
         given["workload"] = "text"
@@ -66,8 +66,8 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Adds the shipped pair's K, at which it was not slower than AR on any measured CPU, and its
-    fan-out, where a CPU runs its text and the flags give neither."""
+    """Returns the flags with K and the fan-out that were measured best for pair=smollm2 on CPUs, if
+    a CPU will decode that pair's text. Given flags stay as they are."""
     is_shipped = flags.get("workload") == "text" and flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
@@ -78,13 +78,14 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:
-    """Returns whether flags give a prompt, or a target with weights, on this machine or not."""
+    """Returns whether the flags give a prompt, or a target whose name stands for files with
+    weights, even if these files are not on this machine."""
     if any(name in flags for name in PROMPTS):
         return True
     try:
         target = target_of(flags["pair"]) if "pair" in flags else flags.get("target")
     except ConfigError:
-        return False  # resolving the job reports an unknown name
+        return False  # the run's own check reports an unknown name
     if target is None or is_missing(target):
         return target is not None
     try:
@@ -100,7 +101,7 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class MethodFlags(Checked):
-    """Flags of the method, of the target and draft models, and of their forwards."""
+    """Flags of the decoding method, of the target and draft models, and of their forwards."""
 
     mode: str = flag(
         "ssd",
@@ -173,19 +174,19 @@ class MethodFlags(Checked):
 
     @property
     def drafts(self) -> int:
-        """Number of draft ranks D; the default is 0 for ar, and 1 for sd and ssd."""
+        """The number D of draft ranks; by default 0 for ar, and 1 for sd and ssd."""
         return int(self.mode != "ar") if self.num_drafts is None else self.num_drafts
 
     @property
     def is_lookup(self) -> bool:
-        """Whether only a lookup drafts, without a draft model (sd with backup=fast)."""
+        """Whether only a lookup in the text drafts, without a draft model (sd, backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
     def effective(self, name: str) -> Any:
         return self.drafts if name == "num_drafts" else super().effective(name)
 
     def check(self) -> None:
-        """Refuses a backup that drafts more than K tokens; raises ConfigError."""
+        """Raises ConfigError if a backup would draft more than K tokens."""
         super().check()
         tokens = self.backup_lookahead
         if tokens is not None and tokens > self.lookahead:
@@ -194,7 +195,7 @@ class MethodFlags(Checked):
 
 @dataclass(frozen=True)
 class WorkloadFlags(Checked):
-    """Flags of the workload: sequences, imposed laws, prompts and sampling."""
+    """Flags of the workload: sequences, imposed acceptance and hit rates, prompts, sampling."""
 
     workload: str = flag(
         "gemm",
@@ -310,7 +311,7 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_text(self) -> str:
-        """The text of the acceptance law, or of its default."""
+        """The acceptance model as text, or its default if no flag gives one."""
         if self.acceptance is not None:
             return self.acceptance
         if self.laws is not None and self.alpha is None:
@@ -319,14 +320,14 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_fast_text(self) -> str:
-        """The text of the acceptance law of a lookup's tokens, from its flag or from --laws."""
+        """The acceptance model of a lookup's tokens as text, from --acceptance_fast or --laws."""
         if self.laws is None or self.acceptance_fast != type(self).acceptance_fast:
             return self.acceptance_fast
         return f"{self.lookup}:{self.laws}"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings: none, one, or a JSON list; raises ConfigError."""
+        """The strings that --stop gives: none, one, or a JSON list of them. Raises ConfigError."""
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
@@ -338,21 +339,21 @@ class WorkloadFlags(Checked):
         return tuple(stops)
 
     def check(self) -> None:
-        """Refuses text that is no UTF-8, and values out of range; raises ConfigError."""
+        """Raises ConfigError for text that is not UTF-8, and for values out of range."""
         super().check()
         for name, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop_strings))):
             if any("\ud800" <= c <= "\udfff" for c in text):  # Python's form of undecodable bytes
                 raise ConfigError(f"{name}: is no UTF-8 text")
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
-        vocab = self.vocab or DEFAULT_VOCAB  # text compares with the tokenizer's
+        vocab = self.vocab or DEFAULT_VOCAB  # workload=text compares with its tokenizer instead
         if self.workload != "text" and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
 
 
 @dataclass(frozen=True)
 class MachineFlags(Checked):
-    """Flags of devices and communication; a whole job has one value of each."""
+    """Flags of devices and communication. Each has one value in a whole job."""
 
     backend: str = flag(
         "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
@@ -378,15 +379,15 @@ class MachineFlags(Checked):
         "abort",
         choice("abort", "ar"),
         "what to do if the draft rank dies or hangs: abort, or go on as ar",
-        # Sampled tokens cannot be verified without distributions that are lost with the draft.
+        # Sampled tokens cannot be verified without the distributions that a lost draft rank had.
         needs="num_drafts=1 temperature=0.0 trace=None",
     )
 
 
 @dataclass(frozen=True)
 class Learning(Checked):
-    """The values of --learn. A sequence is seen batch · steps times; device=cuda is the GPU of the
-    learner's place on its host, or the last one."""
+    """The values of --learn. Each sequence is trained on batch · steps times on average. With
+    device=cuda, the learner with index i on its host uses GPU i, or the last one."""
 
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")
@@ -397,7 +398,7 @@ class Learning(Checked):
 
 @dataclass(frozen=True)
 class OutputFlags(Checked):
-    """Flags of files and display; they change no measured round."""
+    """Flags of files and display. They change no measured round."""
 
     out: str = flag("out", words, "folder for runs.jsonl and rounds/")
     trace: str | None = flag(None, words, "write a Chrome trace of all ranks to this file")
@@ -420,7 +421,7 @@ class OutputFlags(Checked):
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks that --dry_run=N checks for; None: unknown."""
+        """The number of ranks for which --dry_run=N checks the flags; None if it is not given."""
         return None if isinstance(self.dry_run, bool) else self.dry_run
 
 
@@ -428,7 +429,8 @@ class OutputFlags(Checked):
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MachineFlags, WorkloadFlags, MethodFlags
 ):
-    """All flags of a run. None: not given, and resolved when the machine is known."""
+    """All flags of a run. None: the flag is not given, and is resolved when the machine is
+    known."""
 
     rounds: int | None = flag(
         None, integer(1), "number of measured rounds (default 200 without num_tokens)"
@@ -452,12 +454,12 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags implied by a prompt or a pair, and the shipped pair's K and fan-out."""
+        """Adds the flags that a prompt or pair implies, and measured values of the shipped pair."""
         return with_measured(with_text(super().completed(flags)))
 
     @property
     def is_text(self) -> bool:
-        """Whether the models' own logits decide the tokens."""
+        """Whether the logits of real models decide the tokens (workload=text)."""
         return self.workload == "text"
 
     @property
@@ -472,13 +474,13 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of a sequence: 256 for text that nothing else limits; None: unlimited."""
+        """The most tokens of a sequence; 256 for text without another limit, None for no limit."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None
         return _ANSWER_TOKENS if unlimited else self.num_tokens
 
     @property
     def max_rounds(self) -> int | None:
-        """Most measured rounds; None: as many as the sequences need."""
+        """The most measured rounds; None for as many as the sequences need."""
         is_limited = self.is_text or self.num_tokens is not None
         return 200 if self.rounds is None and not is_limited else self.rounds
 
@@ -487,12 +489,13 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return mapped(Learning, self.learn, "learn")
 
     def check(self) -> None:
-        """Refuses flags of other workloads, and what `learning` or exclusions.FLAGS refuse."""
+        """Raises ConfigError for flags that the workload does not use, for a wrong --learn, and for
+        features that exclude each other (exclusions.FLAGS)."""
         super().check()
         for name, field in flags_of(RunConfig).items():
             value = getattr(self, name)
             allowed = readers(name, field.metadata["workloads"])
-            if value != field.default and self.workload not in allowed:  # it would change nothing
+            if value != field.default and self.workload not in allowed:  # it has no effect
                 given = f"{name}={value} with workload={self.workload}"
                 raise ConfigError(f"{given}: allowed: workload={' or '.join(allowed)}")
         self.learning  # noqa: B018  (raises a wrong --learn)
@@ -500,7 +503,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def digest(self) -> str:
-        """Hash that names the configuration; equal flags in any order have equal digests."""
+        """A hash of the configuration. It does not depend on the order of the flags."""
         named = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
@@ -513,16 +516,17 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# A flag is in the digest if it differs from its default, so that a new flag changes no digest of
-# committed rows; the oldest flags are in it always.
+# Flags with default values are left out of the digest, so that a new flag does not change the
+# digests of committed rows. The oldest flags are always in it.
 _ALWAYS_IN_DIGEST = frozenset(
     "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
     "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "
     "divergence saguaro_c prompt_tokens stop_token backend device all_reduce graph deadline_s "
     "rounds num_tokens seed warmup_rounds".split()
 )
-_NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # they change no measured round
-# Retired flags at their only value, so that a configuration keeps the digest of its older rows.
+_NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # flags that change no measured round
+# Removed flags with the only value they had in rows that can still be reproduced, so that a
+# configuration keeps the digest of its older rows.
 _RETIRED: dict[str, Any] = {
     "on_late": "finish",
     **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),

@@ -1,4 +1,4 @@
-"""The errors that mpissd raises on purpose. Each class is one cause with one exit code."""
+"""The errors that mpissd raises on purpose; each class has its own exit code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ class MpissdError(Exception):
 
 
 class ConfigError(MpissdError):
-    """A fault of the user's flags or machine: one line that names the value and what is allowed."""
+    """The flags or the machine do not allow the run. The message is one line that names the value
+    at fault and the allowed values."""
 
     exit_code = 2
 
 
 class GateError(MpissdError):
-    """A measured row that contradicts itself or physics: it goes to flagged.jsonl."""
+    """A measured result contradicts itself or physics; its row goes to flagged.jsonl."""
 
     exit_code = 3
 
@@ -29,26 +30,27 @@ class ProtocolError(MpissdError):
 
 
 class FaultError(MpissdError):
-    """A rank is gone, or a wait outlasted its deadline."""
+    """A rank has ended, or a wait took longer than its deadline."""
 
     exit_code = 5
 
 
 class DivergedError(FaultError):
-    """A model's logits are not finite: its weights are damaged, or overflow."""
+    """A model's logits are not finite, since its weights are damaged or overflow."""
 
 
 def line_of(error: ConfigError) -> str:
-    """Returns an error's line for the user, who may have given lookahead by make's variable K."""
+    """Returns the error's text for the user. It mentions K with the flag lookahead, because make
+    passes that flag as its variable K."""
     return f"{error} (lookahead: K)" if "lookahead" in str(error) else str(error)
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
-    """Returns the ConfigError for a name that is not allowed; it lists the allowed names and
-    suggests the closest. kind: what the name is of, such as "flag"."""
+    """Returns a ConfigError for an unknown name `value`, which lists the allowed names and suggests
+    the closest one. kind: what is named, such as "flag"."""
     names = sorted(allowed)
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
-    # top_k is no mistyped top_p: their last words have nothing in common.
+    # A suggestion needs similar last words: top_k is not a mistyped top_p.
     ends = [name.rpartition("_")[2] for name in (value, *close)]
     is_typo = bool(difflib.get_close_matches(ends[0], ends[1:], cutoff=0.4))
     hint = f"did you mean {close[0]!r}? " if is_typo else ""

@@ -1,7 +1,7 @@
-"""The features that exclude each other: one table, in the order in which they are refused.
+"""The pairs of features that cannot be used together, each with its error message.
 
-A condition of one flag on another stands at the flag (`needs` in config.py), a limit where the size
-is computed. The rows here read more: models, rates, fan-outs, trees, and what runs a round.
+What one flag requires of another is declared with the flag (`needs` in config.py). The tables here
+cover conditions on more than two flags: on models, rates, fan-outs and trees.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mpissd.common.errors import ConfigError
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two features that exclude each other, what is allowed instead, and why. The texts are formats
-    of the values that `refuse` gets. is_asked: returns from these values, as attributes, whether a
-    configuration asks for both features."""
+    """Two features that cannot be used together. feature, other, allowed (what to use instead),
+    why: format strings over the values that `refuse` gets; they make the error message. is_asked: a
+    function of these values that returns whether a configuration asks for both features."""
 
     feature: str
     other: str
@@ -28,8 +28,8 @@ class Exclusion:
 
 
 def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
-    """Raises ConfigError for the first exclusion that a configuration asks for. values: what the
-    exclusions read, as the comment above them states."""
+    """Raises ConfigError for the first exclusion whose two features are both asked for. values: the
+    objects that `is_asked` and the message read; a comment above each table lists them."""
     for row in exclusions:
         if row.is_asked(SimpleNamespace(**values)):
             other = row.other if row.other.startswith("without ") else f"with {row.other}"
@@ -38,7 +38,7 @@ def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
             raise ConfigError(message.format(**values))
 
 
-# Values: config.
+# Any run; the values that `refuse` needs are: config.
 FLAGS = (
     Exclusion("target={config.target}", "without draft", "both, or mode=ar",
               lambda at: at.config.target and not at.config.draft
@@ -46,7 +46,7 @@ FLAGS = (
     Exclusion("learners=1", "backup=fast in sd", "a draft model",
               lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
-# Values: config; backend.
+# The device and the forward of a run; values that `refuse` needs: config, backend.
 DEVICES = (
     Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",
               lambda at: at.config.draft_device and at.backend != "emulated"),
@@ -59,7 +59,8 @@ FORWARDS = (
     Exclusion("fuse", "forward=transformer", "forward=gemm",
               lambda at: at.config.fuse and at.config.is_transformer),
 )  # fmt: skip
-# Of drafts that are heads on the target, or a lookup. Values: config; draft, a shape.
+# Drafts that are heads on the target (Medusa, EAGLE, …) or a lookup; values that `refuse` needs:
+# config, and draft, a ModelShape.
 HEADS = (
     Exclusion("draft={draft.name}", "mode={config.mode}, backup={config.backup}",
               "mode=sd, backup=fast",
@@ -75,7 +76,8 @@ HEADS = (
               lambda at: at.draft.num_tokens > 1
               and at.config.backup_lookahead not in (None, at.config.lookahead)),
 )  # fmt: skip
-# Of drafts that read the target's hidden states. Values: config; tp; draft, a shape; kind.
+# Drafts that read the target's hidden states; values that `refuse` needs: config, tp, draft (a
+# ModelShape), and kind (a name in shapes.STATE_KINDS).
 STATES = (
     Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
               "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
@@ -88,12 +90,13 @@ STATES = (
               "at most its {draft.num_layers} heads",
               lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
 )  # fmt: skip
-# A hit cannot be imposed without a candidate. Values: job; fan_out, one of its lists.
+# A cache hit cannot be imposed where no candidate is kept; values that `refuse` needs: job, and
+# fan_out, a list of F_k.
 FAN_OUTS = (
     Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
               lambda at: at.job.hit_law.p_hit and not all(at.fan_out)),
 )  # fmt: skip
-# Of a job whose drafts will be trees. Values: config; job.
+# Jobs whose drafts are trees, then all drafts; values that `refuse` needs: config, job.
 TREES = (
     Exclusion("backup_lookahead={job.backup_lookahead}", "tree_shape=dynamic", "{job.lookahead}",
               lambda at: at.job.backup_lookahead < at.job.lookahead

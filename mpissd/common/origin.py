@@ -1,4 +1,4 @@
-"""The commit of this checkout."""
+"""Finds the git commit of the checkout that this package is in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 @cache
 def commit() -> str | None:
-    """Returns the checkout's commit, with "+" if files have changed; elsewhere MPISSD_COMMIT, or
-    None. The git of another project's checkout around this file does not track it."""
+    """Returns the commit of the checkout, with "+" if files have changed; without git or a checkout
+    of mpissd, the value of MPISSD_COMMIT, or None. A checkout of another project around this file
+    counts as none, since it does not track this file."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
     describe = [*git, "describe", "--always", "--dirty=+", "--abbrev=12"]

@@ -1,7 +1,8 @@
-"""The output folder: checks before a run, whole lines in its *.jsonl files, and whole files.
+"""Writes the output folder: checks it before a run, appends lines to its *.jsonl files, and
+replaces files as a whole.
 
-A line is one write in append mode, so that jobs which share a folder never mix their lines. A line
-that was cut off by a kill is removed before the next one is added, and readers skip it.
+A line is one write in append mode, so lines of jobs that share a folder never mix. A line that a
+kill cut off is removed before the next line is added; readers skip it.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from typing import IO, Any
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.files import read_file
 
-_OF_DISKS = frozenset(  # errors of a disk or its permissions, and none of this program
+_OF_DISKS = frozenset(  # errors of a disk or of permissions, which are not faults of this program
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO ENOTDIR EISDIR EEXIST".split()
 )
 _LONGEST_LINE = 1 << 24  # bytes
-_UNREAD = 128 + signal.SIGPIPE  # 141, the shell's exit code for a program that SIGPIPE ended
+_UNREAD = 128 + signal.SIGPIPE  # exit code 141, which shells give to a program that SIGPIPE ended
 
 
 def check_output(out: str) -> None:
-    """Raises ConfigError if the folder cannot be made or written; leaves no file."""
+    """Raises ConfigError if the output folder cannot be made or written; leaves no file."""
     check_folder(f"out={out!r}", Path(out).absolute())
 
 
 def check_file(flag: str, path: str) -> None:
-    """Raises ConfigError, which names `flag`, if the file cannot be written; leaves no file."""
+    """Raises ConfigError if the file at `path` cannot be written; leaves no file behind. flag: the
+    flag that gave the path, which the message names."""
     file = Path(path).absolute()
     check_folder(f"{flag}={path!r}", file.parent)
     if file.is_dir():
@@ -45,7 +47,7 @@ def check_file(flag: str, path: str) -> None:
 
 
 def check_folder(asked: str, folder: Path) -> None:
-    """Raises ConfigError, which names `asked`, if a folder cannot be made or written."""
+    """Raises ConfigError, which begins with `asked`, if a folder cannot be made or written."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # The name is too long, or a parent folder may not be searched.
@@ -53,34 +55,34 @@ def check_folder(asked: str, folder: Path) -> None:
     if not existing.is_dir():
         raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=existing):  # a nameless file leaves no trace
+        with tempfile.TemporaryFile(dir=existing):  # a file without a name leaves nothing behind
             pass
     except OSError as error:
         raise ConfigError(f"{asked}: {str(existing)!r} cannot be written") from error
 
 
 def make_output(out: str) -> None:
-    """Creates OUT and OUT/rounds; raises ConfigError if that fails."""
+    """Creates the folders OUT and OUT/rounds; raises ConfigError if they cannot be written."""
     folder = Path(out)
     try:
         (folder / "rounds").mkdir(parents=True, exist_ok=True)
-        # The file has no name, so a kill leaves no trace.
+        # The file has no name, so a kill leaves nothing behind.
         with tempfile.TemporaryFile(dir=folder / "rounds"):
             pass
-        if (folder / "runs.jsonl").exists():  # Fail now rather than after the rounds were measured.
+        if (folder / "runs.jsonl").exists():  # Fail now rather than after the measurement.
             (folder / "runs.jsonl").open("a").close()
     except OSError as error:
         raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
 
 
 def json_line(row: Any) -> str:
-    """Returns strict JSON, in which a number that is not finite is null."""
+    """Returns strict JSON text of `row`, with null for numbers that are not finite."""
     return json.dumps(_finite(row), allow_nan=False)
 
 
 def print_json(row: Any, *, always: bool = False) -> None:
-    """Prints a command's last line for a pipe or a file, JSON. In a terminal it would scroll away
-    what a person reads, so it is printed there only if `always`."""
+    """Prints a command's result as a line of JSON for a pipe or a file. A terminal gets it only if
+    `always`, since it would push the readable output off the screen."""
     if always or not sys.stdout.isatty():
         sys.stdout.write(f"{json_line(row)}\n")
 
@@ -96,11 +98,12 @@ def _finite(value: Any) -> Any:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds a line to a file that other jobs may be adding to; first the last line gets its newline,
-    or is removed if it is no whole row. Raises OSError with the path if the disk is full."""
+    """Appends a line to a file to which other jobs may append at the same time. If the last line
+    lacks its newline, it gets one, or is removed if it is no complete row. Raises OSError with the
+    path if the disk is full."""
     line = f"{json_line(row)}\n".encode()
     with _named(path), path.open("a+b", buffering=0) as file:
-        with suppress(OSError):  # a file system without locks; the lock ends with the block
+        with suppress(OSError):  # the file system has no locks; a lock ends when the file is closed
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _LONGEST_LINE))
@@ -117,7 +120,7 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError of the block, since that of a write has none."""
+    """Adds the path to an OSError that the block raises, since the errors of writes lack it."""
     try:
         yield
     except OSError as error:
@@ -126,7 +129,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def fault_of_disk(error: OSError) -> FaultError | None:
-    """Returns a disk's error as a FaultError with path and reason; None for another error."""
+    """Returns a FaultError with path and reason for an error of a disk or permission, else None."""
     if error.errno not in _OF_DISKS:
         return None
     return FaultError(f"{error.filename or 'stdout'}: {error.strerror}")
@@ -140,7 +143,7 @@ def _is_row(text: bytes) -> bool:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole rows of a file that jobs may be adding to; [] if it does not exist."""
+    """Returns the complete rows of a file to which jobs may append; [] without such a file."""
     try:
         lines = read_file(path).split(b"\n")
     except FileNotFoundError:
@@ -150,9 +153,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing that replaces `path` once the block ends without an error: readers
-    see all or nothing, also over NFS. A device or pipe is written into. Raises OSError with the
-    path."""
+    """Opens a temporary file for writing, which replaces `path` once the block ends without an
+    error. So readers see the old or the new content, never a part, also over NFS. A device or a
+    pipe is written directly. Raises OSError with the path."""
     if path.exists() and not path.is_file():
         with _named(path), path.open("wb") as file:
             yield file
@@ -167,8 +170,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def open_streams() -> None:
-    """Makes stdin, stdout and stderr usable in any environment: a closed one becomes /dev/null, and
-    a character that stdout's encoding lacks is printed as its escape."""
+    """Makes stdin, stdout and stderr usable in any environment: a closed stream becomes /dev/null,
+    and a character that stdout cannot encode is printed as a backslash escape."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
@@ -177,13 +180,13 @@ def open_streams() -> None:
 
 
 def unless_unread(command: Callable[[], int]) -> int:
-    """Runs a command and flushes stdout; returns its exit code, or 141 if stdout's reader is gone.
-    Raises FaultError if a disk is full or refuses. After either, stdout is /dev/null, or Python
-    would print a second error at exit."""
+    """Runs a command and flushes stdout; returns its exit code, or 141 if the reader of stdout is
+    gone. Raises FaultError if a disk is full or refuses a write. After either failure stdout
+    becomes /dev/null, so that Python does not print a second error at exit."""
     try:
         try:
             return command()
-        finally:  # also reached after SystemExit, which --help raises
+        finally:  # also runs after SystemExit, which --help raises
             sys.stdout.flush()
     except OSError as error:
         fault = fault_of_disk(error)

@@ -1,9 +1,9 @@
-"""Names of models and pairs, with their shapes and files.
+"""Names of models and of target/draft pairs, and their shapes and files.
 
-`resolve_model("70b")` takes a preset or alias, `gen:layers=…,hidden=…,ffn=…`, files of weights or a
-config.json (model_files.py), or a head-sized draft of any of them, `eagle:70b` (shapes.py);
-`split_pair` takes a target and a draft, "70b/1b". A preset's name takes precedence over a file of
-that name: write `./8b` for a directory called `8b`.
+A model's name is a preset or alias ("70b"), a shape (gen:layers=…,hidden=…,ffn=…), files of weights
+or a config.json (model_files.py), or a head-sized draft of any of these, "eagle:70b" (shapes.py). A
+pair is "70b/1b". A preset's name takes precedence over a file's: write `./8b` for a folder called
+`8b`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ _SHAPES = (
     ModelShape("opt-6.7b", 32, 4096, 32, 32, 128, 16384, False, 50272),
     ModelShape("opt-2.7b", 32, 2560, 32, 32, 80, 10240, False, 50272),
     ModelShape("opt-1.3b", 24, 2048, 32, 32, 64, 8192, False, 50272),
-    # Its embeddings are 512 wide; their projections to the hidden width are not modelled.
+    # The model's embeddings are 512 wide; their projections to the hidden width are not modelled.
     ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
     ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
-    # Depth against width at equal size: Decoding Speculative Decoding (2402.01528), table 1.
+    # Models of equal size that differ in depth and width, from Decoding Speculative Decoding
+    # (2402.01528), table 1.
     ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
     ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
-    # For laptops, in float32 on one core: 47 MB and 8.7 ms at 8 rows; 1.7 MB and 0.13 ms a step. A
-    # CPU's time grows with every row, so the draft is small enough that 24 branches grow while T =
-    # 2 verifies.
+    # A pair for laptops. In float32 on one core the target has 47 MB and takes 8.7 ms for 8 rows,
+    # the draft has 1.7 MB and takes 0.13 ms a step. A CPU's time grows with every row, so the draft
+    # is small enough to grow 24 branches while two target ranks verify.
     ModelShape("toy-target", 4, 512, 8, 4, 64, 1408, True, 4096),
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
-# Prompt lookup has no model, so its shape has no products.
+# Prompt lookup has no model, so its shape has no matrix products.
 LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
-# The size in a preset's name means that preset: 70b, 0.6b.
+# The size in a preset's name, such as 70b or 0.6b, is an alias of the preset.
 ALIASES = {
     name.rpartition("-")[2]: name for name in PRESETS if name.startswith(("llama", "qwen", "opt"))
 }
@@ -69,11 +70,11 @@ _FORMS = (
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Returns the shape that `text` names; raises ConfigError if it names none. `text` is a preset
-    or alias in any case, also with its hub owner (meta-llama/Llama-3.1-8B) or a depth (70b@8L);
-    gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim, vocab, gated; a Hugging
-    Face folder, config.json, .gguf, or hub name in the cache; a head-sized draft of any of these;
-    or lookup."""
+    """Returns the shape of the model that `text` names. Raises ConfigError if it names none. `text`
+    is a preset or alias in any case, also with its owner on the hub (meta-llama/Llama-3.1-8B) or a
+    number of layers (70b@8L); gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim,
+    vocab, gated; a Hugging Face folder, config.json, .gguf, or hub name in the cache; a head-sized
+    draft of any of these; or lookup."""
     text = text.strip()
     if text.lower() == LOOKUP.name:
         return LOOKUP
@@ -89,7 +90,7 @@ def resolve_model(text: str) -> ModelShape:
 
 
 def preset_of(text: str) -> str | None:
-    """Returns the preset that `text` means, without a depth; None if it means none."""
+    """Returns the preset that `text` means by name, alias or hub name; None if it means none."""
     owner, _, name = text.strip().lower().rpartition("/")
     if owner and owner not in _HUB_OWNERS:
         return None
@@ -98,9 +99,8 @@ def preset_of(text: str) -> str | None:
 
 
 def files_of(text: str) -> Path | None:
-    """Returns the Hugging Face folder, .gguf or config.json of a model's name, with or without a
-    depth (@8L); None if its weights are random. Raises ConfigError for no name, or missing files.
-    """
+    """Returns the Hugging Face folder, .gguf or config.json of a model's name; None if its weights
+    are random. Raises ConfigError for an unknown name or missing files."""
     text = SCALED.sub("", text.strip())
     if (name := preset_of(text)) is not None:
         return model_files.packaged(name)
@@ -110,7 +110,8 @@ def files_of(text: str) -> Path | None:
 
 
 def has_weights(text: str) -> bool:
-    """Returns whether a model's name refers to files with weights; raises as files_of does."""
+    """Returns whether a model's name stands for files with weights. Raises ConfigError for an
+    unknown name or missing files."""
     path = files_of(text)
     return path is not None and model_files.has_files(path)
 
@@ -123,8 +124,8 @@ def _find(text: str) -> Path:
 
 
 def split_pair(text: str) -> tuple[str, str]:
-    """Returns the (target, draft) of a pair's name or of TARGET/DRAFT, split at the first '/' whose
-    two sides are names for resolve_model. Raises ConfigError if there is none."""
+    """Returns (target, draft) of a pair: of its name, or of TARGET/DRAFT split at the first '/'
+    that gives two known models. Raises ConfigError if there is none."""
     text = text.strip()
     pairs = {**PAIRS, **model_files.PAIRS}
     if text.lower() in pairs:
@@ -149,21 +150,23 @@ def _splits(text: str) -> list[tuple[str, str]]:
 
 
 def target_of(text: str) -> str:
-    """Returns the target of a pair whose draft need not be here; raises as split_pair does."""
+    """Returns a pair's target; models may be missing here. Raises ConfigError for an unknown
+    pair."""
     sides = missing_pair(text)
     return sides[0] if sides else split_pair(text)[0]
 
 
 def is_missing(name: str) -> bool:
-    """Returns whether a name can only be one of the hub whose files are not in its cache."""
+    """Returns whether `name` has the form OWNER/NAME of a model on the Hugging Face hub, is no
+    preset, and has no files on this machine."""
     if not model_files.is_hub_name(name) or preset_of(name) is not None:
         return False
     return not _resolves(name) and model_files.find(name) is None
 
 
 def missing_pair(text: str) -> tuple[str, ...]:
-    """Returns the (target, draft) of a pair of which a model is missing, at the first '/' where
-    each side resolves or is missing; () if a '/' gives two models that resolve."""
+    """Returns (target, draft) of a pair TARGET/DRAFT of which a model's files are missing here.
+    Returns () if some split at a '/' gives two models that are here, or none gives two names."""
     splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()
@@ -180,9 +183,9 @@ def _resolves(name: str) -> bool:
 
 
 def _split_head(text: str) -> tuple[str, int | None, str] | None:
-    """Splits eagle:8b, medusa4:8b, … into (kind, number or None, target); None if text names no
-    head-sized draft. The dash in a shape's own name (eagle-llama-3.1-8b) also splits, if a preset
-    or gen: follows; a path may have dashes."""
+    """Splits the name of a head-sized draft, such as eagle:8b or medusa4:8b, into (kind, number or
+    None, target); returns None for other names. A dash splits too if a preset or gen: follows, as
+    in the shape's own name eagle-llama-3.1-8b; a path may have dashes."""
     match = _HEADED.fullmatch(text)
     if match is None:
         return None
@@ -193,8 +196,8 @@ def _split_head(text: str) -> tuple[str, int | None, str] | None:
 
 
 def _generated(text: str) -> ModelShape:
-    """Returns the shape of `gen:layers=…,hidden=…,ffn=…[,…]`, with heads of 64 by default and a
-    name that has every value. Raises ConfigError for an unknown, missing or repeated key."""
+    """Returns the shape of `gen:layers=…,hidden=…,ffn=…[,…]`; its name lists every value. Heads are
+    64 wide by default. Raises ConfigError for an unknown, missing or repeated key."""
     given: dict[str, int] = {}
     for item in text.removeprefix("gen:").split(","):
         key, _, value = item.partition("=")
@@ -205,7 +208,8 @@ def _generated(text: str) -> ModelShape:
         given[key] = int(value)
     if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
         raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {GEN_FORM}")
-    # Of heads and head_dim, the one that is missing makes their product the hidden width.
+    # If only one of heads and head_dim is given, the other one follows from hidden = heads ·
+    # head_dim.
     factor, other = ("heads", "head_dim") if "heads" in given else ("head_dim", "heads")
     divisor = given.setdefault(factor, 64)
     hidden = given["hidden"]

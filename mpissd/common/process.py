@@ -1,4 +1,4 @@
-"""What only Linux gives: the state of a process that is not a child, and memory that is kept."""
+"""Linux functions: the state of processes that are not children, and glibc's use of memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import os
 import struct
 from pathlib import Path
 
-# From linux/pidfd.h: struct pidfd_info and PIDFD_GET_INFO. Linux 6.15 added the exit status.
+# From linux/pidfd.h: struct pidfd_info and the ioctl PIDFD_GET_INFO, which gives an exit status
+# since Linux 6.15.
 _INFO_SIZE = 64
 _INFO_EXIT = 1 << 3
 _EXIT_AT = 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 
-_TRIM_THRESHOLD = -1  # options of mallopt, from glibc's malloc.h
+_TRIM_THRESHOLD = -1  # options of glibc's mallopt, from malloc.h
 _MMAP_THRESHOLD = -3
 _KEPT = 256 << 20  # bytes
 _LARGEST = 32 << 20
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Returns a descriptor of the process; None before Linux 5.3, or if there is no process."""
+    """Returns a descriptor of the process (pidfd); None before Linux 5.3 or without the process."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -29,7 +30,8 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def stat(pid: int) -> tuple[str, int, int] | None:
-    """Returns (state letter, parent's pid, wait status) of /proc/PID/stat; None for no process."""
+    """Returns the process's state letter, its parent's pid and its wait status, from
+    /proc/PID/stat; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -39,19 +41,20 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def is_gone(pid: int) -> bool:
-    """Returns whether the process has ended, which includes a zombie."""
+    """Returns whether the process has ended; a zombie has."""
     fields = stat(pid)
     return fields is None or fields[0] in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a signal such as SIGSTOP stopped the process, and not a debugger."""
+    """Returns whether a signal such as SIGSTOP stopped the process; False if a debugger did."""
     fields = stat(pid)
     return fields is not None and fields[0] == "T"
 
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
-    """Returns the wait status of an ended process, as os.waitpid does; None if it is unknown."""
+    """Returns the wait status of an ended process, in os.waitpid's encoding; None if it is unknown.
+    pidfd: from `open_pidfd`, which also works after the parent has reaped the process."""
     if pidfd is not None:
         info = bytearray(_INFO_SIZE)
         struct.pack_into("Q", info, 0, _INFO_EXIT)
@@ -59,19 +62,19 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
             fcntl.ioctl(pidfd, _GET_INFO, info)
             if struct.unpack_from("Q", info)[0] & _INFO_EXIT:
                 return int(struct.unpack_from("i", info, _EXIT_AT)[0])
-        except OSError:  # an older kernel, or the parent has not waited for it yet
+        except OSError:  # an older kernel, or the parent has not reaped the process yet
             info.clear()
     fields = stat(pid)
     return fields[2] if fields is not None and fields[0] == "Z" else None
 
 
 def is_front(pid: int) -> bool:
-    """Returns whether the process is the launcher itself (mpirun, srun), not one of its daemons."""
+    """Returns whether the process is the launcher that the user started, not one of its daemons."""
     return name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
 
 
 def name(pid: int) -> str:
-    """Returns the name of a process's program; "" for no process."""
+    """Returns the name of the program that a process runs; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -79,9 +82,9 @@ def name(pid: int) -> str:
 
 
 def keep_freed() -> bool:
-    """Has glibc keep up to 256 MiB of freed memory; returns whether it does (other C libraries do
-    not). By default glibc returns some 100 kB of free heap to the system at once, which clears the
-    pages of the next array again: half of the time in which a token is drawn from 49,152 logits."""
+    """Has glibc keep up to 256 MiB of freed memory; returns whether it accepted (other C libraries
+    do not). By default glibc soon returns freed memory to the system, whose new pages are cleared
+    for the next array: half of the time of drawing a token from 49,152 logits."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Commands that answer text: their flags, T and D of those that start ranks, and their launcher."""
+"""Flags of the commands whose models answer text, and the command line that starts MPI ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run out progress beside "
     "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape"
 ).split()
-# The flags of a run that are about models, methods and sampling.
+# The flags of a run that these commands have too: flags of models, methods and sampling.
 ANSWERING = frozenset(
     name
     for name, field in flags_of(RunConfig).items()
@@ -33,17 +33,17 @@ ANSWERING = frozenset(
 
 @dataclass(frozen=True)
 class TextFlags(Checked):
-    """Flags of a command whose models answer text."""
+    """The base of commands whose models answer text."""
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds pair=smollm2 if the flags name no model, and that pair's K and fan-out."""
+        """Adds pair=smollm2 if the flags name no model, and that pair's measured K and fan-out."""
         return with_measured(with_text({"workload": "text", **super().completed(flags)}))
 
 
 @dataclass(frozen=True)
 class DraftConfig(TextFlags):
-    """Flags of `draft`: those of its models and its rounds, and its socket."""
+    """Flags of `draft`, which drafts for another engine: its models, its rounds and its socket."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -57,7 +57,7 @@ class DraftConfig(TextFlags):
 
 @dataclass(frozen=True)
 class RanksFlags(TextFlags):
-    """Flags of the ranks that `chat` and `serve` start; these hold a run's configuration too."""
+    """The base of `chat` and `serve`, which start ranks: T and D, and a run's flags in `run`."""
 
     if TYPE_CHECKING:
         run: RunConfig
@@ -75,7 +75,7 @@ class RanksFlags(TextFlags):
         return self.tp + self.num_drafts
 
     def fit_world(self, command: str, num_ranks: int) -> None:
-        """Refuses a launcher that started another number of ranks."""
+        """Raises ConfigError if the launcher started another number of ranks than T + D."""
         if num_ranks != self.num_ranks:
             raise ConfigError(
                 f"{command} with tp={self.tp}, num_drafts={self.num_drafts} on {num_ranks} ranks: "
@@ -83,12 +83,14 @@ class RanksFlags(TextFlags):
             )
 
     def of_mode(self, mode: str) -> RunConfig:
-        """Returns the configuration that answers in this mode; raises ConfigError if none does."""
+        """Returns the run's configuration in `mode`; raises ConfigError if its flags exclude
+        that."""
         return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.num_drafts)
 
 
 def launcher() -> list[str]:
-    """Returns the launcher's program and options; raises ConfigError without an mpirun."""
+    """Returns the words of the MPI launcher's command, from MPIRUN or `mpirun`; raises ConfigError
+    if there is no such program."""
     given = os.environ.get("MPIRUN", "").strip() or "mpirun"
     try:
         command = shlex.split(given)
@@ -105,13 +107,13 @@ def launcher() -> list[str]:
 def ranks_command(
     arguments: Sequence[str], num_ranks: int, options: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the command that starts ranks of mpissd with these arguments; raises ConfigError
-    without an mpirun. options: further options of the launcher."""
+    """Returns the command that starts `num_ranks` ranks of mpissd with these arguments; raises
+    ConfigError without an mpirun. options: options of the launcher."""
     ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
     return [*launcher(), *options, *ranks, *arguments]
 
 
 def end_with_parent() -> None:
-    """Has Linux end this process when the one that started it dies."""
+    """Has Linux send this process SIGTERM when its parent process dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The raw rows of the measured rounds, digests of emitted tokens, and summary statistics."""
+"""The raw results of measured rounds, digests of their tokens, and summary statistics."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints, Outcome, Source, Speculation
 
-_PACKED_ROUNDS = 512  # rounds whose rows are packed at once
+_PACKED_ROUNDS = 512  # so many rounds are converted to compact arrays at once
 
 
 class RoundRecords:
-    """The measured rounds; a row is one sequence in one round, because the batch may shrink."""
+    """Stores the measured rounds. A row is one sequence in one round; rounds may differ in their
+    number of rows, as sequences end."""
 
     def __init__(self, lookahead: int) -> None:
         self.lookahead = lookahead
-        # {request id: tokens that count} of the sequences that ended at a stop.
+        # {request id: number of its tokens, the stop included} of sequences that reached a stop.
         self.ends: dict[int, int] = {}
-        # Wall seconds of each round, appended by the loop that times it; and of its forward.
+        # Wall seconds of each round, appended by the loop that times it, and device seconds of its
+        # forward.
         self.round_s = array("d")
         self.t_target_s = array("d")
-        self._versions = array("i")  # version of the draft's weights, by round
-        self._new_outcomes: list[Any] = []  # the rows of each new round, not packed yet
+        self._versions = array("i")  # the version of the draft's weights, by round
+        self._new_outcomes: list[Any] = []  # rows of rounds that are not packed yet
         self._new_speculations: list[Any] = []
         self._counts = array("i")
         self._outcomes = array("i")
@@ -34,7 +36,7 @@ class RoundRecords:
         self._width = Speculation.HEAD  # columns of _speculations
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
-        """Adds a round; its arrays are kept until 512 rounds are packed at once."""
+        """Adds a round. Its arrays must not change until 512 rounds are copied at once."""
         self.t_target_s.append(t_target_s)
         self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
@@ -43,7 +45,7 @@ class RoundRecords:
             self._pack()
 
     def _pack(self) -> None:
-        """Moves the rows of the new rounds to the arrays."""
+        """Copies the rows of the newest rounds into compact arrays."""
         speculations = self._new_speculations
         if not speculations:
             return
@@ -56,7 +58,7 @@ class RoundRecords:
 
     @classmethod
     def joined(cls, parts: Sequence[RoundRecords]) -> RoundRecords:
-        """Returns the concatenated rounds of several target groups."""
+        """Returns one object with the rounds of several target groups, one group after another."""
         joined = cls(parts[0].lookahead)
         for part in parts:
             part._pack()
@@ -71,20 +73,23 @@ class RoundRecords:
         return len(self.t_target_s)
 
     def _read(self) -> tuple[Ints, Ints, Ints]:
-        """Returns the round of each row [n], outcome rows [n, 5], speculation rows [n, width]."""
+        """Returns for all rows: the round's number [n], the columns of Outcome.rows [n, 5], and
+        those of Speculation.rows [n, width]."""
         self._pack()
         rounds = np.repeat(np.arange(len(self), dtype=np.int32), np.array(self._counts))
         outcomes = np.array(self._outcomes).reshape(-1, Outcome.WIDTH)
         return rounds, outcomes, np.array(self._speculations).reshape(-1, self._width)
 
     def sequences(self) -> NDArray[np.int64]:
-        """Returns [n, 8]: round, id, epoch, num_accepted, bonus, source, hit, num_draft."""
+        """Returns int64 [n, 8], a row for each sequence in each round, with the columns round, id,
+        epoch, num_accepted, bonus, source, hit, num_draft."""
         rounds, outcomes, speculations = self._read()
         columns = [rounds, *outcomes[:, [0, 1, 3, 4]].T, *speculations[:, : Speculation.HEAD].T]
         return np.column_stack(columns).astype(np.int64)
 
     def by_version(self) -> list[tuple[int, int, int, int]]:
-        """Returns (version, rounds, drafted, accepted) by version of the draft's weights."""
+        """Returns a tuple (version, sequence rounds, drafted tokens, accepted tokens) for each
+        version of the draft's weights."""
         rounds, outcomes, speculations = self._read()
         versions, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
         sums = np.zeros((len(versions), 3), np.int64)
@@ -93,30 +98,32 @@ class RoundRecords:
         return list(zip(versions.tolist(), *sums.T.tolist(), strict=True))
 
     def num_rows(self) -> NDArray[np.int64]:
-        """Returns the rows of each round's target forward [rounds]: Σ(num_draft + 1)."""
+        """Returns how many input rows the target's forward had in each round: Σ(num_draft + 1)."""
         rounds, _, speculations = self._read()
         rows = np.bincount(rounds, weights=speculations[:, 2] + 1.0, minlength=len(self))
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Returns {request id: emitted tokens}: each round's accepted drafts and bonus."""
+        """Returns {request id: emitted tokens}: in each round the accepted drafts, then the
+        bonus."""
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """Returns what `tokens` returns, as arrays."""
+        """Returns {request id: its emitted tokens} as `tokens` does, with arrays for lists."""
         _, outcomes, speculations = self._read()
         drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
         return self._emitted(outcomes, drafted, outcomes[:, 4])
 
     def source_arrays(self) -> dict[int, Ints]:
-        """Returns the Source of each token of `token_arrays`; NONE: the target's own."""
+        """Returns {request id: the Source of each emitted token}; NONE for the target's own."""
         _, outcomes, speculations = self._read()
         drafted = np.repeat(speculations[:, :1], self.lookahead, axis=1)
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
-        """Returns {request id: emitted values}: of each row the accepted ones of `drafted` [n, K],
-        then its `bonus` [n]. Values are tokens, or one property of each token."""
+        """Returns {request id: values of its emitted tokens}: in each round those of the accepted
+        `drafted` tokens [n, K], then that of the `bonus` token [n]. Values are tokens or their
+        Source."""
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])
         table[np.arange(len(table)), accepted] = bonus
@@ -131,7 +138,8 @@ class RoundRecords:
 
 
 def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns [n] whether a row of `sequences` is its sequence's first, which always misses."""
+    """Returns a mask [n]: whether a row of `RoundRecords.sequences` is the first round of its
+    sequence, which always misses the speculation cache."""
     names = (sequences[:, 1] << 32) + sequences[:, 2]
     is_first = np.zeros(len(names), np.bool_)
     is_first[np.unique(names, return_index=True)[1]] = True
@@ -139,8 +147,8 @@ def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:
-    """Returns 16 hex digits of SHA-256 over (round, id, k, t*) of all rows, equal for runs that
-    decided alike. sequences: [n, 8], from RoundRecords.sequences."""
+    """Returns 16 hex digits of SHA-256 over the columns (round, id, k, t*); two runs with the same
+    decisions have equal digests. sequences: int64 [n, 8], from RoundRecords.sequences."""
     decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
     return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
 
@@ -155,7 +163,7 @@ def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
 
 
 def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float | int | None]:
-    """Returns {mean, p50, p90, p99} in µs (None without samples), and n."""
+    """Returns {mean, p50, p90, p99, n} of durations, in µs; all but n are None without samples."""
     if not len(seconds):
         return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
     us = np.asarray(seconds) * 1e6

@@ -1,8 +1,8 @@
-"""Counter-based random numbers U(purpose, sequence, position), the same in every mode and rank.
+"""Counter-based random numbers U(purpose, sequence, position), equal in all modes and on all ranks.
 
-The generator is NumPy's Philox4x64 (Salmon et al. 2011). Its key is the seed with the purpose and
-the sequence, its counter the absolute token position. A position can therefore be drawn on its own
-and in any order, and draws do not depend on timing.
+The generator is NumPy's Philox4x64 (Salmon et al. 2011). Its key is made of the seed, the purpose
+and the sequence; its counter is the absolute token position. So the number of a position can be
+drawn alone and in any order, and draws do not depend on timing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-_WORDS = 4  # 64-bit words from one value of Philox's counter
+_WORDS = 4  # number of 64-bit words that Philox makes of one counter value
 
 
 class Purpose(IntEnum):
-    """What a random number is used for; each purpose has its own stream."""
+    """What a random number decides; each purpose has its own stream of numbers."""
 
     TOKEN = 1
     ACCEPT = 2
@@ -32,12 +32,12 @@ class Purpose(IntEnum):
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
-    """Returns U(purpose, sequence, p) for p = start … start+count-1, float64 [count] in [0, 1)."""
+    """Returns U(purpose, sequence, p), p = start … start+count-1, float64 [count] in [0, 1)."""
     return stream(seed, (int(purpose) << 32) | sequence, start, count)
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns numbers start … start+count-1 of the stream of key (seed, word), in [0, 1)."""
+    """Returns numbers start … start+count-1 of the random stream (seed, word), in [0, 1)."""
     first = start // _WORDS
     bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS

@@ -1,7 +1,8 @@
-"""The data of a round: the drafted tokens (Speculation) and the decision (Outcome).
+"""The data of one decoding round: the drafted tokens (Speculation) and what the target's
+verification decided (Outcome).
 
-Everything covers b sequences, and row i of every array belongs to the same sequence. An Outcome and
-a Speculation are one int32 matrix each, with views of its columns, so that a message is one copy.
+All arrays cover the b sequences of a batch; row i of each belongs to the same sequence. An Outcome
+or a Speculation holds one int32 matrix and views of its columns, so that a message is one copy.
 """
 
 from __future__ import annotations
@@ -16,47 +17,47 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Biases = tuple[tuple[int, float], ...]
-MOST_GRAMMAR = 1 << 15  # bytes of a request's grammar
-MOST_SAMPLING = 1 << 17  # bytes of a Sampling in JSON: a grammar in quotes, and 1,024 biases
-MOST_FORCED = 32  # tokens that a grammar forces at once
+MOST_GRAMMAR = 1 << 15  # most bytes of a request's grammar
+MOST_SAMPLING = 1 << 17  # most bytes of a Sampling as JSON, with a grammar and 1,024 biases
+MOST_FORCED = 32  # most tokens that a grammar forces in one round
 
 
 class Source(IntEnum):
-    """The origin of a sequence's draft tokens in a round."""
+    """Where a sequence's draft tokens of one round come from."""
 
     NONE = 0  # nothing was drafted (AR)
-    CACHE = 1  # drafted while the target verified the round before
-    JIT = 2  # drafted just in time, after the outcome was known
-    FAST = 3  # a backup that costs no draft step
+    CACHE = 1  # drafted ahead, while the target verified the previous round
+    JIT = 2  # drafted after the previous round's outcome was known
+    FAST = 3  # drafted by a cheap backup without the draft model, such as prompt lookup
 
 
 class Event(IntEnum):
-    """Meaning of an outcome's row for its sequence."""
+    """What a row of an Outcome says about its sequence."""
 
     COMMIT = 0  # the round accepted num_accepted tokens and drew the bonus token
-    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and nothing is drafted for it yet
-    RELEASE = 2  # the sequence is finished and takes no speculation
-    PREFILL = 3  # a new sequence whose prompt is stored in parts, during the rounds of the others
-    START = 4  # a sequence whose prompt was stored in parts, and which joins now as if by ADMIT
-    FORCED = 5  # `bonus` is a token that the grammar forces; it follows the sequence's bonus token
+    ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and it has no draft tokens yet
+    RELEASE = 2  # the sequence is finished, and gets no more draft tokens
+    PREFILL = 3  # a new sequence; its prompt is stored in parts, during rounds of the others
+    START = 4  # all parts of a PREFILL sequence's prompt are stored; it joins as by ADMIT
+    FORCED = 5  # the grammar allows only the token `bonus` after the sequence's bonus token
 
 
 LIVE = (True, True, False, False, True, False)  # by Event: takes part in the next round
-_FRESH = np.array([False, True, False, True, False, False])  # by Event: the sequence is new
+_FRESH = np.array([False, True, False, True, False, False])  # by Event: whether the sequence is new
 
 
 class Logprob(NamedTuple):
-    """ln of a token's probability, and (token, ln of its probability) of the likeliest ones."""
+    """A token's natural log-probability, and the likeliest tokens as (token, log-probability)."""
 
     value: float
     top: Sequence[tuple[int, float]] = ()
 
 
 class Control(NamedTuple):
-    """The lead's decisions on the next round, for all ranks. lookahead: the most tokens that are
-    drafted for a sequence (None: K). width: the most bonus candidates after each number of accepted
-    tokens for which the draft drafts ahead (None: its fan-out; 0: none). prefill_rows: rows of
-    prompts in parts (Event.PREFILL) that are stored with the verification."""
+    """What the lead rank decided about the next round, for all ranks. lookahead: the most draft
+    tokens of a sequence (None: K of the flags). width: the most candidates for the bonus token,
+    after each number of accepted tokens, for which branches are drafted ahead (None: as the flags
+    say; 0: none). prefill_rows: prompt tokens (Event.PREFILL) that the verification also stores."""
 
     lookahead: int | None = None
     width: int | None = None
@@ -65,15 +66,16 @@ class Control(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are drafted and chosen; the same on all ranks. temperature,
-    top_p: of the target's distribution; at temperature 0 its likeliest token is taken. seed: of the
-    draws, whatever the request's id (None: the job's). logprobs: how many of the target's likeliest
-    tokens are returned beside each of its own (None: no log-probabilities). logit_bias: addends to
-    the target's logits by token, before temperature and top_p. presence_penalty, frequency_penalty:
-    subtracted once, and for each time, from the logit of a token that the answer has [OpenAI API
-    reference]. grammar: which tokens may follow (text.grammar; "": any), of at most MOST_GRAMMAR
-    bytes. lookahead: most tokens that are drafted in a round (None: K; 0: the draft skips the
-    sequence). mode: of a server's rounds, "ar", "sd" or "ssd" (None: the server's choice)."""
+    """How the tokens of a request are drafted and chosen. All ranks have the same values.
+    temperature, top_p: of the target's distribution; at temperature 0 the likeliest token is taken.
+    seed: of this request's random draws (None: the job's seed and the request's id decide them).
+    logprobs: how many of the likeliest tokens are returned with each token (None: no
+    log-probabilities). logit_bias: (token, addend to its logit), applied before temperature and
+    top_p. presence_penalty: subtracted from the logit of each token that is in the answer;
+    frequency_penalty: likewise, once for each occurrence [OpenAI API reference]. grammar: restricts
+    the answer's tokens (text.grammar; "": does not), in at most MOST_GRAMMAR bytes. lookahead: the
+    most draft tokens in a round (None: K; 0: none are drafted). mode: "ar", "sd" or "ssd", if the
+    request asks a server for it."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -92,13 +94,14 @@ class Sampling:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the lead reads the target's logits, also if the request is greedy."""
+        """Whether the lead rank needs the target's logits even if the request is greedy."""
         return self.logprobs is not None or self.adjusts or bool(self.grammar)
 
     def adjusted(
         self, logits: NDArray[np.floating[Any]], answer: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Returns the logits [V] of the row after these tokens of the answer."""
+        """Returns a copy of a row of logits [V] with the biases and penalties applied. answer: the
+        answer's tokens before this row."""
         adjusted = logits.astype(np.float64)
         bias = dict(self.logit_bias)
         adjusted[list(bias)] += list(bias.values())
@@ -107,12 +110,13 @@ class Sampling:
         return adjusted
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults."""
+        """Returns {name: value} of the fields that differ from their defaults."""
         return {name: value for name, value in vars(self).items() if value != vars(GREEDY)[name]}
 
     @classmethod
     def from_dict(cls, values: Any) -> Sampling:
-        """Returns the sampling of a JSON object of its fields; raises ValueError for another."""
+        """Makes a Sampling from the mapping that `to_dict` returns; raises ValueError for
+        another."""
         kinds = cls.__annotations__
         try:
             return cls(**{name: _read(kinds[name], value) for name, value in values.items()})
@@ -121,11 +125,12 @@ class Sampling:
 
 
 def _read(kind: str, value: Any) -> Any:
-    """Returns the value of a field from JSON's, by the field's type; raises for another type."""
+    """Returns a JSON value as the value of a field; raises an error if its type is wrong. kind: the
+    field's type annotation."""
     if kind == "Biases":
         return tuple((_read("int | None", token), _read("float", bias)) for token, bias in value)
     if kind.startswith("str"):
-        value.encode()  # no other type of JSON has it; half of a surrogate pair has no code
+        value.encode()  # raises for other types than str, and for half of a surrogate pair
         return value
     kinds, low = ((int, float), -_MOST) if kind == "float" else ((int,), 0)
     if type(value) not in kinds or not low <= value < _MOST:
@@ -133,15 +138,16 @@ def _read(kind: str, value: Any) -> Any:
     return value
 
 
-_MOST = 1 << 64  # limit of a field's number
+_MOST = 1 << 64  # numbers of a field are smaller than this
 GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. It is identified by (request_id, epoch), never by a batch slot.
-    prompt: its tokens up to first_token if the workers read them, or empty. answered: how many of
-    the prompt's last tokens belong to the answer already."""
+    """One sequence to decode, identified by (request_id, epoch), never by its place in the batch.
+    epoch: how often it was started again after a preemption. prompt: its tokens, of which
+    first_token is the last; empty if no worker reads prompts. answered: how many of the prompt's
+    last tokens belong to the answer already."""
 
     request_id: int
     first_token: int = 0
@@ -158,11 +164,12 @@ _FREE = Control()
 
 
 class Outcome:
-    """The result of round `round`: (k, t*) for each sequence, and which were admitted or released.
-    rows: int32 [n, 5] = id, epoch, event, num_accepted (k, 0..num_draft; in a tree the node where
-    the accepted path ends), bonus (t*). The speculation of round + 1 has the rows whose event is
-    LIVE, in their order. prompts: the requests of those new sequences that have a prompt. control:
-    of round + 1."""
+    """What one round decided: for each sequence the number k of accepted tokens and the bonus token
+    t* that the target emits after them, and which sequences join or leave. rows: int32 [n, 5] with
+    the columns id, epoch, event, num_accepted (k; with a draft tree, the node at which the accepted
+    path ends) and bonus (t*). The Speculation of the next round has a row for each of these rows
+    whose event is LIVE, in the same order. prompts: the requests of new sequences with a prompt.
+    control: the decisions about the next round."""
 
     WIDTH = 5
 
@@ -180,29 +187,29 @@ class Outcome:
 
     @classmethod
     def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
-        """Returns an outcome that only admits these requests."""
+        """Returns an outcome that only lets new sequences join, one for each request."""
         rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
         prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)
 
     @property
     def fresh(self) -> Ints:
-        """The rows of new sequences, [n, 5]: ADMIT, or PREFILL, whose prompts are stored first."""
+        """The rows of new sequences, [n, 5]: those with event ADMIT or PREFILL."""
         new: Ints = self.rows[_FRESH[self.events]]
         return new
 
     @property
     def num_live(self) -> int:
         """The number of sequences that take part in the next round."""
-        events = self.events  # in a damaged message they may have any value
+        events = self.events  # in a damaged message an event may be any number
         return int(np.count_nonzero((events <= Event.ADMIT) | (events == Event.START)))
 
 
 class Speculation:
-    """The draft tokens of round `round`; row i has num_draft[i] <= K of them (in a tree: N). rows:
-    int32 [b, 3 + K] = source, hit (1: the outcome was a key of the cache), num_draft, tokens. With
-    sampled, 2K more columns hold q, float64 [b, K]: the probability with which each token was drawn
-    (1: it was certain). In tokens and q, columns from num_draft[i] on are not read."""
+    """The draft tokens of one round. rows: int32 [b, 3 + K] with the columns source (Source), hit
+    (1: the previous outcome was found in the speculation cache), num_draft and K tokens, of which
+    row i uses the first num_draft[i]. A tree of N nodes has N token columns. If `sampled`, 2K more
+    columns hold q, float64 [b, K]: the probability with which each token was drawn."""
 
     HEAD = 3
 
@@ -216,9 +223,9 @@ class Speculation:
         is_lost: bool = False,
         drawn_from: Mapping[int, Sequence[Any]] = _NO_DISTRIBUTIONS,
     ) -> None:
-        """version: of the draft's weights; 0: as loaded. is_lost: whether the distributions of
-        uncertain tokens (q < 1) are lost, so that these are not judged. drawn_from: on the rank
-        that drafted, these distributions [V] by batch row."""
+        """version: the version of the draft's weights, 0 for those that were loaded. is_lost: the
+        distributions from which tokens with q < 1 were drawn are lost, so these tokens cannot be
+        verified. drawn_from: these distributions [V] by batch row, on the rank that drafted."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled
@@ -238,12 +245,12 @@ class Speculation:
     def empty(
         cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False, version: int = 0
     ) -> Speculation:
-        """Returns a speculation without draft tokens, as AR verifies in every round."""
+        """Returns a speculation without draft tokens; AR verifies one in every round."""
         rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
         return cls(round_, rows, sampled=sampled, version=version)
 
     def lost(self) -> Speculation:
-        """Returns this speculation without the distributions of its uncertain tokens."""
+        """Returns a copy that is marked as having lost the distributions of its sampled tokens."""
         return Speculation(
             self.round, self.rows, sampled=self.sampled, version=self.version, is_lost=True
         )
@@ -254,7 +261,7 @@ class Speculation:
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """The number of each row's uncertain tokens (q < 1), whose distributions are sent, [b]."""
+        """For each row, the number of its tokens with q < 1, whose distributions are sent, [b]."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]
@@ -262,13 +269,14 @@ class Speculation:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of the target's forward that verifies it, Σ(num_draft + 1)."""
+        """The number of rows in the target's forward that verifies these tokens, Σ(num_draft +
+        1)."""
         return int(self.num_draft.sum()) + len(self.rows)
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:
-    """Returns the tokens that the target's forward reads, int32 [Σ(num_draft + 1)]: for each
-    sequence its last token (last_tokens [b]), and then its num_draft drafted tokens."""
+    """Returns the input tokens of the target's verification, int32 [Σ(num_draft + 1)]: for each
+    sequence its last token (last_tokens [b]), then its num_draft draft tokens."""
     width = speculation.tokens.shape[1]
     table = np.empty((len(last_tokens), width + 1), np.int32)
     table[:, 0] = last_tokens

@@ -1,16 +1,16 @@
-"""The result row, schema 2: every key once, with its type, its unit and its meaning.
+"""Defines the result row of a measured run (schema 2): each key with its type, unit and meaning.
 
     row = Row.from_dict(json.loads(line))    reads a line of runs.jsonl, also an older version's
     row.tok_per_s, row.get("tok_per_s")      a field, or the same as a mapping of the line's keys
     json.dumps(row.to_dict())                the line, its keys in the order of the fields
 
-A line is a configuration and its measurements: values of flags (`setting`) are in the object
-`configuration`, all other keys are at the top. In memory a row is flat, and so was a line of schema
-1, which is read as it is.
+A line of runs.jsonl is a JSON object with the configuration and the measurements of one run. Keys
+that flags set (`setting`) are in its inner object `configuration`, all others at the top level. A
+`Row`, and a line of schema 1, has all keys at one level.
 
-Fields whose type has no None are in every row that `run` wrote. If a line lacks such a key, the
-field is None, and the gates report it. `fault_of` checks the values that a line has. docs/row.md is
-made from these fields by docs.row_page.
+A field whose type excludes None is in every row that the command `run` wrote. If a line lacks such
+a key, the field is None, and the consistency checks of lab/gates.py report it. `fault_of` checks
+the values that a line has. docs/row_page.py makes docs/row.md from these fields.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 
@@ -26,23 +26,23 @@ from typing import Any, get_args, get_origin, get_type_hints
 SCHEMA = 2
 READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
-# Keys that only older rows have.
+# Keys of older rows that this version does not write any more.
 RETIRED = (
     "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s sampling_sd"
 ).split()
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
-_LIMIT = 2**64  # of all numbers; a seed may have 64 bits
-_LEAST = {  # of the numbers that may not be 0, or may be negative
+_LIMIT = 2**64  # every number must be below it; a seed may have 64 bits
+_LEAST = {  # the lowest allowed value of numbers whose minimum is not 0
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
     **dict.fromkeys(("prediction_error", "sampling_error", "ledger_closure"), -_LIMIT),
 }
-# Keys without which a row is compared with no other.
+# Keys that a row needs before it is compared with other rows.
 NEEDED = "run_id mode device_name target tok_per_s lookahead world_size tp".split()
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _NAMES |= {list: "a list", Mapping: "an object"}
-_OTHER_KEYS = {  # that are read, too
+_OTHER_KEYS = {  # types of further keys and paths that are read
     CONFIGURATION: Mapping[str, Any],
     "schedule": str,
     "draft_lookup": str,
@@ -58,8 +58,9 @@ _OTHER_KEYS = {  # that are read, too
 
 
 def key(meaning: str, unit: str = "", *, is_set: bool = False) -> Any:
-    """Makes a field of the row. meaning: as docs/row.md prints it. is_set: whether flags set the
-    value, which a line then has in the object `configuration`."""
+    """Makes a dataclass field for one key of the result row. meaning: its description in
+    docs/row.md. is_set: whether flags set the value; a line then has it in the object
+    `configuration`."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": is_set})
 
 
@@ -67,7 +68,7 @@ setting = partial(key, is_set=True)
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a line with the keys of its `configuration` among the others."""
+    """Returns a line of runs.jsonl with the keys of its object `configuration` at the top level."""
     inner = line.get(CONFIGURATION)
     if not isinstance(inner, Mapping):  # schema 1, or a damaged line
         return dict(line)
@@ -76,7 +77,7 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row(Mapping[str, Any]):
-    """One measured run; also a mapping, equal to the flat form of its line in runs.jsonl."""
+    """One measured run; also a mapping that is equal to its line of runs.jsonl, flattened."""
 
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
@@ -299,19 +300,19 @@ class Row(Mapping[str, Any]):
         "kernels read the target's weights; `chosen`: the seconds by rows by which the run chose K "
         "and the fan-out; `sweep`: its task, repeat and flags (null in a row of `run`)"
     )
-    absent: frozenset[str] = frozenset()  # keys that the line, of an older version, lacks
-    extra: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that are no fields
+    absent: frozenset[str] = frozenset()  # keys that the line of an older version lacks
+    extra: Mapping[str, Any] = field(default_factory=dict)  # the line's keys without a field
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:
-        """Makes a row from a line: missing keys are None, and unknown ones go to `extra`."""
+        """Makes a row from a line of runs.jsonl: missing keys are None, unknown ones in `extra`."""
         line = flat(line)
         values = {name: line[name] for name in KEYS if name in line}
         extra = {name: value for name, value in line.items() if name not in FIELDS}
         return cls(**values, absent=frozenset(KEYS).difference(values), extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the line: keys in the order of the fields, then `extra`."""
+        """Returns the row's line as a dict: keys in the order of the fields, then `extra`."""
         line: dict[str, Any] = {}
         for name, value in self.items():
             is_set = name in FIELDS and FIELDS[name].metadata["is_set"]
@@ -320,7 +321,7 @@ class Row(Mapping[str, Any]):
 
     @property
     def draft_device(self) -> str | None:
-        """Device name of the first draft rank; None if there is none or it is unknown."""
+        """The device name of the first draft rank; None if there is none or it is unknown."""
         if not self.num_drafts:
             return None
         if "draft_device_name" not in self.absent:
@@ -333,13 +334,13 @@ class Row(Mapping[str, Any]):
 
     @property
     def other_draft_device(self) -> str | None:
-        """Device name of the first draft rank if it differs from the lead's, or None."""
+        """The device name of the first draft rank if it differs from the lead rank's, else None."""
         name = self.draft_device
         return None if name == self.device_name else name
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """The row's sweep: its id, task, repeat and flags; None in a row of `run`."""
+        """What the command `sweep` stored in the row: id, task, repeat, flags; else None."""
         sweep = self._origin("sweep")
         return sweep if isinstance(sweep, dict) else None
 
@@ -351,7 +352,7 @@ class Row(Mapping[str, Any]):
         return (self.provenance or {}).get(name)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a key that only older rows have; None in a row without it."""
+        """Returns the value of a key that only older rows have; None in a row without it."""
         if name in RETIRED:
             return self.extra.get(name)
         raise AttributeError(f"a row has no {name!r}")
@@ -369,13 +370,13 @@ class Row(Mapping[str, Any]):
         return len(KEYS) - len(self.absent) + len(self.extra)
 
     def __or__(self, changed: Mapping[str, Any]) -> Row:
-        """Returns a row with these values changed, as `|` does for dicts."""
+        """Returns a copy of the row in which the values of `changed` replace those of the row."""
         return Row.from_dict({**self, **changed})
 
 
 def fault_of(line: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns the key of the first value of a flat line that no row can have, and why not; None if
-    all are possible. Null and missing keys are unknown, which is possible."""
+    """Returns (key, message) of the first impossible value in a flat line; None if all values are
+    possible. A null value or a missing key means "unknown", which is possible."""
     for path, kind in _kinds().items():
         value: Any = line
         for name in path.split("."):
@@ -387,13 +388,14 @@ def fault_of(line: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Returns the type of each key, and of dotted paths into `provenance`."""
+    """Returns {key or dotted path into `provenance`: the type of its value}."""
     hints = get_type_hints(Row)
     return {**{name: hints[name] for name in KEYS}, **_OTHER_KEYS}
 
 
 def _unless_of(path: str, value: Any, kind: Any) -> str | None:
-    """Returns what is allowed if a value is not of a type; None if it is."""
+    """Returns a text of the allowed values if `value` is not of type `kind` or out of range, else
+    None. path: the value's dotted key; some keys have ranges of their own."""
     if get_origin(kind) is UnionType:  # a type, or None
         kind = get_args(kind)[0]
     base = get_origin(kind) or kind

@@ -1,6 +1,6 @@
-"""The shape of a model: its widths and depth, without its weights; and of head-sized drafts.
+"""The shapes (widths and depth, no weights) of models and of head-sized drafts of a target.
 
-A head-sized draft is a small stack of products on the target's hidden states, with its widths:
+A head-sized draft is a small stack of matrix products on the target's hidden states:
 
 eagle:8b      EAGLE [2401.15077]: the target's feature and the token's embedding, side by side,
               fused by one product 2h → h, then one decoder layer of the target's shape
@@ -11,7 +11,7 @@ medusa4:8b    Medusa [2401.10774]: 4 heads h → h side by side, each with its o
 mlp3072:8b    MLPSpeculator [2404.19124]: state → inner width 3072, then an LM head on that
               width; one stage a token (mlp:8b: as wide as the hidden state)
 
-LM heads count only with --lm_head, as everywhere. docs/schedules.md lists the omissions.
+LM heads are modelled only with --lm_head. docs/schedules.md lists what is left out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from dataclasses import dataclass, fields, replace
 
 from mpissd.common.errors import ConfigError
 
-SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # the depth after a name, llama-3.1-70b@8L
-# Drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP speculator
-# (2404.19124), one EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section 2.2).
+SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # number of layers after a name: llama-3.1-70b@8L
+# The kinds of drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP
+# speculator (2404.19124), an EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section
+# 2.2).
 STATE_KINDS = ("medusa", "mlp", "eagle")
 _MEDUSA_HEADS = 4
-_MOST = 2**31 - 1  # the largest width, depth or vocabulary
+_MOST = 2**31 - 1  # the largest width, depth or vocabulary size
 
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a head-sized draft computes besides its decoder layers. fused: hidden vectors that a
-    first product joins into one (0: no such product). widths: columns of each head's product on the
-    hidden state; such a head has its own LM head. lm_heads: number of LM heads."""
+    """The products of a head-sized draft besides its decoder layers. fused: the number of hidden
+    vectors that a first product joins into one (0: no such product). widths: for each head, the
+    columns of its product on the hidden state. lm_heads: how many LM heads, one for each width."""
 
     fused: int = 0
     widths: tuple[int, ...] = ()
@@ -42,9 +43,10 @@ class DraftHead:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Widths and depth of a decoder-only transformer; raises ConfigError for a field out of range.
-    ffn: inner width of the feed-forward block, of three products if gated (gate, up, down), else
-    two. head: of a head-sized draft, which may have no layers."""
+    """The widths and depth of a decoder-only transformer. ffn: the inner width of the feed-forward
+    block, which has three products if gated (gate, up, down) and otherwise two. head: the further
+    products of a head-sized draft, which may have no layers; None for a whole model. Raises
+    ConfigError for a field out of range."""
 
     name: str
     num_layers: int
@@ -74,22 +76,23 @@ class ModelShape:
 
     @property
     def q_width(self) -> int:
-        """The columns of q (and rows of o); not always `hidden` (Qwen3)."""
+        """The number of columns of q, and of rows of o. It may differ from `hidden` (Qwen3)."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """The columns of k, and of v."""
+        """The number of columns of k, and of v."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def fused_width(self) -> int:
-        """The columns that a first product joins to `hidden`; 0 without such a product."""
+        """The input width of a head-sized draft's first product, whose output is `hidden` wide; 0
+        without such a product."""
         return 0 if self.head is None else self.head.fused * self.hidden
 
     @property
     def head_widths(self) -> tuple[int, ...]:
-        """The columns of each head's product on the hidden vector."""
+        """The number of columns of each draft head's product on the hidden vector."""
         return () if self.head is None else self.head.widths
 
     @property
@@ -98,20 +101,21 @@ class ModelShape:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that one forward of a head-sized draft drafts."""
+        """The number of tokens that one forward of a draft of this shape drafts."""
         return max(1, len(self.head_widths))
 
     def scaled(self, num_layers: int) -> ModelShape:
-        """Returns the shape with `num_layers` layers; its name shows it (llama-3.1-70b@8L)."""
+        """Returns the shape with `num_layers` layers and a name that says so (llama-3.1-70b@8L)."""
         if num_layers == self.num_layers:
             return self
         base = SCALED.sub("", self.name)
         return replace(self, name=f"{base}@{num_layers}L", num_layers=num_layers)
 
     def headed(self, kind: str, number: int | None) -> ModelShape:
-        """Returns this target's head-sized draft. kind: eagle, mtp, medusa or mlp. number: of
-        Medusa's heads, or inner width of an MLPSpeculator. Raises ConfigError for a number that is
-        not allowed, and for a draft of a draft."""
+        """Returns the shape of a head-sized draft for this target. kind: eagle, mtp, medusa or mlp.
+        number: how many heads Medusa has, or the inner width of an MLPSpeculator (None: the
+        default). Raises ConfigError if the number is not allowed, or this shape is head-sized
+        too."""
         if self.head is not None:
             raise ConfigError(
                 f"{kind}:{self.name}: allowed: {kind} on a whole model, not on {self.name}"

@@ -1,6 +1,6 @@
-"""A page of shared memory: a rank stores its activity in it, and the warden reads it.
+"""A page of shared memory in which a rank stores what it is doing, for its host's watchdog process.
 
-Three bytes are used. Storing one needs no system call and no message.
+The page has three bytes in use. A store needs no system call and no message.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
-STAGE = 0  # offsets of the three bytes in the page
+STAGE = 0  # offsets in the page: a Stage, a Doing, and whether the rank is in a long wait
 DOING = 1
 WAITING = 2
 
@@ -19,32 +19,33 @@ WAITING = 2
 class Stage(IntEnum):
     """The stages of a job, in order."""
 
-    START = 0  # until MPI has started
-    OPEN = 1  # opens devices, makes weights and communicators
-    WARM_UP = 2  # calibrates, and runs rounds on throw-away sequences
-    ROUNDS = 3  # runs the measured rounds
-    GATHER = 4  # gathers reports, writes the row and the files
-    TEARDOWN = 5  # closes everything
-    DONE = 6  # MPI has ended, or never started
+    START = 0  # MPI has not started yet
+    OPEN = 1  # devices, weights and communicators are made
+    WARM_UP = 2  # forwards are timed, and warm-up rounds run
+    ROUNDS = 3  # the measured rounds run
+    GATHER = 4  # results are gathered and written
+    TEARDOWN = 5  # everything is closed
+    DONE = 6  # MPI has ended, or was never started
 
 
 class Doing(IntEnum):
-    """Activity of a rank within a round."""
+    """What a rank does within a round. Of the target's ranks the first is the lead."""
 
-    NOTHING = 0  # runs no loop
-    DRAFT_WAIT = 1  # lead: has asked for a speculation and waits for it
-    VERIFY = 2  # lead and follower: the rest of the round
-    PLAN_WAIT = 3  # follower: waits for the lead's plan
-    OUTCOME_WAIT = 4  # draft: waits for an outcome
-    ANSWER = 5  # draft: has the outcome and has not yet sent the speculation
-    GROWTH = 6  # draft: runs the glue forward and grows branches
+    NOTHING = 0  # is in no decoding loop
+    DRAFT_WAIT = 1  # lead: waits for draft tokens
+    VERIFY = 2  # lead and followers: everything else in a round
+    PLAN_WAIT = 3  # follower: waits for the lead's outcome and draft tokens
+    OUTCOME_WAIT = 4  # draft: waits for the target's outcome
+    ANSWER = 5  # draft: has the outcome and has not sent draft tokens yet
+    GROWTH = 6  # draft: computes the tokens it sent, and drafts branches ahead
 
 
 _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardown")
 
 
 def words(stage: int, doing: int) -> str:
-    """Returns an activity as the user reads it: "growth", "growth (warm-up)", "gather"."""
+    """Returns a rank's Stage and Doing as text, such as "growth", "growth (warm-up)" or
+    "gather"."""
     in_round = Stage.WARM_UP <= stage <= Stage.ROUNDS and doing != Doing.NOTHING
     if not in_round:
         return _STAGES[stage]
@@ -53,17 +54,17 @@ def words(stage: int, doing: int) -> str:
 
 
 class Page:
-    """The three bytes of one rank; after `share` the watchdog can map them."""
+    """The memory page of one rank. Only after `share` can another process map it."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(bytearray(SIZE))
 
     def share(self) -> int:
-        """Moves the page into memory that another process can map, freed with the last process that
-        maps it; returns its file descriptor, which the caller closes."""
+        """Moves the page into shared memory that ends with the last process that maps it. Returns
+        its file descriptor, which the caller closes."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
-        else:  # a Python that was built for an older glibc, as conda's and uv's
+        else:  # Python was built for an older glibc, such as conda's or uv's
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, SIZE)
@@ -73,4 +74,4 @@ class Page:
         return fd
 
 
-OWN = Page()  # the page of this process's rank
+OWN = Page()  # the page of this process, which is one rank

@@ -1,7 +1,8 @@
 """Closed formulas that measurements are compared with, each with its source.
 
-Letters as in the papers: alpha per-token acceptance, K lookahead, k accepted tokens (0..K), F_k
-bonus candidates kept for "k accepted", B = ΣF_k.
+Symbols are those of the papers: alpha is the acceptance rate of a token, K the number of drafted
+tokens, k the number of accepted ones (0..K), F_k the number of bonus-token candidates that are kept
+for the case that k tokens are accepted.
 
     [L]  Leviathan, Kalman, Matias, ICML 2023          [S]  Kumar, Dao, May, arXiv 2603.03251
     [D]  derived here; tests/engine/test_acceptance.py and test_fanout.py check it
@@ -14,13 +15,14 @@ from collections.abc import Sequence
 
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
-    """Returns the mean tokens of a round: (1 − alpha^{K+1}) / (1 − alpha) [L, eq. 1], as a sum, so
-    that alpha = 1 gives K+1 and no precision is lost near it."""
+    """Returns the mean number of tokens of a round, (1 − alpha^{K+1}) / (1 − alpha) [L, eq. 1],
+    computed as a sum, so that it is exact at and near alpha = 1."""
     return math.fsum(alpha**k for k in range(lookahead + 1))
 
 
 def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
-    """Returns P(k accepted), k = 0..K: Π_{j≤k} a_j · (1 − a_{k+1}), with a_{K+1} = 0."""
+    """Returns P(k tokens accepted) for k = 0..K: Π_{j≤k} a_j · (1 − a_{k+1}), with a_{K+1} = 0.
+    hazards: a_j, the probability that token j is accepted if all earlier ones are."""
     reached = 1.0
     probabilities = []
     for rate in hazards:
@@ -30,13 +32,13 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
-    """Returns miss(F) = min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11: A = 1, no floor].
-    floor: the probability of tokens that the draft does not know."""
+    """Returns the probability of a cache miss with F candidates, min(1, floor + A·F^{−r}), or 1 if
+    F = 0 [S, def. 11: A = 1, no floor]. floor: that of tokens that the draft does not know."""
     if fan_out <= 0:
         return 1.0
-    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # A very steep r underflows to 0.
+    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # a steep r underflows to 0
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
-    """Returns `width` numbers: one value repeated for every k, or the given sequence."""
+    """Returns `width` numbers, one for each k: a single value repeated, or the given sequence."""
     return [value] * width if isinstance(value, (int, float)) else value

@@ -1,4 +1,4 @@
-"""Compares the vocabularies of two models in files, by the text of their ordinary tokens."""
+"""Checks that two models have the same vocabulary, by the text of their ordinary tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
 from mpissd.common.gguf import is_gguf, read_gguf
 
-_NORMAL = 1  # a GGUF token type: neither control nor padding
+_NORMAL = 1  # GGUF's type of ordinary tokens, which are neither control tokens nor padding
 
 
 def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None:
-    """Raises ConfigError if target and draft have unequal numbers of ordinary tokens, or if a token
-    is another text in each. sizes: rows of their embeddings, which are compared if one has no
-    tokenizer; with equal tokenizers they may differ by padding."""
+    """Raises ConfigError if target and draft have unequal numbers of ordinary tokens, or if one
+    token id has different texts. sizes: the numbers of rows of the two embeddings. These are
+    compared only if a model has no tokenizer file, because padding may make them differ."""
     left = tokens_of(target)
     right = tokens_of(draft)
     if left and right:
@@ -35,9 +35,9 @@ def check_same_tokens(target: Path, draft: Path, sizes: tuple[int, int]) -> None
 
 
 def tokens_of(path: Path) -> dict[int, str]:
-    """Returns {id: token} of a .gguf or a folder's tokenizer.json; {} without one. Added and
-    special tokens are left out, as models of one vocabulary rename them. Raises ConfigError for
-    damage."""
+    """Returns {id: text} of the tokens in a .gguf or in a folder's tokenizer.json; {} if there is
+    no tokenizer. Added and special tokens are left out, since models with the same vocabulary
+    rename them. Raises ConfigError for a damaged file."""
     if is_gguf(path):
         metadata = read_gguf(path).metadata
         tokens = metadata.get("tokenizer.ggml.tokens", [])
@@ -48,7 +48,7 @@ def tokens_of(path: Path) -> dict[int, str]:
     try:
         tokenizer = json.loads(read_file(file))
         vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of a unigram model: [token, score]
+        if isinstance(vocabulary, list):  # a unigram model lists [token, score]
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         special = {entry["id"] for entry in tokenizer.get("added_tokens") or []}
         return {number: token for token, number in vocabulary.items() if number not in special}

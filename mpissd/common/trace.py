@@ -1,8 +1,8 @@
-"""The ledger of a rank: how long each phase of each round took on its host.
+"""Measures how long each phase of each round takes on a rank's host.
 
-Phases don't overlap and are stamped from one clock, so that their times add up to the round's.
-`mark(phase)` ends a phase, which began at the previous mark. A mark only stores the time (0.1 µs);
-sums by phase and round, and the slices for --trace, are computed after the run.
+All timestamps are from one clock and phases do not overlap, so a round's phases add up to its
+duration. `mark(phase)` ends `phase`, which began at the previous mark. A mark only stores the time
+(0.1 µs); sums by phase and round, and the intervals for --trace, are computed after the run.
 """
 
 from __future__ import annotations
@@ -22,75 +22,76 @@ _UNKNOWN = float("nan")
 
 
 class LeadPhase(IntEnum):
-    """The phases of a round on the lead's host, in order."""
+    """The phases of a round on the host of the lead (the target's first rank), in order."""
 
-    SEND = 0  # pack the OUTCOME message and start sending it
-    COMMIT = 1  # send a learner the previous round, apply the outcome to the batch
-    DRAFT_WAIT = 2  # wait for the speculation
-    BROADCAST = 3  # send the plan to the followers
+    SEND = 0  # pack the previous round's outcome for the draft and start sending it
+    COMMIT = 1  # apply the outcome to the batch; send the round to a rank that trains the draft
+    DRAFT_WAIT = 2  # wait for the draft tokens
+    BROADCAST = 3  # send the outcome and draft tokens to the other target ranks
     UPLOAD = 4  # hand the tokens to the device
-    LAUNCH = 5  # launch the verification; with NumPy, compute it
-    DEVICE_WAIT = 6  # wait until the verification is over
-    SAMPLE = 7  # apply the acceptance rule
-    RECORD = 8  # store the round's rows
+    LAUNCH = 5  # launch the verification's forward; with NumPy, compute it
+    DEVICE_WAIT = 6  # wait until the forward is finished
+    SAMPLE = 7  # decide which draft tokens are accepted
+    RECORD = 8  # store the round's results
     PREFILL = 9  # compute the prompts of new sequences, after COMMIT (T = 1) or BROADCAST
 
 
 class DraftPhase(IntEnum):
-    """The phases of a round on a draft's host."""
+    """The phases of a round on the host of a draft rank."""
 
-    WAIT = 0  # wait for OUTCOME with nothing left to grow
+    WAIT = 0  # wait for the target's outcome, with all branches fully grown
     COMMIT = 1  # apply the outcome to the batch
-    LOOKUP = 2  # look the outcome up in the speculation cache
-    SPECULATE = 3  # finish the branches that were hit, draft for the sequences that missed
-    SEND = 4  # pack the SPECULATION message and start sending it
-    GLUE = 5  # forward over each sequence's last token and its drafted tokens
-    KEYS = 6  # choose bonus candidates and make them keys of the cache
-    GROW = 7  # draft steps for these keys, with a poll for OUTCOME between two steps
-    RECORD = 8  # store the round's rows
-    PREFILL = 9  # compute prompts, or tokens that this draft did not draft, before a forward
+    LOOKUP = 2  # look for the outcome among the keys of the speculation cache
+    SPECULATE = 3  # finish drafting branches that were hit; draft for sequences that missed
+    SEND = 4  # pack the draft tokens and start sending them
+    GLUE = 5  # one forward over each sequence's last token and the tokens just sent
+    KEYS = 6  # choose candidates for the bonus token; each is a key of the cache
+    GROW = 7  # draft after each candidate; poll for the outcome between two steps
+    RECORD = 8  # store the round's results
+    PREFILL = 9  # compute tokens that the KV cache lacks, such as prompts, before a forward
 
 
 class FollowPhase(IntEnum):
     """The phases of a round on the host of a target rank other than the lead, in order."""
 
-    PLAN_WAIT = 0  # wait for the lead's plan
+    PLAN_WAIT = 0  # wait for the lead's outcome and draft tokens
     COMMIT = 1  # apply the outcome to the batch
     UPLOAD = 2  # hand the tokens to the device
-    LAUNCH = 3  # launch the verification
-    DEVICE_WAIT = 4  # wait until the verification is over
+    LAUNCH = 3  # launch the verification's forward
+    DEVICE_WAIT = 4  # wait until the forward is finished
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# {DraftPhase that ends: the activity that begins then}, which the host's watchdog process reports.
+# By the DraftPhase that ends: the activity (Doing) that begins then. The draft rank shows it to the
+# host's watchdog process, which names it if the rank fails.
 _ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
 _GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)
 _NEXT = bytes([*_ANSWERING, *_GROWING, Doing.OUTCOME_WAIT, Doing.GROWTH])
 
 
 class Ledger:
-    """The stamps of one rank's phases; a mark is two appends, of 9 bytes together."""
+    """Timestamps at which one rank's phases ended, by round. A mark appends 9 bytes."""
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
-        # Each mark stores two numbers: the end of its phase in ns, and the phase. Each round stores
-        # three: its number, its beginning in ns, and the number of marks up to its end.
+        # A mark stores the time at which its phase ended, in ns, and the phase. A round stores
+        # three numbers: its own number, its start in ns, and the count of all marks up to its end.
         self._ends, self._phases, self._rounds = array("q"), array("b"), array("q")
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
-        """Begins a round now, and drops the marks since the last closed round."""
+        """Starts a round now; drops the marks of a round that was not closed."""
         closed = self._rounds[-1] if self._rounds else 0
         del self._ends[closed:], self._phases[closed:]
         self._start = perf_counter_ns()
 
     def mark(self, phase: int) -> None:
-        """Ends `phase`, and begins the next one."""
+        """Notes that `phase` ends now."""
         self._ends.append(perf_counter_ns())
         self._phases.append(phase)
 
     def close_round(self, round_: int, phase: int) -> float:
-        """Ends `phase` and a round; returns when the next one begins, in s of perf_counter."""
+        """Ends `phase` and the round; returns the next round's start in s of time.perf_counter."""
         self.mark(phase)
         self._rounds.append(round_)
         self._rounds.append(self._start)
@@ -100,18 +101,18 @@ class Ledger:
 
     def table(self, first_round: int, last_round: int) -> Int64s:
         """Returns a row for each of the rounds first_round … last_round-1, int64 [n, 2 + phases]:
-        the round, its wall time in ns, and the ns of each phase."""
+        the round's number, its wall time in ns, and the ns of each phase."""
         slices = self.slices(first_round, last_round)
         rounds, row = np.unique(slices[:, 0], return_inverse=True)
         table = np.zeros((len(rounds), 2 + len(self.names)), np.int64)
-        # Adds up a phase that occurs twice.
+        # A phase that occurs twice in a round is added up.
         np.add.at(table, (row.reshape(-1), 2 + slices[:, 1]), slices[:, 3] - slices[:, 2])
         table[:, 0], table[:, 1] = rounds, table[:, 2:].sum(axis=1)
         return table
 
     def slices(self, first_round: int, last_round: int) -> Int64s:
-        """Returns a row for each mark of the rounds first_round … last_round-1, in order of time.
-        int64 [n, 4]: the round, the phase, its start and its end in ns of perf_counter."""
+        """Returns a row for each mark of rounds first_round … last_round-1, in order of time, int64
+        [n, 4]: the round, the phase, and the phase's start and end in ns of time.perf_counter."""
         rounds, starts, stops = np.array(self._rounds).reshape(-1, 3).T
         counts = np.diff(stops, prepend=0)
         closed = int(counts.sum())
@@ -123,9 +124,10 @@ class Ledger:
 
 
 class DraftLedger(Ledger):
-    """A draft's ledger, whose marks also show the draft's next activity to the host's watchdog (50
-    ns). Target ranks store only their waits for other ranks: nine marks in a 14 µs round would make
-    a lone AR rank 3% slower."""
+    """The phase timestamps of a draft rank. Each mark also stores the rank's next activity in
+    memory that the host's watchdog process reads (50 ns). Target ranks store there only when they
+    wait for other ranks: to store all nine marks of a 14 µs round would slow a lone AR rank by
+    3%."""
 
     def __init__(self) -> None:
         super().__init__(DraftPhase)
@@ -151,17 +153,18 @@ class NullLedger(Ledger):
 
 
 class DraftLog:
-    """A draft's ledger, and its times and counts by round. ranks: counts the ranks of bonus tokens
-    (a features.ranks.RankCounts, or None). stored_s: the seconds of the last answer in which the
-    draft stored tokens that its KV cache lacked."""
+    """A draft rank's phase timestamps, and drafting times and counts by round. ranks: counts which
+    of the draft's candidates the bonus token was (features.ranks.RankCounts), or None. stored_s:
+    seconds that the last reply spent on tokens that the draft's KV cache lacked."""
 
-    # By round. t_draft_s: seconds of drafting after the outcome, NaN if a sequence was a hit.
-    # t_growth_s: seconds of drafting ahead, NaN if the next outcome came before its end. num_jit:
-    # misses for which the model drafted. steps_ready: levels that the branches had when they hit.
+    # Columns of `table`. t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the
+    # cache. t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.
+    # num_jit: misses for which the draft model drafted. steps_ready: tokens that a branch had when
+    # it was hit.
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
-        """kept: whether rounds are recorded; not by a server, which decodes for days."""
+        """kept: whether rounds are recorded. A server, which decodes for days, records none."""
         self.ledger: Ledger = DraftLedger() if kept else NullLedger(DraftPhase)
         self.mark = self.ledger.mark
         self.ranks = ranks
@@ -174,16 +177,17 @@ class DraftLog:
         self._steps_ready = 0
 
     def hit(self, steps: int) -> None:
-        """Notes that the branches that hit have `steps` levels."""
+        """Stores how many tokens the branches that were hit had when the outcome came."""
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:
-        """Notes the misses for which the model drafts, and the seconds of storing tokens."""
+        """Stores the number of cache misses for which the draft model drafts, and the seconds spent
+        on computing tokens that its KV cache lacked."""
         self._num_jit = num_jit
         self.stored_s = stored_s
 
     def drafted(self, seconds: float | None) -> None:
-        """Notes the seconds in which all tokens of a round were drafted; None: hits had some."""
+        """Stores the seconds of drafting a round's tokens; None if a cache hit supplied some."""
         self._draft_s = _UNKNOWN if seconds is None else seconds
 
     def growth_begins(self) -> None:
@@ -205,6 +209,6 @@ class DraftLog:
         self.ledger.close_round(round_, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:
-        """Returns the rows of COLUMNS for rounds first … last-1, [rounds, columns]."""
+        """Returns a row of COLUMNS for each of the rounds first_round … last_round-1."""
         table: NDArray[Any] = np.array(self._rounds or ()).reshape(-1, len(self.COLUMNS))
         return table[(table[:, 0] >= first_round) & (table[:, 0] < last_round)]

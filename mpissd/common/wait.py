@@ -1,7 +1,7 @@
-"""Waits that poll, yield the core where cores are scarce, and give up at a deadline.
+"""Waits that poll, give up the core where cores are scarce, and fail after a deadline.
 
-Every wait of the decoding loops goes through a Waiter. A dead or stopped rank then ends the job
-with one line, instead of leaving it to hang until Slurm's time limit.
+Every wait of the decoding loops goes through a Waiter. So a dead or stopped rank ends the job with
+one line, and no job hangs until Slurm's time limit.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from mpissd.common.stage import OWN, WAITING
 
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
-_SPIN_S = 20e-6  # polls without a nap: a reply that was already sent arrives within this time
-PATIENT_SPIN_S = 200e-6  # polls without a nap if every rank has a core but none is spare
+_SPIN_S = 20e-6  # time of polling without sleep: enough for a message that was already sent
+PATIENT_SPIN_S = 200e-6  # the same if each rank has a core, but there is no spare core
 _NAP_S = 20e-6  # one sleep between polls
-_LONG_S = 5e-3  # a longer wait is reported to the warden, and its naps become longer
+_LONG_S = 5e-3  # longer waits are shown to the watchdog process, and sleep _LONG_NAP_S
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
-_ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped, not waiting
+_ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped (SIGSTOP)
 
 
 def sharpen_sleep() -> None:
-    """Asks Linux to end this thread's sleeps at most 1 µs late; its default is 50 µs."""
+    """Asks Linux to end this thread's sleeps at most 1 µs late. The default is 50 µs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 class Overdue(FaultError):
-    """A wait that outlasted its deadline because of another rank."""
+    """A wait for another rank lasted longer than its deadline."""
 
 
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
-    """Ends the process with exit code 5 and one line about `what` if the block takes longer: for
-    calls that cannot be polled, as a library's teardown. The launcher then ends the other ranks."""
+    """Ends the process with exit code 5 and one line about `what` if the block takes longer than
+    `seconds`. It guards calls that cannot be polled, such as the teardown of a library. The
+    launcher then ends the other ranks."""
 
     def give_up() -> None:
         text = f"{what}: not over after {seconds:.0f} s (--deadline_s)"
@@ -61,25 +62,28 @@ def within(seconds: float, what: str) -> Iterator[None]:
 
 
 class Waiter:
-    """Waits by spinning, or by polling with naps. Spinning answers soonest but needs a core for
-    each rank: five on two cores stretch a 12.5 ms round to 18.7 ms; with naps it takes 12.9 ms."""
+    """Waits for events by spinning, or by polling with short sleeps. Spinning sees the event
+    soonest but needs a core for each rank: with five ranks on two cores a round took 18.7 ms by
+    spinning and 12.9 ms with sleeps, where 12.5 ms were ideal."""
 
     def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
-        """deadline_s: the longest wait. spin: poll without naps; else only for spin_s seconds."""
+        """deadline_s: the longest wait. spin: polls without sleeping. Otherwise a wait polls
+        without sleeping only in its first spin_s seconds."""
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s
-        # Called every 0.2 s of a long wait; raises when it knows that the wait is in vain.
+        # Called every 0.2 s during a long wait; raises an error if the event can no longer come.
         self.alarm: Callable[[], None] | None = None
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises Overdue about `what` after running for deadline_s."""
+        """Returns once test() is true. Raises Overdue, whose message begins with `what`, after
+        deadline_s. Time in which this process was stopped does not count."""
         if test():
             return
         start = last = time.perf_counter()
         is_long = False
         alarm_s = _ALARM_S
-        asleep = 0.0  # seconds in which this process was stopped; they don't count as waiting
+        asleep = 0.0  # seconds in which this process was stopped
         while True:
             for _ in range(_POLLS_BETWEEN_CLOCK_READS if self.spin else 4):
                 if test():
@@ -100,12 +104,13 @@ class Waiter:
                 if waited - asleep > self.deadline_s:
                     raise Overdue(f"{what}: nothing for {waited:.1f} s (--deadline_s)")
             if self.spin:
-                time.sleep(0)  # yields the core to another process that is ready to run
+                time.sleep(0)  # gives the core to another process that can run
             elif waited > self.spin_s:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:
-        """Returns when perf_counter() reaches `end`: sleeps until shortly before, then polls."""
+        """Returns when time.perf_counter() reaches `end`; sleeps until shortly before, then
+        polls."""
         while (left := end - time.perf_counter()) > 0:
             if left > _NAP_S:
                 time.sleep(left - _NAP_S / 2 if left > 1e-3 else left / 2)

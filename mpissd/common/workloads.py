@@ -1,7 +1,7 @@
-"""The names of the workloads and of the lookups, and where each one is defined.
+"""The names of the workloads and of the lookups, and the classes that implement them.
 
-A workload is a class (engine/oracle/workload.Workload) that is imported when a job asks for it.
-`register` adds one; its name is then a value of --workload.
+A workload decides the tokens; its class (engine/oracle/workload.Workload) is imported when a job
+asks for it. `register` adds a workload, whose name is then a value of --workload.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from mpissd.common.errors import unknown
 
 _ENGINE = "mpissd.engine.oracle"
-# By name: "module:class", and the flags of other workloads that it reads.
+# {name: ("module:class", the flags declared for other workloads that it uses too)}.
 _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
     "gemm": (f"{_ENGINE}.imposed:GemmWorkload", frozenset()),
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
     "text": (f"{_ENGINE}.logits:TextWorkload", frozenset()),
     "replay": (f"{_ENGINE}.replay:ReplayWorkload", frozenset()),
 }
-# "module:class" of each value of --lookup, an engine.law.lookup.Lookup.
+# {value of --lookup: "module:class" of its engine.law.lookup.Lookup}.
 LOOKUPS = {
     "prompt": "mpissd.engine.law.lookup:PromptLookup",
     "suffix": "mpissd.engine.law.lookup:SuffixLookup",
@@ -28,15 +28,15 @@ LOOKUPS = {
 
 
 def register(name: str, where: str, flags: str = "") -> None:
-    """Adds a workload; raises ValueError if the name is taken. where: "module:class". flags: of
-    some workloads (`workloads` in common.config) that it reads too, separated by spaces."""
+    """Adds a workload; raises ValueError if the name is taken. where: "module:class". flags: flags
+    declared for other workloads (common.config) that this one uses too, separated by spaces."""
     if name in _KNOWN:
         raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name][0]}")
     _KNOWN[name] = where, frozenset(flags.split())
 
 
 def class_of(name: str) -> Any:
-    """Imports and returns a workload's class; raises ConfigError for an unknown name."""
+    """Imports and returns the class of the workload `name`; raises ConfigError if it is unknown."""
     return imported(_KNOWN[parse_name("workload", name)][0])
 
 
@@ -52,6 +52,7 @@ def parse_name(flag: str, text: str) -> str:
 
 
 def readers(flag: str, declared: Collection[str]) -> list[str]:
-    """Returns the workloads that read a flag: those declared (if none, all) and registered ones."""
+    """Returns the workloads that use a flag: the declared and the registered ones. All use a flag
+    for which none is declared."""
     others = (name for name, (_, flags) in _KNOWN.items() if flag in flags)
     return sorted({*declared, *others} if declared else _KNOWN)

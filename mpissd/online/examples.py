@@ -1,7 +1,8 @@
-"""A learner's data from the target: sequences, and distributions after some positions.
+"""Training data of a learner, the rank that trains the draft model during decoding.
 
-Of each distribution the likeliest tokens are kept, with float16 log-probabilities normalised over
-the whole vocabulary. The probability of the others is lost to training.
+An example has a sequence's tokens, and the target's distributions at some positions. Only the
+likeliest tokens of a distribution are kept, with float16 log-probabilities that are normalised over
+the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.engine.features.learning import ExamplePart
 
-KEPT = 64  # tokens of a distribution: 390 bytes a position instead of 4 V in float32
-HELD = 8  # one sequence in so many is held out, to judge versions before they are published
+KEPT = 64  # tokens kept of a distribution; 390 bytes instead of 4 · V in float32
+HELD = 8  # one in so many sequences is held out, to test versions of the draft before they are used
 Floats = NDArray[np.float32]
 
 
 class Example(NamedTuple):
-    """One sequence's tokens, int32 [n], and the target's distributions after some of them. at:
-    int32 [m], rising; entry i is about the token after position at[i]. ids: int32 [m, k], the
-    likeliest tokens, best first. logs: float16 [m, k], their log-probabilities."""
+    """A sequence's tokens, int32 [n], and the target's distributions of some next tokens. at:
+    positions in rising order, int32 [m]; entry i is the distribution after position at[i]. ids: the
+    k likeliest tokens, best first, int32 [m, k]. logs: their log-probabilities, float16 [m, k]."""
 
     tokens: Ints
     at: Ints
@@ -33,8 +34,8 @@ class Example(NamedTuple):
 
 
 def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float16]]:
-    """Returns the likeliest tokens of each row and their log-probabilities, both [m, k]. logits:
-    float32 [m, V]; of equal logits the lower token comes first."""
+    """Returns the `kept` likeliest tokens of each row and their log-probabilities, both [m, kept].
+    logits: float32 [m, V]. Of tokens with equal logits the lower id comes first."""
     kept = min(kept, logits.shape[1])
     top = logits.max(-1, keepdims=True)
     total = top[:, 0] + np.log(np.exp(logits - top).sum(-1))
@@ -46,10 +47,11 @@ def compressed(logits: Floats, kept: int = KEPT) -> tuple[Ints, NDArray[np.float
 
 
 class Memory:
-    """The replay buffer: recent sequences to train on, and the latest that are held out."""
+    """A replay buffer with recent sequences to train on, and sequences held out from training."""
 
     def __init__(self, capacity: int, held: int = 32, seed: int = 0) -> None:
-        """capacity: sequences to train on, of which the oldest makes room. held: held-out ones."""
+        """capacity: the most sequences to train on; the oldest are dropped. held: the same, held
+        out."""
         self.trained: list[Example] = []
         self.held: list[Example] = []
         self.num_seen = 0
@@ -58,7 +60,7 @@ class Memory:
         self._random = random.Random(seed)
 
     def add(self, example: Example) -> bool:
-        """Keeps a sequence, trained on or held out; returns whether it is one to train on."""
+        """Stores a sequence; returns whether it will be trained on, not held out."""
         if not len(example.at):
             return False
         self.num_seen += 1
@@ -71,24 +73,26 @@ class Memory:
         return False
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:
-        """Returns up to `size` sequences: the `newest` last ones, and others at random."""
+        """Returns up to `size` sequences to train on: the `newest` last ones, and others at
+        random."""
         last = self.trained[-newest:] if newest else []
         rest = self.trained[: len(self.trained) - len(last)]
         return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
 
 
 class Collector:
-    """Joins the parts of each sequence's example, which come round by round."""
+    """Builds each sequence's training example from the parts that arrive round by round."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
-        """stop_ids: tokens that end an answer; later tokens of the same round are dropped."""
+        """stop_ids: tokens that end an answer. kept: how many tokens of a distribution to keep."""
         self._stops = frozenset(stop_ids)
         self._kept = kept
-        self._live: dict[tuple[int, int], tuple[int, list[Example]]] = {}  # prompt, a part a round
-        self.dropped = 0  # sequences of which a round is missing
+        self._live: dict[tuple[int, int], tuple[int, list[Example]]] = {}  # prompt length, parts
+        self.dropped = 0  # number of sequences for which a round is missing
 
     def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
-        """Takes a round's parts; returns the examples of sequences that are not in it any more."""
+        """Takes the parts of one round; returns the examples of sequences without a part, which
+        have ended."""
         names = {part.name for part in parts}
         ended = [self._live.pop(name) for name in [*self._live] if name not in names]
         for part in parts:
@@ -103,7 +107,7 @@ class Collector:
         return [self._joined(*sequence) for sequence in ended]
 
     def rest(self) -> list[Example]:
-        """Returns the examples of sequences that have not ended."""
+        """Returns the examples of all sequences that have not ended."""
         sequences = [self._joined(*sequence) for sequence in self._live.values()]
         self._live.clear()
         return sequences

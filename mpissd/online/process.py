@@ -1,9 +1,9 @@
-"""A learner's rank: it receives training examples, has a trainer learn from them, and sends on
-new weights.
+"""A learner's rank: receives training examples from the lead rank, has a trainer process learn from
+them, and sends new weights to the draft rank.
 
-It computes little itself, so that it answers at once whatever its trainer does. It starts the
-trainer and exchanges pickled messages with it, without ever waiting for it: to the trainer go
-Examples; back come versions, (number, packed weights), and reports, dictionaries.
+The trainer is a child process, so that this rank always answers at once. It gets Examples, and
+returns versions, (number, packed weights), and reports, which are dicts. Messages are pickled; this
+rank never waits for one.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ if TYPE_CHECKING:
     from mpissd.engine.comm.mpi_learner import LearnerComms  # importing it starts MPI
 
 _NAP_S = 1e-3
-_MOST = 256  # examples that wait for the trainer; further ones are dropped
-_PATIENCE_S = 3.0  # for its last report
-_NEEDED = ("numpy", "safetensors", "torch")  # imports of a trainer
+_MOST = 256  # examples that may wait for the trainer; further ones are dropped
+_PATIENCE_S = 3.0  # seconds to wait for the trainer's last report
+_NEEDED = ("numpy", "safetensors", "torch")  # packages that a trainer imports
 
 
 def check_trainer() -> None:
-    """Raises ConfigError if this interpreter lacks a package that trainers need."""
+    """Raises ConfigError if this Python lacks a package that the trainer imports."""
     if missing := ", ".join(name for name in _NEEDED if not importlib.util.find_spec(name)):
         use = "pip install 'mpissd[distill]' there"
         raise ConfigError(f"learners=1: {sys.executable} has no {missing}: {use}")
 
 
 def send(pipe: BinaryIO, message: object) -> None:
-    """Writes a message; blocks while the pipe is full."""
+    """Writes a pickled message; blocks while the pipe is full."""
     pickle.dump(message, pipe)
     pipe.flush()
 
 
 def receive(pipe: BinaryIO) -> Any:
-    """Returns the next message of the process at the other end; None at the pipe's end."""
+    """Returns the next message from a pipe; None once the sending process has ended."""
     try:
         return pickle.load(pipe)
-    except (EOFError, pickle.UnpicklingError):  # it ended, perhaps within a message
+    except (EOFError, pickle.UnpicklingError):  # the sender ended, perhaps within a message
         return None
 
 
 class TrainerProcess:
-    """A trainer in a process of its own, which cannot block this one. report: the last that
-    arrived."""
+    """A trainer in a child process, which cannot block this one. report: its latest report."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
@@ -83,7 +82,7 @@ class TrainerProcess:
         self._reader.start()
 
     def post(self, example: Example) -> None:
-        """Hands an example over, or drops it if too many wait."""
+        """Queues an example for the trainer, or drops it if 256 examples wait."""
         try:
             self._waiting.put_nowait(example)
         except queue.Full:
@@ -92,7 +91,7 @@ class TrainerProcess:
     def take(self) -> tuple[int, bytes] | None:
         """Returns the newest version since the last call, (number, packed weights), or None."""
         try:
-            return self._newest.popleft()  # at once: one that arrives meanwhile stays
+            return self._newest.popleft()  # at once: later versions stay
         except IndexError:
             return None
 
@@ -101,8 +100,8 @@ class TrainerProcess:
         return self._process.poll() is None
 
     def stop(self) -> dict[str, Any]:
-        """Ends the trainer; returns its last report. Its `state` is "lost" if the trainer had ended
-        before, and "silent" if it does not end in time, as in a long step."""
+        """Ends the trainer; returns its last report with the number of dropped examples. `state` is
+        "lost" if the trainer had ended already, and "silent" if it does not end within 3 s."""
         state = {} if self.is_alive else {"state": "lost"}
         self._waiting.put(None) if not self._waiting.full() else self._process.kill()
         try:
@@ -121,7 +120,7 @@ class TrainerProcess:
                 send(pipe, example)
             pipe.close()
         except OSError:
-            return  # it has ended: `is_alive` is False
+            return  # the trainer has ended, so `is_alive` is False
 
     def _read(self) -> None:
         pipe: Any = self._process.stdout
@@ -133,13 +132,13 @@ class TrainerProcess:
 
 
 def learn(config: RunConfig, comms: LearnerComms) -> int:
-    """Runs a learner's rank to the end of the job; returns 0."""
+    """Runs the learner's rank until the job ends; returns 0."""
     guard.stage(Stage.ROUNDS)
     job = resolve_unopened(config, comms.world_size - config.learners - config.drafts, None)
     workload = job.workload
     stops = workload.stop_ids if isinstance(workload, TextWorkload) else frozenset[int]()
     learning = config.learning
-    task = {  # of trainer.main and Student
+    task = {  # arguments of trainer.main and of Student
         "target": job.target_where,
         "draft": job.draft_where,
         "seed": 2 * config.seed + 1,
@@ -159,15 +158,15 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
-    """Brings examples to the trainer, and its versions to the draft rank, until the lead rank stops
-    it."""
-    parts: Iterator[Bytes] = iter(())  # pieces of the current version that are still to be sent
-    sending: Any = None  # the request of a piece, and the piece
+    """Passes examples to the trainer and its versions to the draft rank until the lead says
+    stop."""
+    parts: Iterator[Bytes] = iter(())  # pieces of the current version that are not sent yet
+    sending: Any = None  # the MPI request of a piece, and the piece
     fault = None
     version = 0
 
     def post(examples: Callable[[], list[Example]]) -> None:
-        """Hands sequences on; an error ends the learning, and not the job."""
+        """Queues the sequences that `examples` returns. An error ends only the training."""
         nonlocal fault
         try:
             for example in examples() if fault is None else ():
@@ -184,7 +183,8 @@ def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) ->
     is_over = False
     while not is_over:
         is_over = comms.must_stop()
-        # If the trainer is gone, messages stay unread, so that the lead soon reads no more logits.
+        # If the trainer is gone, messages stay unread; the lead rank then soon stops sending
+        # examples.
         is_busy = trainer.is_alive and received()
         if sending is None or sending[0].Test():
             sending = None

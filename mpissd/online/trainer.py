@@ -1,13 +1,14 @@
-"""The process that trains: `python -m mpissd.online.trainer JSON`, started by a learner's rank.
+"""The process that trains the draft: `python -m mpissd.online.trainer JSON`, a child of a learner's
+rank.
 
-It reads examples from stdin and writes versions and reports to stdout. It trains its own copy of
-the draft on the target's distributions as they arrive. Whatever happens to it, the rank that
-started it, and the job, go on. It ends when stdin does.
+It reads examples from stdin, trains its own copy of the draft on the target's distributions, and
+writes versions of the weights and reports to stdout. If it fails, the job goes on. It ends when
+stdin does.
 
-A version is published only if its losses and weights are finite and some sequences are held out. On
-the latest of these, which no version was trained on, it must agree with the target more often than
-the version in use, by more than two standard errors. Luck passes that, too: one in forty of the
-versions that gain nothing (docs/online.md).
+A version is published only if its loss and weights are finite and it agrees with the target more
+often than the version in use, by more than two standard errors, on held-out sequences: the latest
+ones, which no version was trained on. One in forty versions without a real gain passes by luck
+(docs/online.md).
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ from mpissd.learn.llama import (
 from mpissd.online.examples import Example, Memory
 from mpissd.online.process import receive, send
 
-CROSS_ENTROPY = 0.3  # weights of the loss, as in the late steps of learn.train
+CROSS_ENTROPY = 0.3  # weights of the two parts of the loss, as in the late steps of learn.train
 VARIATION = 3.0
-DITHER = 0  # seed of the numbers that weights are rounded by
-ERRORS = 2.0  # standard errors by which a version must be ahead (docs/online.md)
-FALL = 0.02  # fall of held-out agreement up to which an unpublished version trains on
-PATIENCE = 3  # versions in a row that fell further, before training begins again from the last one
-MIN_HELD = 8  # held-out sequences, two or more, before which nothing is published
+DITHER = 0  # seed of the random numbers by which weights are rounded
+ERRORS = 2.0  # a version must be ahead by so many standard errors (docs/online.md)
+FALL = 0.02  # a version whose agreement fell by more than this is a bad one
+PATIENCE = 3  # after so many bad versions in a row, training restarts from the last published one
+MIN_HELD = 8  # nothing is published before so many sequences are held out
 _JUDGED_AT_ONCE = 8
 _IDLE_S = 0.05
 _REPORT_S = 0.5  # time between two reports
@@ -70,13 +71,13 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Student:
-    """A draft that is trained on examples, judged, and exported as arrays."""
+    """A draft model that is trained on examples, tested, and exported as arrays."""
 
     def __init__(
         self, draft: str, target: str, *, seed: int = 0, device: str = "cpu",
         rate: float = 1e-4, longest: int = 1024, exact: bool = False,
     ) -> None:  # fmt: skip
-        """Reads the weights of `draft` and `target`, names for open_checkpoint.
+        """Reads the weights of the models named `draft` and `target`.
 
         seed: of random weights. rate: the learning rate, reached after ten steps. longest:
         positions of a sequence that are used. exact: exports float16 even if the draft's files are
@@ -89,8 +90,8 @@ class Student:
         self.longest = longest
         is_int8 = self.source.by_name["model.layers.0.mlp.down_proj.weight"].bits == INT8_BITS
         self._int8 = is_int8 and not exact
-        # Layers in bfloat16 if the device has such products: on a CPU that has them they take a
-        # fifth of the time (AMD EPYC, one core: 121 instead of 26 GFLOP/s).
+        # Layers compute in bfloat16 if the device has instructions for it. On such a CPU they take
+        # a fifth of the time (AMD EPYC, one core: 121 instead of 26 GFLOP/s).
         has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         self.blocks = blocks_of(
             config, torch.bfloat16 if device != "cpu" or has() else torch.float32
@@ -106,7 +107,7 @@ class Student:
         self.restore(self._loaded)
 
     def restore(self, weights: Llama) -> None:
-        """Trains these weights from now on, such as those of `copy`, with a new optimiser."""
+        """Continues training from `weights`, with a new optimiser."""
         draft = mapped(weights, trained)._replace(embedding=self._loaded.embedding)
         if self.shares_head:
             draft = draft._replace(head=self._loaded.head)
@@ -118,15 +119,15 @@ class Student:
         return mapped(self.draft, lambda tensor: tensor.detach().clone())
 
     def step(self, examples: Sequence[Example]) -> bool:
-        """Takes one step on the examples by cross-entropy and total variation; returns whether
-        these were finite. If not, nothing changes."""
+        """Takes one training step with a loss of cross-entropy and total variation; returns whether
+        the loss was finite. If it was not, the weights stay as they are."""
         logits, ids, logs = self._forward(examples)
         p_logits = torch.full_like(logits, -torch.inf)
         places = self.places[ids]
         in_head = places >= 0
         rows = torch.arange(len(ids), device=self.device)[:, None].expand_as(ids)
         p_logits[rows[in_head], places[in_head]] = logs[in_head]
-        zeros = logs.new_zeros(len(logs))  # the target's logits are normalised
+        zeros = logs.new_zeros(len(logs))  # the target's log-probabilities are normalised
         ones = torch.ones_like(zeros)
         entropy, variation, _ = distance(p_logits, zeros, ids[:, 0], logits, self.head_ids, ones)
         loss = CROSS_ENTROPY * entropy + VARIATION * variation
@@ -142,8 +143,9 @@ class Student:
         return True
 
     def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the draft's logits [rows, columns], and the target's ids and log-probabilities
-        [rows, k]. Rows are the examples' positions before `longest`."""
+        """Returns the draft's logits [rows, columns of its LM head], and the target's token ids and
+        log-probabilities [rows, k]. Each position below `longest` in an example's `at` has a
+        row."""
         counts = [int((example.at < self.longest).sum()) for example in examples]
         kept = [(e.at[:n], e.ids[:n], e.logs[:n]) for e, n in zip(examples, counts, strict=True)]
         length = max(int(at[-1]) + 1 if len(at) else 1 for at, _, _ in kept)
@@ -155,15 +157,15 @@ class Student:
         table = [part[:length] for part in self.table]
         hidden = self.blocks.hidden(self.draft, tokens.to(self.device), *table)
         chosen = hidden.flatten(0, 1)[torch.from_numpy(rows).long().to(self.device)]
-        logits = F.linear(chosen, self.draft.head)  # bfloat16 would make ties
+        logits = F.linear(chosen, self.draft.head)  # bfloat16 logits would often be equal
         ids = torch.from_numpy(np.concatenate([ids for _, ids, _ in kept])).long()
         logs = torch.from_numpy(np.concatenate([logs for _, _, logs in kept])).float()
         return logits, ids.to(self.device), logs.to(self.device)
 
     def right(self, examples: Sequence[Example]) -> Counted:
-        """Returns [n, 2]: at how many positions of an example the draft's likeliest token is the
-        target's, and of how many. A token outside the draft's LM head is wrong, and so are logits
-        not finite."""
+        """Returns a row for each example, [n, 2]: the number of positions at which the draft's
+        likeliest token is the target's, and the number of positions. A token outside the draft's LM
+        head is wrong, as is every token if logits are not finite."""
         counts = []
         for start in range(0, len(examples), _JUDGED_AT_ONCE):
             part = [e for e in examples[start : start + _JUDGED_AT_ONCE] if len(e.at)]
@@ -182,8 +184,8 @@ class Student:
 
     @contextmanager
     def using(self, weights: Llama) -> Iterator[None]:
-        """Judges `weights` inside the block as a draft computes with them: read back from `arrays`,
-        in int8 or float16, bit for bit. Raises ProtocolError if one is not finite."""
+        """Makes `right` test `weights` inside the block as a draft rank would compute with them:
+        rounded to int8 or float16 by `arrays`. Raises ProtocolError if one is not finite."""
         trained_draft = self.draft
         self.draft = weights
         try:
@@ -198,8 +200,8 @@ class Student:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all weights are finite, also as they are stored: matrices in float16, or in int8
-        with float16 scales, each a block's largest weight / 127."""
+        """Whether all weights are finite, also in the format that `arrays` exports: float16, or
+        int8 with a float16 scale for each block, which is the block's largest weight / 127."""
         widest = torch.finfo(torch.float16).max * (127 if self._int8 else 1)
         limits = {1: torch.finfo(torch.float32).max, 2: widest}
         return all(
@@ -207,12 +209,13 @@ class Student:
         )
 
     def arrays(self) -> Arrays:
-        """Returns the trained tensors as a draft loads them: matrices in float16, or in int8 with
-        scales; vectors in float32.
+        """Returns the trained tensors by name in the format that a draft rank loads: matrices in
+        float16, or in int8 with scales; vectors in float32.
 
-        Training begins at weights that int8 represents exactly, and most move by less than half a
-        step, which rounding to nearest would undo. So they are dithered, with the same numbers in
-        every version: a weight that did not move keeps its value unless its block's scale moved.
+        Training starts at weights that int8 represents exactly, and most weights move by less than
+        half a step of int8, which rounding to nearest would undo. So they are rounded at random
+        (dithered), with the same random numbers in every version: a weight that did not move keeps
+        its value unless the scale of its block moved.
         """
         arrays: Arrays = {}
         draws = np.random.default_rng(DITHER)
@@ -233,7 +236,7 @@ class Student:
 
 @dataclass
 class Counts:
-    """Counts of a learner's work. tokens: of all sequences, prompts included."""
+    """Counts of what a learner has done. tokens: those of all sequences, prompts included."""
 
     sequences: int = 0
     tokens: int = 0
@@ -246,8 +249,9 @@ class Counts:
 
 @dataclass
 class Learner:
-    """Trains a student on sequences as they arrive, and keeps its last published version. batch:
-    sequences of a step. steps: for each new sequence (.25: one for four)."""
+    """Trains a draft on sequences as they arrive, and keeps its last published version. batch: the
+    sequences of a training step. steps: training steps for each new sequence (.25: one for
+    four)."""
 
     student: Student
     batch: int = 4
@@ -255,17 +259,18 @@ class Learner:
     memory: Memory = field(default_factory=lambda: Memory(4096))
 
     def __post_init__(self) -> None:
-        # "learning"; "diverged": a loss or weight of the last version was not finite, and training
-        # went back; "refused": its held-out agreement did not rise, or not surely
+        # state: "learning"; "diverged" after a loss or weight that was not finite, whereupon
+        # training went back to the last published version; or "refused" if the latest version did
+        # not agree with the target significantly more often on held-out sequences.
         self.state = "learning"
         self.counts = Counts()
-        self.agreement: float | None = None  # held-out, of the last candidate
+        self.agreement: float | None = None  # the last tested version's, on held-out sequences
         self.in_use = self.student.copy()
         self._new = self._bad = 0
         self._due = 0.0
 
     def add(self, example: Example) -> None:
-        """Takes a finished sequence, for which `steps` steps are due."""
+        """Stores a finished sequence, and makes `steps` training steps due."""
         self.counts.sequences += 1
         self.counts.tokens += len(example.tokens)
         self.counts.positions += len(example.at)
@@ -278,8 +283,8 @@ class Learner:
         return self._due >= 1 and bool(self.memory.trained)
 
     def learn(self) -> bool:
-        """Takes one step on the sequences that came since the last one, and on earlier ones;
-        returns whether its losses were finite."""
+        """Takes a training step on sequences that came since the last step, and on earlier ones;
+        returns whether the loss was finite."""
         newest = min(max(1, self._new), self.batch)
         self._new = 0
         self._due -= 1
@@ -290,16 +295,16 @@ class Learner:
         return is_finite
 
     def _diverge(self) -> None:
-        """Returns to the last published version."""
+        """Makes training go on from the last published version."""
         self.state = "diverged"
         self._due = 0.0
         self.counts.diverged += 1
         self.student.restore(self.in_use)
 
     def publish(self) -> bool | None:
-        """Publishes the weights if they agree with the target significantly more on held-out
-        sequences; returns whether it did, or None while too few are held out. After some versions
-        that fell, training returns to the last published one."""
+        """Publishes the weights if they agree with the target significantly more often than those
+        in use, on held-out sequences. Returns whether it did, or None while too few are held out.
+        After PATIENCE bad versions in a row, training restarts from the last published one."""
         if not self.student.is_finite:
             self._diverge()
             return False
@@ -328,8 +333,9 @@ class Learner:
 
 
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:
-    """Returns the difference of two shares, and its standard error (of a ratio estimate, n − 1
-    degrees of freedom) over n ≥ 2 rows. mine, other: (counted, all) of the same rows, [n, 2]."""
+    """Returns the difference of two shares, and its standard error (ratio estimate with n − 1
+    degrees of freedom). mine, other: two versions' (right, all) counts of n ≥ 2 sequences, [n,
+    2]."""
     total = other[:, 1].sum()
     n = len(other)
     gains = mine[:, 0] - other[:, 0]
@@ -339,7 +345,8 @@ def paired(mine: Counted, other: Counted) -> tuple[float, float]:
 
 
 def device_of(device: str, local_rank: int) -> str:
-    """Returns "cpu", or the GPU with the rank's index on its host, at most the last."""
+    """Returns the PyTorch device of a learner: "cpu", or the GPU with the rank's index on its host
+    (at most the last GPU). Raises ConfigError for device=cuda without a GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or not gpus:
         if device == "cuda":
@@ -349,14 +356,15 @@ def device_of(device: str, local_rank: int) -> str:
 
 
 def main(settings: str) -> int:
-    """Learns from the examples on stdin until it ends; writes versions and reports to stdout.
+    """Trains on the examples from stdin until it ends; writes versions and reports to stdout.
     Returns 0.
 
-    settings: JSON of publish_s (seconds between versions, at least), started_at (time.time of this
-    process's start), device, local_rank, threads, batch, steps, and the arguments of Student.
+    settings: JSON with publish_s (shortest time between two versions, in seconds), started_at
+    (time.time() when this process was started), device, local_rank, threads, batch, steps, and the
+    arguments of Student.
     """
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps prints of libraries out of the messages
+    os.dup2(2, 1)  # keeps what libraries print out of the messages
     given = json.loads(settings)
     torch.set_num_threads(given.pop("threads"))
     torch.set_float32_matmul_precision("high")
@@ -387,7 +395,7 @@ def main(settings: str) -> int:
         work = {"state": learner.state, **asdict(counts)}
         send(out, {**work, "held_out_agreement": learner.agreement, **since_start})
 
-    gpu = None  # as DeviceInfo.uuid
+    gpu = None  # its id in the form of DeviceInfo.uuid
     if device != "cpu":
         gpu = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
     since_start: dict[str, Any] = {"gpu": gpu, "ready_s": age()}

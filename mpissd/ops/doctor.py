@@ -1,11 +1,11 @@
-"""The command `doctor`: prints a table of possible faults; exit code 0 if a run works, 2 if not.
+"""The command `doctor`: looks for faults that would make a run fail, and prints a table of them.
 
     mpissd doctor --tp=2 --mode=ssd …
 
-It examines the machine, then starts the ranks itself, each as `mpissd doctor --json`, with a
-deadline. The ranks report their versions and devices, and open and close a session as a run would.
-Their rank 0 prints a report as one line of JSON after each step, so that the last line shows how
-far a job came that hangs or ends early. Drivers are asked in child processes with a time limit.
+It examines the machine, then starts the ranks of a run with a deadline, each as the process `mpissd
+doctor --json`. They report their versions and devices, and open and close the models and
+communicators as a run would. Rank 0 prints a report as one line of JSON after each step, so the
+last line shows how far the ranks came if they hang or end early.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from mpissd.engine.comm.topology import (
 OK = "ok"
 WARN = "warn"
 BAD = "BAD"
-Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses before MPI
-Facts = dict[str, Any]  # about one rank, or the report of all ranks, as JSON
-MARK = "mpissd-doctor "  # begins rank 0's reports on stdout
-NOT_PASSED = ("dry_run", "progress")  # flags that the ranks of the trial do not get
+Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses
+Facts = dict[str, Any]  # JSON about one rank, or the report of all ranks
+MARK = "mpissd-doctor "  # begins each line of rank 0's reports on stdout
+NOT_PASSED = ("dry_run", "progress")  # flags that are not passed on to the ranks
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
-_LOAD_S = 0.5  # of the machine's load
-_GRACE_S = 2.0  # time for a child to end after a signal
-_MORE_S = 10.0  # time beyond the deadline for mpirun to start and to end
-_SHM_A_RANK = 32 << 20  # shared memory of MPI and NCCL for each rank
-_RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")  # a traceback's last line
+_LOAD_S = 0.5  # how long the load of the CPUs is measured
+_GRACE_S = 2.0  # time for a child process to end after a signal
+_MORE_S = 10.0  # time for mpirun to start and to end, in addition to the deadline
+_SHM_A_RANK = 32 << 20  # bytes of shared memory that MPI and NCCL need for each rank
+# begins a traceback's last line
+_RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")
 _CUPY = "make venv, or pip install 'mpissd[cuda13]' (mpissd[cuda12] before driver 580 or Turing)"
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
-# Prints which library mpi4py loads, and the files that the process maps, without starting MPI.
+# A program that prints which MPI library mpi4py loads, and /proc/self/maps, without starting MPI.
 _LIBRARY = """
 import mpi4py, pathlib
 mpi4py.rc.initialize = False
@@ -67,8 +68,8 @@ print(MPI.Get_library_version().replace("\\n", " "))
 maps = pathlib.Path("/proc/self/maps")
 print(maps.read_text() if maps.exists() else "")
 """
-# (pattern of an error of mpirun, MPI or a session, how to fix it); the first match is used.
-# Refusals of a configuration name the allowed values.
+# (pattern of an error message of mpirun, MPI or mpissd, how to fix the error). The first match is
+# used. A configuration error names the allowed values itself.
 _FIXES = (
     (
         "slots",
@@ -95,7 +96,7 @@ _FIXES = (
 
 @dataclass(frozen=True)
 class DoctorConfig(Checked):
-    """Flags of `doctor`: those of the examined run, and those of the examination."""
+    """Flags of `doctor`: those of the run to examine, and a few of its own."""
 
     run: RunConfig = contained(
         RunConfig, deadline_s=flag(60.0, number(0.1), "longest examination, in seconds")
@@ -105,7 +106,7 @@ class DoctorConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what `run` adds to these flags, and a prompt if a text run has none."""
+        """Adds the flags that `run` would add, and a prompt if a text run has none."""
         given = RunConfig.completed(super().completed(flags))
         if given.get("workload") == "text" and not given.keys() & set(PROMPTS):
             given["prompt"] = "Hello"
@@ -113,8 +114,8 @@ class DoctorConfig(Checked):
 
 
 class Finding(NamedTuple):
-    """One line of the table. what: was examined. detail: its state. verdict: ok; warn if a run
-    works but is slower or less trustworthy; BAD if a run fails. fix: the repair, "" if it is ok."""
+    """A line of the table. what: the thing examined. detail: its state. verdict: OK; WARN if a run
+    works but is slow or its times are doubtful; BAD if a run fails. fix: how to repair it."""
 
     what: str
     detail: str
@@ -123,9 +124,9 @@ class Finding(NamedTuple):
 
 
 def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table; returns 0 if a run with these flags works, 2 if not. --dry_run starts no
-    ranks. check: raises ConfigError for flags that `run` refuses before MPI starts."""
-    run = replace(config.run, learners=0)  # a learner opens no part of the session
+    """Prints the table; returns 0 if a run with these flags works, otherwise 2. With --dry_run no
+    ranks are started. check: raises ConfigError for flags that `run` refuses before MPI starts."""
+    run = replace(config.run, learners=0)  # a learner takes no part in opening the models
     if config.json:
         return examine_rank(run, check)
     if config.tp is None and launcher_size() is not None:
@@ -145,7 +146,7 @@ def doctor(config: DoctorConfig, check: Check) -> int:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """Returns a line for each finding, its fix on a second line, and the verdict."""
+    """Returns the table: a line for each finding, its fix on another, and the overall verdict."""
     width = max((len(finding.what) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -165,13 +166,13 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def _fault(what: str, error: str) -> Finding:
-    """Returns a BAD finding of an error message, with the fix of its cause."""
+    """Returns a BAD finding with an error message, and the fix that _FIXES gives for this error."""
     fixes = (fix for pattern, fix in _FIXES if re.search(pattern, error))
     return Finding(what, error, BAD, next(fixes, "see docs/troubleshooting.md"))
 
 
 def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Finding]:
-    """Yields findings about this host's installation, launcher and flags, before MPI starts."""
+    """Yields findings about this host's Python, MPI and mpirun, and about the run's flags."""
     here, library_error = installed()
     for what, (version, place) in here.items():
         if what == "MPI library" and library_error:
@@ -207,7 +208,7 @@ def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
 
 
 def of_load(num_ranks: int) -> Iterator[Finding]:
-    """Yields what keeps this host's cores busy while the doctor sleeps."""
+    """Yields a finding if other processes keep this host's cores busy."""
     from mpissd.lab.measure.load import counters, reasons
 
     before = counters()
@@ -220,7 +221,8 @@ def of_load(num_ranks: int) -> Iterator[Finding]:
 
 
 def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
-    """Returns findings about the ranks and their session, in the order of the table."""
+    """Returns the findings that follow from the ranks' report, in the order of the table. gpus: a
+    line about each GPU of the host."""
     findings = list[Finding]()
     ranks = report["ranks"]
     error = report["error"]
@@ -230,7 +232,7 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     sees = f"MPI sees {first['world_size']} rank{'s' * (first['world_size'] != 1)}"
     if first["world_size"] == num_ranks:
         findings.append(Finding("launcher", sees))
-    else:  # under an mpirun of another MPI each rank believes to be the only one
+    else:  # with an mpirun of another MPI each rank believes to be the only one
         error = ""
         fix = f"use the mpirun that belongs to {' '.join(first['versions']['MPI library'])}, set "
         fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so"
@@ -284,9 +286,10 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
 def ask(
     command: Sequence[str], timeout_s: float = _ASK_S, first: signal.Signals = signal.SIGKILL
 ) -> tuple[str, str]:
-    """Runs a command in a session of its own; returns its stdout and, in one line, why it failed
-    ("" if it did not). Never raises. first: the signal after `timeout_s`; SIGKILL follows. Takes
-    timeout_s + 4 s at most: a child that hangs in a driver and survives SIGKILL is left running."""
+    """Runs a command in a session of its own; returns its stdout, and a line that says why it
+    failed, or "". first: the signal sent after `timeout_s`; SIGKILL follows. Never raises, and
+    takes at most timeout_s + 4 s: a child that hangs in a driver despite SIGKILL is left
+    running."""
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
@@ -316,8 +319,8 @@ def ask(
 
 
 def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
-    """Returns {library: (version, place)} of Python, mpissd and MPI. library: MPI's own version
-    text. maps: the content of /proc/PID/maps, which has the path of libmpi."""
+    """Returns {what: (version, path)} of Python, mpissd and the MPI library. library: MPI's own
+    version text. maps: the content of /proc/PID/maps, which has the path of libmpi."""
     try:
         mpi4py = f"(mpi4py {metadata.version('mpi4py')})"
     except metadata.PackageNotFoundError:
@@ -332,14 +335,14 @@ def versions(library: str, maps: str) -> dict[str, tuple[str, str]]:
 
 
 def installed() -> tuple[dict[str, tuple[str, str]], str]:
-    """Returns `versions` of this host, and why the MPI library cannot be loaded or ""."""
+    """Returns the `versions` of this host, and why the MPI library cannot be loaded, or ""."""
     out, error = ask([sys.executable, "-c", _LIBRARY])
     library, _, maps = out.partition("\n")
     return versions(library, maps), error
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
-    """Returns each GPU's name and driver, and why there are none; ([], "") without nvidia-smi."""
+    """Returns each GPU's "name, driver", and why there are none; ([], "") without nvidia-smi."""
     if shutil.which(command) is None:
         return [], ""
     out, problem = ask([command, "--query-gpu=name,driver_version", "--format=csv,noheader"])
@@ -349,9 +352,10 @@ def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
 
 
 def last_report(out: str, problem: str) -> Facts:
-    """Returns the last report in mpirun's output; without one, a report that has only an error."""
+    """Returns the last report in mpirun's output `out`. Without a report, returns one that has only
+    an error. problem: why mpirun failed, or ""."""
     for line in reversed(out.splitlines()):
-        with suppress(ValueError):  # another print, or a line that was cut off
+        with suppress(ValueError):  # the line is no report, or was cut off
             report: Facts = json.loads(line.partition(MARK)[2])
             if report["step"]:
                 report["error"] = f"{report['step']}: {problem or 'the ranks ended early'}"
@@ -360,9 +364,9 @@ def last_report(out: str, problem: str) -> Facts:
 
 
 def examine_rank(config: RunConfig, check: Check) -> int:
-    """Examines the machine as one of the ranks; rank 0 prints its report after each step.
-    Collective. check: raises ConfigError for flags that a rank of `run` refuses before MPI starts.
-    Another error ends the job with a traceback, whose last line `doctor` reads."""
+    """Examines the machine as one rank; rank 0 prints its report after each step. Returns 0.
+    Collective. check: raises ConfigError for flags that `run` refuses before MPI starts. Any other
+    error ends the job with a traceback, whose last line `doctor` reads."""
     from mpissd.engine.comm import mpi_patient
 
     report: Facts = {"ranks": [], "choices": {}, "error": ""}
@@ -372,7 +376,8 @@ def examine_rank(config: RunConfig, check: Check) -> int:
             sys.stdout.write(f"{MARK}{json.dumps({**report, 'step': step})}\n")
             sys.stdout.flush()
 
-    # A library that hangs while it holds Python's lock stops every Python thread, so C ends it.
+    # A library that hangs while it holds Python's GIL stops all Python threads, so a thread in C
+    # has to end the process.
     faulthandler.dump_traceback_later(config.deadline_s + 2 * _MORE_S, exit=True)
     reach("MPI_Init")
     rank, size, library = mpi_patient.identity()
@@ -404,7 +409,7 @@ def examine_rank(config: RunConfig, check: Check) -> int:
         for reason in filter(None, topology.world.allgather(refused)):
             raise ConfigError(reason)
         report["choices"] = _try_session(config, report["ranks"])
-    except (ConfigError, Refused) as error:  # on every rank
+    except (ConfigError, Refused) as error:  # raised on every rank
         report["error"] = str(error)
     reach("")
     faulthandler.cancel_dump_traceback_later()
@@ -412,9 +417,9 @@ def examine_rank(config: RunConfig, check: Check) -> int:
 
 
 def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
-    """Opens and closes a session as a run would; returns the lead rank's choices, and its doubts
-    about the draft. Collective. Adds the devices to `ranks`, and removes empty folders that it
-    made. Raises ConfigError or Refused on every rank."""
+    """Opens and closes models and communicators as a run would; returns {what: choice} of the lead
+    rank, with a warning if the draft seems not to fit the target. Collective. Stores device names
+    in `ranks`. Removes empty folders that it made. Raises ConfigError or Refused on every rank."""
     from mpissd.engine.session.session import doubt_of, opened
 
     sharpen_sleep()

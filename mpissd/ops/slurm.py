@@ -1,6 +1,6 @@
-"""Builds a Slurm request: checks it against the cluster's limits, then writes the sbatch command.
+"""Makes an sbatch command from a request for ranks and GPUs, and checks cluster limits first.
 
-Refusals name the make variable to change. Bridges-2's limits are from the PSC user guide
+Error messages name the make variable to change. Bridges-2's limits are from the PSC user guide
 (https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions").
 """
 
@@ -18,7 +18,7 @@ _DIRECTIVE = re.compile(r"#SBATCH\s+--([a-z-]+)=(\S+)")
 
 @dataclass(frozen=True)
 class GpuType:
-    """A type of GPU: its memory, and the host cores that a job gets with it (None: unknown)."""
+    """A type of GPU: its memory, and the CPU cores a job gets with each one (None: unknown)."""
 
     memory_bytes: int
     cores: int | None = None
@@ -30,22 +30,23 @@ BRIDGES2_TYPES = {
     "l40s-48": GpuType(48_000_000_000),
     "h100-80": GpuType(80_000_000_000),
 }
-SHARED = "GPU-shared"  # the partition of Bridges-2 for part of one node
-WHOLE = "GPU"  # the partition for whole nodes
+SHARED = "GPU-shared"  # Bridges-2's partition for jobs on a part of one node
+WHOLE = "GPU"  # Bridges-2's partition for jobs on whole nodes
 _MOST_SHARED = 4
 _GPUS_A_NODE = 8
-_DGX2 = ("v100-32", 16)  # one node of 16
+_DGX2 = ("v100-32", 16)  # whole nodes have 8 GPUs, except one node with 16
 _DEFAULT_CPUS = 5
 CLUSTERS = ("bridges2", "other")
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request to Slurm; a None takes the script's value or the cluster's default.
+    """A request to Slurm. Where a field is None, the script's header or the cluster's default
+    decides.
 
-    header: the script's own #SBATCH options. ranks: T + D, each with a GPU if needs_gpus (a GPU
-    partition is asked for GPUs in any case). exports: variables for the job besides the shell's.
-    extra: further sbatch options. flags: the script's arguments.
+    header: the options in the script's #SBATCH lines. ranks: how many MPI ranks, each with a GPU if
+    needs_gpus (a GPU partition is asked for GPUs in any case). exports: environment variables that
+    the job gets in addition. extra: further sbatch options. flags: the script's arguments.
     """
 
     script: str
@@ -66,13 +67,13 @@ class JobRequest:
     needs_gpus: bool = True
 
     def command(self) -> list[str]:
-        """Returns the sbatch command without options that the script's header has already."""
+        """Returns the words of the sbatch command, without options of the script's header."""
         options = self.resolve().items()
         given = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
         return ["sbatch", *given, *self.extra, self.script, *self.flags]
 
     def resolve(self) -> dict[str, str]:
-        """Returns all sbatch options; raises ConfigError if Slurm would refuse them."""
+        """Returns all sbatch options by name; raises ConfigError if Slurm would refuse them."""
         if self.cluster not in CLUSTERS:
             raise unknown("CLUSTER", self.cluster, CLUSTERS)
         name = self.partition or self.header.get("partition", "")
@@ -110,7 +111,7 @@ class JobRequest:
         return {**self.header, **{name: text for name, text in options.items() if text is not None}}
 
     def _number(self, name: str) -> int:
-        """Returns a count from the script's header; 0 if the header lacks it."""
+        """Returns a number from the script's header; 0 if it is not there."""
         text = self.header.get(name, "0")
         if not text.isdecimal():
             raise ConfigError(f"{self.script}: #SBATCH --{name}={text}: allowed: a whole number")
@@ -120,7 +121,7 @@ class JobRequest:
 def _check_bridges2(
     partition: str, ranks: int, gpu_type: str, gpus: int, nodes: int, cpus: int
 ) -> None:
-    """Raises ConfigError for a request that a GPU partition of Bridges-2 refuses."""
+    """Raises ConfigError if the GPU partition `partition` of Bridges-2 would refuse the request."""
     if gpu_type not in BRIDGES2_TYPES:
         raise unknown("GPU_TYPE", gpu_type, BRIDGES2_TYPES)
     if partition == SHARED and nodes > 1:
@@ -145,5 +146,5 @@ def _check_bridges2(
 
 
 def read_header(script: str) -> dict[str, str]:
-    """Returns the #SBATCH --name=value options of a script's text."""
+    """Returns the options in a script's #SBATCH lines as {name: value}. script: its text."""
     return dict(_DIRECTIVE.findall(script))

@@ -1,12 +1,12 @@
-"""The warden of a host: python -m mpissd.ops.warden LISTENER, started by guard.join.
+"""The watchdog process of a host ("warden"): python -m mpissd.ops.warden LISTENER.
 
-One small process a host watches every rank there and outlives each of them. It sees a rank that was
-killed, stopped, or that is stuck in a library which holds Python's lock. At the first fault it
-prints one line about the culprit and orders the other ranks to end; it kills those that have not
-ended 1.5 s later. It exits after its last rank.
+common/guard.py starts one on each host. It watches all ranks there and outlives them, so it notices
+a rank that was killed, was stopped, or is stuck in a library that holds Python's GIL. At the first
+fault it prints one line about the rank at fault and orders the other ranks to end; it kills those
+that have not ended 1.5 s later. It exits after its last rank.
 
-LISTENER is the descriptor of the socket at which ranks join. The warden sleeps until a rank ends or
-sends a message, and checks twice a second for stopped ranks.
+LISTENER is the file descriptor of the socket to which ranks connect. The watchdog sleeps until a
+rank ends or sends a message, and looks for stopped ranks twice a second.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ from mpissd.common import process
 from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Stage, words
 
 _TICK_S = 0.5
-_WAKE_S = 0.01  # sleep between two checks while a verdict or a kill is due soon
-_STATUS_S = 0.3  # longest wait for a dead rank's exit status
-_ORDERED_S = 0.3  # longest wait for all ranks to end that a launcher has signalled
-_SWEEP_S = 0.2  # longest end of a launcher that kills its ranks; of a killed rank it waits 0.25 s
-_OTHERS_S = 3.0  # delay of an uncertain verdict, as another host's warden may know the cause
+_WAKE_S = 0.01  # sleep between checks while a fault or a kill is to be decided soon
+_STATUS_S = 0.3  # longest wait for the exit status of a rank that has ended
+_ORDERED_S = 0.3  # longest time for all ranks to end after the launcher has signalled them
+# A launcher that ends at once kills its ranks, and is gone at most so long after them. After the
+# death of a rank it waits longer, 0.25 s.
+_SWEEP_S = 0.2
+_OTHERS_S = 3.0  # delay of an uncertain finding: another host's watchdog may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
-_END_S = 1.5  # time for a rank to end after the order to end
-_LINGER_S = 60.0  # longest wait for the first rank, and for ranks that come after the job is over
-_MPI_S = 5.0  # time that the start and the end of MPI may take, however short the deadline is
+_END_S = 1.5  # time for a rank to end after it was ordered to
+_LINGER_S = 60.0  # longest wait for the first rank, or for further ranks after the job's end
+_MPI_S = 5.0  # shortest limit for the start and for the end of MPI, if the deadline is shorter
 _ELSEWHERE = "; a rank of another host may be why"
 
 
 class Peer:
-    """A rank of this host that has joined the watchdog: its activity, and how it ended."""
+    """A rank of this host that is connected to the watchdog: what it does, and how it ended."""
 
     def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
-        """Takes over a rank's connection and the descriptor of its shared page, which is closed
-        here. about: the message that guard.join sent."""
+        """Takes over a rank's connection, and the descriptor `page` of its shared memory page,
+        which it closes. about: the first message of the rank, sent by guard.join."""
         self.link = link
         self.pid = pid
         self.about = about
         self.rank: int = about["rank"]
-        self.page = mmap.mmap(page, SIZE)  # stage, activity and wait: common.stage
+        self.page = mmap.mmap(page, SIZE)  # the rank's stage, activity and wait (common/stage.py)
         os.close(page)
         self._pidfd = process.open_pidfd(pid)
-        self.is_closed = False  # whether the rank has closed the link, as at its end
-        self.ordered: int | None = None  # the launcher's or a user's signal that ended the rank
+        self.is_closed = False  # whether the rank has closed the connection
+        self.ordered: int | None = None  # a signal that it got from the launcher or a user
         self.ordered_at = 0.0
         self.left: int | None = None  # the exit code that the rank announced
         self.left_at = float("inf")
         self.gone = False
         self.gone_at = 0.0
-        self.status: int | None = None  # the wait status as os.waitpid gives it, if known
-        self.hang: str | None = None  # the line about a rank that the warden killed as it hung
+        self.status: int | None = None  # its wait status in os.waitpid's encoding, if known
+        self.hang: str | None = None  # the message about a hung rank that was killed
         self.is_lost = False  # whether the rank is gone and the job goes on without it
         self.stopped_at: float | None = None
 
@@ -69,7 +71,7 @@ class Peer:
         return f"rank {self.rank} ({self.about['host']}, pid {self.pid})"
 
     def look(self) -> bool:
-        """Checks whether the rank has ended, and stores its wait status."""
+        """Returns whether the rank has ended. If it has, stores its wait status."""
         self.gone = self.gone or process.is_gone(self.pid)
         if self.gone and self.status is None:
             self.status = process.exit_status(self.pid, self._pidfd)
@@ -77,19 +79,20 @@ class Peer:
 
     @property
     def in_good_order(self) -> bool:
-        """Whether the rank reached the last stage and ended with its announced exit code."""
+        """Whether the rank finished MPI and ended with the exit code that it had announced."""
         if self.left is None or self.page[STAGE] != Stage.DONE:
             return False
         return self.status is None or os.waitstatus_to_exitcode(self.status) == self.left
 
     @property
     def is_unclear(self) -> bool:
-        """Whether the exit status may still come or, before MPI's start, the launcher's end."""
+        """Whether it is worth waiting a little before judging how the rank ended: its exit status
+        may still come or, if MPI had not started, the news that the launcher ended first."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 
     def how(self) -> str:
-        """Returns how the rank ended, to follow its name in a sentence."""
+        """Returns how the rank ended, as the words that follow its name in a message."""
         if self.status is None:
             return "ended without a word (killed, or by os._exit)"
         code = os.waitstatus_to_exitcode(self.status)
@@ -99,12 +102,12 @@ class Peer:
         return f"was killed by signal {-code} ({name})"
 
     def send(self, text: str) -> None:
-        """Sends a message to the rank; does nothing if the rank has closed its end."""
+        """Sends the rank a message; does nothing if the rank has closed the connection."""
         with suppress(OSError):
             self.link.send(text.encode(), socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
-        """Kills the rank with SIGKILL; never another process that has got its pid."""
+        """Kills the rank with SIGKILL, but never a later process that has the same pid."""
         with suppress(ProcessLookupError):
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -113,8 +116,8 @@ class Peer:
 
 
 class Fault(NamedTuple):
-    """A line for the user about a fault. culprit: the rank at fault, or None. late: whether the
-    launcher is already ending the job, so that it may no longer forward the ranks' output."""
+    """A fault to report. line: the text for the user. culprit: the rank that caused it, or None.
+    late: whether the launcher is ending the job already, and may drop what the ranks print."""
 
     line: str
     culprit: Peer | None = None
@@ -122,23 +125,23 @@ class Fault(NamedTuple):
 
 
 class Warden:
-    """Watches the ranks of this host until they have ended. Methods that look for a fault take
-    `now`, a time of monotonic(), and return None if there is none."""
+    """Watches the ranks of this host until they have ended. Methods that look for a fault return a
+    Fault or None; their argument `now` is a time of time.monotonic()."""
 
     def __init__(self) -> None:
         self.peers: dict[int, Peer] = {}  # by rank
         self._events = selectors.DefaultSelector()
         self._verdict: Fault | None = None
-        self._held: tuple[float, Fault] | None = None  # (when to use it, an uncertain verdict)
+        self._held: tuple[float, Fault] | None = None  # (time to report it, uncertain fault)
         self._end_at = self._kill_at = float("inf")
-        self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: the first rank
+        self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: first rank
         self._lingers = False
-        self._launcher = 0  # its pid; 0: it is not watched
-        self._parent = os.getpid()  # its pid if mpirun itself started the ranks of this host
-        self._swept_at = float("inf")  # when it was seen to be gone, if it is the ranks' parent
-        self._stderr: int | None = None  # a copy of the launcher's stderr
+        self._launcher = 0  # its pid; 0 if there is no launcher to watch
+        self._parent = os.getpid()  # the launcher's pid if it is the parent of the ranks
+        self._swept_at = float("inf")  # when that parent was seen to have ended
+        self._stderr: int | None = None  # a descriptor of the launcher's own stderr
         self._is_file = False  # whether that stderr is a regular file
-        self._is_front = False  # whether the user reads that stderr
+        self._is_front = False  # whether that stderr is the one of the user's mpirun
 
     @property
     def alive(self) -> list[Peer]:
@@ -146,7 +149,7 @@ class Warden:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """The message of guard.join from any rank: all say the same about the job."""
+        """What some rank sent when it joined. What it says about the job holds for all ranks."""
         return next(iter(self.peers.values())).about if self.peers else {}
 
     @property
@@ -155,11 +158,12 @@ class Warden:
 
     @property
     def _absent(self) -> list[int]:
-        """The ranks that have not joined; empty if the job has several hosts."""
+        """The ranks that have not joined; empty if the job runs on several hosts."""
         return sorted(set(range(self._about["size"] * self._is_whole_job)) - set(self.peers))
 
     def run(self, listener: socket.socket) -> None:
-        """Watches the ranks that join at `listener` until none is left and none may come."""
+        """Watches the ranks that connect to `listener` until all have ended and no more can
+        come."""
         self._events.register(listener, selectors.EVENT_READ)
         while self._is_needed(monotonic()):
             is_urgent = any(peer.gone or peer.is_closed for peer in self.peers.values())
@@ -173,8 +177,8 @@ class Warden:
             self._act(monotonic())
 
     def _is_needed(self, now: float) -> bool:
-        """Returns whether a rank lives, is still to be judged, or may still join. A rank that joins
-        after the job is over is ordered to end."""
+        """Returns whether a rank runs, is still to be judged, or may still join. A rank that joins
+        after the job has ended is ordered to end."""
         if self.alive:
             return True
         if not self.peers:
@@ -184,20 +188,20 @@ class Warden:
             return now < last + 2 * _STATUS_S
         if len(self.peers) == self._about.get("local_size") or not self._launcher:
             return False
-        if not self._lingers:  # the launcher waits until no process holds a dead rank's stderr
+        if not self._lingers:  # the launcher waits until nobody holds a rank's stderr
             self._lingers = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         return now < last + _LINGER_S and not process.is_gone(self._launcher)
 
     def _admit(self, listener: socket.socket) -> None:
-        """Lets a rank join; refuses a process of another user."""
+        """Accepts the connection of a rank; refuses a process of another user."""
         link, _ = listener.accept()
         raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, uid, _ = struct.unpack("3i", raw)
-        link.settimeout(1.0)  # a rank sends its message before it is accepted
+        link.settimeout(1.0)  # the message was sent before the connection is accepted
         try:
             text, (page,), _, _ = socket.recv_fds(link, 4096, 1)
-            if uid != os.getuid() or not pid:  # 0: a process in a container that hides its pids
+            if uid != os.getuid() or not pid:  # pid 0: a container hides its pids
                 raise ValueError(f"process {pid} of user {uid}")
             peer = Peer(link, pid, page, json.loads(text))
         except (OSError, ValueError, LookupError):
@@ -209,8 +213,9 @@ class Warden:
                 self._launcher = above = launcher
                 fields = process.stat(launcher)
                 if fields is not None and process.name(launcher).startswith("hydra_"):
-                    above = fields[1]  # a proxy of MPICH's launcher has started the ranks
-                # A launcher that a user ends forwards nothing: the warden then uses its stderr.
+                    above = fields[1]  # MPICH's launcher starts ranks by a proxy, its child
+                # A launcher that the user ends forwards no output, so the watchdog writes to the
+                # launcher's stderr itself.
                 with suppress(OSError):
                     mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
                     self._stderr = os.open(f"/proc/{above}/fd/2", mode)
@@ -225,13 +230,14 @@ class Warden:
             self._kill_at = monotonic() + _END_S
 
     def _read(self, peer: Peer) -> None:
-        """Reads a rank's messages (leave, failed, waited, hangs) and numbers of signals."""
+        """Reads all messages of a rank: JSON of the kinds that `_take` handles, or one byte with
+        the number of a signal that the rank got."""
         while not peer.is_closed:
             try:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # the rank left messages unread; its own follow
+            except ConnectionResetError:  # it left messages unread; its own follow
                 continue
             except OSError:
                 text = b""
@@ -268,7 +274,7 @@ class Warden:
             self._end_hung(self._unless_stopped(Fault(line, other), monotonic()))
 
     def _phase(self, peer: Peer) -> str:
-        """Returns a rank's last activity in words; the lead alone records that the job warms up."""
+        """Returns a rank's last activity in words. Only rank 0 stores that the job warms up."""
         lead = self.peers.get(0)
         stage = peer.page[STAGE]
         if lead is not None and stage == Stage.ROUNDS and lead.page[STAGE] == Stage.WARM_UP:
@@ -276,7 +282,7 @@ class Warden:
         return words(stage, peer.page[DOING])
 
     def _look(self, now: float) -> None:
-        """Judges ranks that have ended early, are stopped, never joined or do not end."""
+        """Reports ranks that ended early, are stopped, did not start or do not end."""
         if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, perhaps with all ranks
             for peer in self.alive:
                 peer.stopped_at = None
@@ -291,8 +297,8 @@ class Warden:
         gone = [peer for peer in self.peers.values() if peer.gone and not peer.is_lost]
         for peer in gone:
             peer.look()
-        # Exit statuses are waited for until they are 0.3 s late.
-        is_late = self._swept_at <= now  # no more news of a rank comes
+        # Waits up to 0.3 s for exit statuses.
+        is_late = self._swept_at <= now  # the launcher is gone, so no more exit statuses come
         if is_late or not any(p.is_unclear and now < p.gone_at + _STATUS_S for p in gone):
             self._judge_dead(now)
         for verdict in (self.stopped(now), self.overdue(now)):
@@ -300,8 +306,8 @@ class Warden:
                 self._judge(verdict)
 
     def _end_hung(self, verdict: Fault) -> bool:
-        """Kills the rank at fault if the job can go on without it, and returns whether it can. If
-        the rank ran on, nobody would receive its messages."""
+        """Returns whether the job can go on without the rank at fault. If so, kills this rank,
+        since nobody would receive its messages."""
         culprit = verdict.culprit
         if culprit is None or not self.can_do_without(culprit):
             return False
@@ -328,12 +334,11 @@ class Warden:
             self._judge(verdict)
 
     def dead(self) -> Fault | None:
-        """Returns a verdict on a rank that ended early: the first that ended without a signal from
-        the launcher or a user. If all got a signal, the verdict tells their end and has no culprit.
-        """
+        """Returns the fault of the first rank that ended early without a signal from the launcher
+        or a user. If all such ranks got a signal, the fault says so and has no culprit."""
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
-            return None  # all ranks agreed on this exit code, and the launcher ends the others
+            return None  # all agreed on this exit code, and the launcher ends the others
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for peer in (p for p in odd if not (p.ordered or self._was_swept(p))):
             line = peer.hang or f"{peer} {peer.how()} in {self._phase(peer)}"
@@ -356,22 +361,22 @@ class Warden:
         return Fault(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
-        """Returns whether a launcher that ended at once killed a rank before MPI had started. Such
-        a rank may see only one of the SIGTERM and SIGKILL that Open MPI sends."""
+        """Returns whether a rank was killed before MPI had started because its launcher ended. Open
+        MPI then sends SIGTERM and SIGKILL, and the rank may have seen only one of the two."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
 
     def can_do_without(self, peer: Peer) -> bool:
-        """Returns whether the job goes on without this rank: if `may_lose` of guard.join names it
-        and the lead rank is in its measured rounds."""
+        """Returns whether the job can go on without this rank: the job allows its loss (`may_lose`
+        of guard.join), and rank 0 runs measured rounds."""
         lead = self.peers.get(0)
         wanted = peer.rank in self._about.get("may_lose", ())
         return wanted and lead is not None and not lead.gone and lead.page[STAGE] == Stage.ROUNDS
 
     def stopped(self, now: float) -> Fault | None:
-        """Returns a verdict on a rank that was stopped for longer than its limit while others ran.
-        If all ranks of a host are stopped at once, that is job control and no fault."""
+        """Returns the fault of a rank that was stopped (SIGSTOP) for longer than its limit while
+        other ranks ran. If all ranks of the host are stopped at once, that is job control."""
         alive = self.alive
         still = [peer for peer in alive if process.is_stopped(peer.pid)]
         for peer in alive:
@@ -385,7 +390,8 @@ class Warden:
         return None
 
     def _limit_s(self, peer: Peer) -> float:
-        """Returns how long a rank may be stopped before the ranks that wait for it fail."""
+        """Returns how many seconds the rank may be stopped. The limit is shorter if the job can go
+        on without it, so that the ranks that wait for it do not reach their deadline first."""
         return self._deadline_s / (2 if self.can_do_without(peer) else 1)
 
     @property
@@ -398,15 +404,16 @@ class Warden:
         return Fault(f"{line} (--deadline_s={self._deadline_s:g})", peer)
 
     def _unless_stopped(self, verdict: Fault, now: float) -> Fault:
-        """Returns the verdict on a stopped rank if there is one, else `verdict`."""
+        """Returns the fault of a stopped rank if there is one, else `verdict`."""
         for peer in self.alive:
             if peer.stopped_at is not None:
                 return self._stopped_verdict(peer, peer.stopped_at, now)
         return verdict
 
     def waited(self, detector: Peer, text: str, now: float) -> Fault:
-        """Returns the verdict after `detector` waited in vain for the event `text`: a rank is
-        stopped, or the only one that does not wait is stuck; else it names the detector."""
+        """Returns the fault after rank `detector` waited in vain for the event `text`. At fault is
+        a stopped rank, or else the only rank that is not waiting; otherwise the detector is
+        named."""
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
@@ -416,8 +423,8 @@ class Warden:
         return self._unless_stopped(Fault(line, detector), now)
 
     def overdue(self, now: float) -> Fault | None:
-        """Returns a verdict on a job whose MPI does not start, or on a rank that announced its end
-        and runs on. Both may take the deadline, and 5 s at least."""
+        """Returns a fault if MPI does not start, or if a rank announced its end and still runs. The
+        limit of both is the deadline, but at least 5 s."""
         limit_s = max(self._deadline_s, _MPI_S)
         is_starting = all(peer.page[STAGE] == Stage.START for peer in self.peers.values())
         leaving = [peer for peer in self.alive if now - peer.left_at > limit_s]
@@ -437,7 +444,8 @@ class Warden:
         return self._unless_stopped(Fault(line, culprit), now)
 
     def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
-        """Prints the first verdict and orders the ranks to end `grace_s` later; ignores others."""
+        """Prints the first fault and has the ranks ordered to end `grace_s` later; ignores
+        others."""
         if self._verdict is None:
             self._verdict = verdict
             self._end_at = monotonic() + grace_s
@@ -445,9 +453,10 @@ class Warden:
                 self._print(verdict)
 
     def _print(self, verdict: Fault) -> None:
-        """Prints a verdict once, on the launcher's stderr or on this process's. A launcher that is
-        ending a job may drop its ranks' output, so a late verdict goes to its own stderr; to a file
-        only last, as the launcher may write over it."""
+        """Prints a fault on this process's stderr, which the launcher forwards, or on the
+        launcher's own. The latter comes first for a late fault, since a launcher that is ending a
+        job may drop what it should forward, and for the user's mpirun unless its stderr is a file,
+        which the launcher may overwrite."""
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")
         is_direct = verdict.late or (self._is_front and not self._is_file)
         for fd in (self._stderr, 2) if is_direct else (2, self._stderr):
@@ -457,12 +466,12 @@ class Warden:
                     return
 
     def _act(self, now: float) -> None:
-        """Prints a delayed verdict, orders ranks to end, and kills them, each when it is due."""
+        """Does what is due: reports an uncertain fault, orders ranks to end, kills ranks."""
         if self._held is not None and now > self._held[0]:
             self._judge(self._held[1])
         for peer in self.alive:
             if peer.ordered and now > peer.ordered_at + _ORDERED_S:
-                peer.kill()  # a library call that never returns keeps the rank from ending
+                peer.kill()  # a library call that never returns keeps the rank alive
         if self._verdict is None:
             return
         culprit = self._verdict.culprit
@@ -478,7 +487,7 @@ class Warden:
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # the warden ends only when its ranks have ended
+        signal.signal(signum, signal.SIG_IGN)  # the watchdog ends only after its ranks
     with socket.socket(fileno=int(sys.argv[1])) as listener:
         Warden().run(listener)
 
