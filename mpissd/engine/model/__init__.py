@@ -1,1 +1,1 @@
-"""Models: a rank's shard and its costs, the stack of matrix products, and its stepper."""
+"""Models on one rank: shards and costs, bare matrix products, transformers, and the stepper."""

@@ -12,24 +12,26 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
-SPAN = 1 << 20  # above the number of lanes of any cache (see Places)
-MOST_SPAN = (1 << 31) // SPAN  # lanes that one row may be stored in: Places.lanes is int32
+# Places.lanes encodes a range of lanes as first + SPAN · (count − 1); no cache has SPAN lanes.
+SPAN = 1 << 20
+MOST_SPAN = (1 << 31) // SPAN  # the longest range of lanes that an int32 can encode
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a forward's n rows (tokens) lie in the KV cache of a model that keeps one.
+    """Where the n rows (input tokens) of a forward write and read keys and values in the KV cache.
 
-    A *slot* is one sequence's part of the cache. A *lane* is scratch memory for the K and V of one
-    branch: tokens after a sequence that may still be rejected. A *trunk row* (lane −1) stores its K
-    and V in its slot and attends the slot's positions up to its own. A *lane row* stores them in
-    scratch[lane][position − trunk], and attends the slot's positions below its trunk and the lane's
-    up to its own. All rows store their K and V before any of them attends.
+    A *slot* is the part of the cache that belongs to one sequence. A *lane* is scratch memory for
+    the keys and values of one speculative branch, that is of tokens that may still be rejected. A
+    *trunk row* (lane −1) writes to its slot, and attends the slot's positions up to its own. A
+    *lane row* writes to scratch[lane][position − trunk], where `trunk` is the number of tokens
+    before the branch; it attends the slot's first `trunk` positions and the lane's up to its own.
+    All rows of a forward are written before any row attends.
 
-    All arrays are int32 [n]. slots: of each row's sequence. positions: of the row in its sequence,
-    from 0. lanes: as above; a lane plus n · SPAN is stored in the n lanes after it as well. trunks:
-    the tokens that the slot holds before a lane row's branch. reads: whether the candidates or
-    logits of some row are read; without, the LM head may be left out (chunks of a prompt).
+    slots, positions, lanes, trunks: the slot, the position in the sequence (from 0), the lane and
+    the trunk of each row, int32 [n]. A lane plus c · SPAN means that the row is also written to the
+    c lanes after that lane. reads: whether candidates or logits of any row are read; if not, as in
+    a chunk of a prompt, the LM head may be skipped.
     """
 
     slots: Ints
@@ -40,17 +42,19 @@ class Places:
 
     @property
     def columns(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """The four arrays, in the order of cache.RowPlaces.rows."""
+        """The arrays slots, positions, lanes and trunks, in this order."""
         return self.slots, self.positions, self.lanes, self.trunks
 
     def part(self, rows: slice) -> Places:
-        """Returns the places of these rows of a prompt, whose candidates are not read."""
+        """Returns the places of this range of a prompt's rows, marked as rows whose outputs are not
+        read."""
         slots, positions, lanes, trunks = (column[rows] for column in self.columns)
         return Places(slots, positions, lanes, trunks, reads=False)
 
 
 def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
-    """Returns the concatenated places of several groups of rows; reads=False: none is read."""
+    """Concatenates the places of several groups of rows. reads: False marks the result as rows
+    whose outputs are not read; True keeps what the groups say."""
     if len(parts) == 1 and reads:
         return parts[0]
     columns = zip(*(part.columns for part in parts), strict=True)
@@ -60,55 +64,61 @@ def joined(parts: Sequence[Places], *, reads: bool = True) -> Places:
 
 @dataclass(frozen=True)
 class Results:
-    """The k best candidates of each row over the whole vocabulary, best first. ids: int32 [heads,
-    n, k]; heads is 1 for a model with one LM head or none. values: the logits of the candidates,
-    float32 [heads, n, k]; None without ForwardOptions.values."""
+    """The k tokens with the largest logits after each of a forward's n rows, over all shards of the
+    vocabulary. ids: token ids, the likeliest first, int32 [heads, n, k]; only a model with several
+    LM heads has heads > 1. values: their logits, float32 [heads, n, k]; None unless
+    ForwardOptions.values is set."""
 
     ids: Ints
     values: NDArray[np.float32] | None = None
 
 
 class Forwards(Protocol):
-    """A model that computes one forward at a time: upload, launch, wait, then read its results."""
+    """Interface of a model that computes one forward at a time. The caller calls upload, launch and
+    wait, and then reads the results."""
 
     @property
     def most_rows(self) -> int:
-        """The most rows that one forward may have."""
+        """The largest number of rows (tokens) that one forward may have."""
 
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the number of rows and the input tokens of the next forward. tokens: int32 [n], of
-        the first n rows; the other rows − n rows are padding. places: of these n rows. lists:
-        whether ForwardOptions.top_k candidates are read of each row, or one."""
+        """Sets the inputs of the next forward, of `rows` rows. tokens: the input tokens of its
+        first n rows, int32 [n]; the other rows are padding. places: where these n rows lie in the
+        KV cache. lists: whether ForwardOptions.top_k candidates are read per row, instead of the
+        best one."""
 
     def launch(self) -> None:
-        """Starts the forward that was last uploaded."""
+        """Starts the forward whose inputs were uploaded last."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launched forward is over."""
+        """Waits until the last launched forward has finished."""
 
     def elapsed_s(self) -> float:
         """Returns the device time of the last finished forward, in seconds."""
 
     def results(self) -> Results:
-        """Returns the last finished forward's candidates; must be called before the next upload.
-        Raises NotImplementedError where nothing is computed."""
+        """Returns the likeliest tokens after each row of the last finished forward. Must be called
+        before the next upload. Raises NotImplementedError on a backend that computes nothing."""
 
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's logits of these rows, float32 [len(rows), columns], under the same
-        conditions as `results`."""
+        """Returns this rank's share of the logits of some rows of the last finished forward,
+        float32 [len(rows), columns]. Must be called before the next upload. Raises
+        NotImplementedError on a backend that computes nothing."""
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
-        """Copies the first stop − start K and V of a lane to positions start … of a slot."""
+        """Copies an accepted branch into its sequence: the first stop − start keys and values of a
+        lane (a branch's scratch memory) become positions start … stop − 1 of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the cache of these slots, because their sequences have ended."""
+        """Frees the KV cache of these slots, because their sequences have ended."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
-    """Merges the candidates of T shards: returns the k best of all, [heads, n, k]. ids, values:
-    [heads, T, n, k], each shard's own k best. The lower id wins a tie."""
+    """Merges the candidates of T shards of the vocabulary into the k best of all, [heads, n, k].
+    ids, values: the k best tokens of each shard and their logits, [heads, T, n, k]. Among equal
+    logits the lower token id comes first."""
     heads, shards, count, k = ids.shape
     tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
@@ -118,9 +128,9 @@ def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Asks a draft to sample the next token from the logits of a row of its last forward. u: the
-    uniform number in [0, 1) that decides the token. top: of how many of the largest logits
-    Saguaro's sampling reduces the weights; 0: none."""
+    """A request to a draft: sample the next token from the logits of one row of its last forward.
+    u: the uniform number in [0, 1) that decides the token. top: how many of the likeliest tokens
+    Saguaro's sampling makes less likely (0: none)."""
 
     row: int
     temperature: float
@@ -130,8 +140,8 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A sampled draft token, and the probability q that it had. kept: the distribution on the
-    device; numpy.asarray copies it to the host, float32 [columns]."""
+    """A token that a draft sampled, and its probability q. kept: the whole distribution, which
+    stays on the device for the target; numpy.asarray copies it to the host, float32 [columns]."""
 
     token: int
     q: float
@@ -140,13 +150,12 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Judging:
-    """Asks the target whether a drafted token is accepted, and for a replacement if it is not.
-
-    row: of the target's last forward. coin, u: the uniform numbers in [0, 1) that decide acceptance
-    and the replacement. q: the token's probability in the draft; 1: it was certain; 0: nothing was
-    drafted, so the target's token is sampled. kept: the draft's distribution (Proposed.kept), read
-    only if the token is rejected and q < 1.
-    """
+    """A request to the target: accept or reject a drafted token, and sample another one if it is
+    rejected. row: the row of the target's last forward whose logits judge the token. coin, u:
+    uniform numbers in [0, 1); `coin` decides the acceptance, and `u` the replacement. q: the
+    token's probability in the draft (1: it was drafted without sampling; 0: nothing was drafted, so
+    the target's own token is sampled). kept: the draft's distribution (Proposed.kept), read only if
+    the token is rejected and q < 1."""
 
     row: int
     temperature: float
@@ -159,9 +168,10 @@ class Judging:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The answer to a Judging: `token` is the accepted draft, its replacement, or the target's own.
-    is_replaced: the draft was rejected. needs_row: it was, but without `kept` no replacement was
-    sampled."""
+    """The target's verdict on a drafted token. token: the accepted token, or its replacement, or
+    the target's own sample if nothing was drafted. is_replaced: whether the drafted token was
+    rejected and `token` replaces it. needs_row: whether it was rejected, but Judging.kept was
+    missing, so that no replacement was sampled."""
 
     token: int
     is_replaced: bool = False

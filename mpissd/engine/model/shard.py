@@ -1,11 +1,11 @@
 """One rank's share of a model: its widths, bytes and flops, sharded as in Megatron.
 
 q, k, v, gate, up and the LM head are split by columns, o and down by rows; an all-reduce after o
-and after down makes the hidden vector whole again. A `Shard` is of bare products, of which all
-ranks have equal parts; head-sized drafts (shapes.py) are not sharded. A `TransformerShard` has
-contiguous ranges of matrices, unevenly where it must be: the first ranks get one KV head more
-(with its query heads), or one block more of the FFN or of the LM head. Rank 0 is never smaller than
-another.
+and after down makes the hidden vector whole again. A `Shard` describes a model that is reduced to
+its matrix products, in equal parts; head-sized drafts (shapes.py: EAGLE, MTP, Medusa, MLP) are not
+split. A `TransformerShard` describes a whole transformer. If the parts cannot be equal, the first
+ranks get one KV head more (with its query heads), or one block more of the FFN's or the LM head's
+columns. Rank 0's share is never smaller than another rank's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mpissd.common.presets import ModelShape
 from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.model.transformer.config import TransformerConfig
 
-_BLOCKS = (64, 32, 16, 8, 4, 2)  # columns that kernels like to have together
-_BALANCED = 16  # blocks a rank, from which on one more is no burden
-_SPLIT = 128  # positions of a split of the attention on a GPU
-WEIGHT_BYTES = 2  # weights have 16 bits on GPUs
+_BLOCKS = (64, 32, 16, 8, 4, 2)  # sizes of blocks of columns, the best for kernels first
+_BALANCED = 16  # With so many blocks a rank, one block more unbalances the ranks little.
+_SPLIT = 128  # A GPU's attention is split into ranges of so many positions.
+WEIGHT_BYTES = 2  # bytes of a weight on a GPU: 16-bit floats
 CPU_ITEMSIZE = 4
 
 
@@ -29,22 +29,23 @@ CPU_ITEMSIZE = 4
 class ForwardOptions:
     """Options of a forward that decide its products, its inputs and its results."""
 
-    fuse: bool = False  # issue q,k,v as one product, and gate,up as one
+    fuse: bool = False  # compute q, k, v as one product, and gate, up as another
     lm_head: bool = False
-    context: int = 0  # KV-cache tokens that the rows of a sequence share; 0: no KV is read
+    context: int = 0  # cached tokens that all rows of a sequence read; 0: no KV is read
     top_k: int = 1
-    own_tokens: int = 1  # KV-cache tokens that only this row reads, its own included
-    values: bool = False  # read out the candidates' logits with their ids
-    # These size a KV cache, and stay 0 for a model that has none.
+    own_tokens: int = 1  # further cached tokens that each row reads alone, itself included
+    values: bool = False  # return the candidates' logits beside their ids
+    # The next four fields size the KV cache, and stay 0 for a model without one.
     capacity: int = 0  # the most tokens that a sequence may have
-    lanes: int = 0  # scratch memories for branches (forwards.Places)
-    steps: int = 0  # tokens that each lane has room for
-    pool: int = 0  # tokens of all sequences together; 0: each may have `capacity`
+    lanes: int = 0  # number of lanes, scratch KV buffers of speculative branches
+    steps: int = 0  # tokens that a lane (a branch's KV buffer) has room for
+    pool: int = 0  # the most tokens of all sequences together; 0: each may have `capacity`
     states: bool = False  # keep each position's last hidden state, for a draft that reads it
 
 
 class _Costs:
-    """Computes what a forward costs, from the counts that a share of a model gives."""
+    """Base class that derives the cost of a forward from the counts (weights, flops, KV bytes) that
+    a subclass gives for one rank."""
 
     def cost(
         self: Any,
@@ -55,8 +56,9 @@ class _Costs:
         most_rows: int | None = None,
     ) -> Cost:
         """Returns the cost of a forward of `rows` rows over `sequences` sequences on this rank.
-        itemsize: bytes of an activation, and of a transformer's keys and values. most_rows: of the
-        job's largest forward, which decides the kernel of all forwards (None: this one is it)."""
+        itemsize: bytes of an activation; in a transformer also of a key or value. most_rows: rows
+        of the job's largest forward, by which the backend chooses the kernel of all forwards (None:
+        `rows`)."""
         params = self.num_params(options)
         columns = self.columns(options)
         return Cost(
@@ -76,28 +78,31 @@ class _Costs:
         )
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of sums that a forward keeps; bare products keep none."""
+        """Returns the bytes of partial attention sums that a forward keeps: 0, as bare products
+        have no attention."""
         return 0
 
     @property
     def kv_layers(self: Any) -> int:
-        """Layers that keep keys and values."""
+        """The number of layers that keep keys and values."""
         return int(self.shape.num_layers)
 
     def kv_bytes(self: Any, context: int, sequences: int, itemsize: int = 2) -> int:
-        """Returns the bytes of the keys and values of `sequences` contexts on this rank."""
+        """Returns the bytes on this rank of the keys and values of `sequences` sequences of
+        `context` tokens."""
         return int(sequences * context * self.kv_layers * 2 * self.kv_width * itemsize)
 
     def weight_bytes(self: Any, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of weights that this rank keeps."""
+        """Returns the bytes of the weights that this rank holds in memory."""
         return int(self.read_bytes(self.num_params(options), itemsize))
 
 
 @dataclass(frozen=True)
 class Shard(_Costs):
-    """The share of a model of bare products that rank `rank` of `tp` holds. q_width, kv_width (of
-    k, and of v), ffn (of gate, and of up), vocab: columns on this rank. Raises ConfigError if `tp`
-    does not divide the heads or the FFN, and for a head-sized draft with tp > 1."""
+    """The share that rank `rank` of `tp` ranks holds of a model of bare matrix products. q_width,
+    kv_width, ffn, vocab: this rank's columns of q, of k (and of v), of gate (and of up), and of the
+    LM head. Raises ConfigError if `tp` does not divide the heads or the FFN, and for a head-sized
+    draft with tp > 1."""
 
     shape: ModelShape
     tp: int = 1
@@ -131,7 +136,7 @@ class Shard(_Costs):
         return self.shape.vocab_size // self.tp
 
     def _products(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of a forward's products on this rank."""
+        """Returns the (in, out) sizes of all matrix products of a forward on this rank."""
         hidden = self.shape.hidden
         qkv = [self.q_width, self.kv_width, self.kv_width]
         gate_up = [self.ffn] * (2 if self.shape.gated else 1)
@@ -144,15 +149,18 @@ class Shard(_Costs):
         return layer * self.shape.num_layers + around
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of the product that joins an EAGLE or MTP draft's inputs."""
+        """Returns the (in, out) sizes of the product that joins an EAGLE or MTP draft's inputs: a
+        list of one, or of none for other models."""
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of each head's product (Medusa, MLPSpeculator)."""
+        """Returns the (in, out) sizes of the product of each head of a Medusa or MLPSpeculator
+        draft."""
         return [(self.shape.hidden, width) for width in self.shape.head_widths]
 
     def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of each LM head's shard, in drafting order."""
+        """Returns the (in, out) sizes of this rank's part of each LM head, in the order in which a
+        draft uses the heads."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def num_params(self, options: ForwardOptions) -> int:
@@ -164,27 +172,27 @@ class Shard(_Costs):
         return len(self._products(options))
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
-        """Returns the key of this kind of forward in tables of measured times."""
+        """Returns the key under which profiles store measured times of this kind of forward."""
         tokens = options.context * sequences
         return ForwardKey(self.shape.name, self.tp, options.fuse, options.lm_head, tokens)
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, _: int = 2) -> int:
-        """Returns the KV bytes that a forward reads on this rank, 16 bits on any device. Each
-        sequence's prefix counts once for all of its rows, as a tree attention kernel reads it, and
-        each row's own suffix (options.own_tokens) counts separately."""
+        """Returns the bytes of keys and values, always in 16 bits, that a forward reads on this
+        rank. Each sequence's prefix counts once for all of its rows, as a tree attention kernel
+        reads it, and each row's own suffix (options.own_tokens) counts separately."""
         suffixes = rows * options.own_tokens if options.context else 0
         return self.kv_bytes(options.context, sequences) + self.kv_bytes(suffixes, 1)
 
     def read_bytes(self, params: int, itemsize: int) -> int:
-        """Returns the bytes of the weights that a forward reads."""
+        """Returns the bytes of `params` weights of `itemsize` bytes each."""
         return params * itemsize
 
     def flops(self, rows: int, options: ForwardOptions) -> int:
-        """Returns the operations of a forward of `rows` rows."""
+        """Returns the floating-point operations of a forward of `rows` rows on this rank."""
         return 2 * rows * self.num_params(options)
 
     def columns(self, options: ForwardOptions) -> int:
-        """Returns the logits of a row on this rank; 0 without an LM head."""
+        """Returns the number of logits per row on this rank; 0 without an LM head."""
         return self.vocab * options.lm_head
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
@@ -194,13 +202,11 @@ class Shard(_Costs):
 
 @dataclass(frozen=True)
 class TransformerShard(_Costs):
-    """The share of a transformer that rank `rank` of `tp` holds.
-
-    kv, q, ffn, vocab_range: this rank's rows of k_proj and v_proj, of q_proj, of gate_proj and
-    up_proj, and of the LM head. o_proj and down_proj have as many columns as q and ffn have rows.
-    q_width, kv_width, ffn_width, vocab: how many rows these are. heads, kv_heads: on this rank.
-    Raises ConfigError if `tp` is above the number of KV heads.
-    """
+    """The share of a transformer that rank `rank` of `tp` ranks holds. kv, q, ffn, vocab_range: the
+    ranges of rows (outputs) that this rank holds of k_proj and v_proj, of q_proj, of gate_proj and
+    up_proj, and of the LM head; q and ffn are also its ranges of columns of o_proj and down_proj.
+    q_width, kv_width, ffn_width, vocab: the lengths of these ranges. heads, kv_heads: the query
+    heads and KV heads on this rank. Raises ConfigError if there are fewer KV heads than ranks."""
 
     config: TransformerConfig
     tp: int = 1
@@ -253,7 +259,8 @@ class TransformerShard(_Costs):
 
     @property
     def num_heads_used(self) -> int:
-        """Tokens of a sequence that one forward drafts."""
+        """The number of tokens that one forward drafts for a sequence; above 1 for Medusa heads
+        only."""
         return 1
 
     @property
@@ -272,11 +279,13 @@ class TransformerShard(_Costs):
         return shape.hidden * (columns + 2) + biases + 2 * shape.head_dim * self.config.qk_norm
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Returns how many weights a forward reads on this rank, without rows of the embedding."""
+        """Returns how many weights a forward reads on this rank; rows of the embedding are not
+        counted."""
         return self.shape.num_layers * self.layer_params() + self.shape.hidden * (self.vocab + 1)
 
     def num_products(self, options: ForwardOptions) -> int:
-        """Returns the number of matrix products of a forward: qkv, attention, o, gate_up, down."""
+        """Returns the number of matrix products of a forward: qkv, attention, o, gate_up and down
+        of each layer, and the LM head."""
         return 5 * self.shape.num_layers + 1
 
     def key(self, sequences: int, options: ForwardOptions) -> ForwardKey:
@@ -284,37 +293,42 @@ class TransformerShard(_Costs):
         return ForwardKey(self.shape.name, self.tp, True, True, tokens, sequences)
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int = 2) -> int:
-        """Returns the KV bytes that a forward reads on this rank, counted as by Shard.kv_read, but
-        with at most `rows` prefixes."""
+        """Returns the bytes of keys and values that a forward reads on this rank. A sequence's
+        prefix (options.context) counts once for all of its rows, each row's own suffix
+        separately."""
         shared = self.kv_bytes(options.context, min(rows, sequences), itemsize)
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)
 
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the weights that this rank keeps, with the whole embedding."""
+        """Returns the bytes of the weights that this rank holds in memory, the whole embedding
+        included."""
         embedding = (self.shape.vocab_size + self.config.masks) * self.shape.hidden * itemsize
         return super().weight_bytes(options, itemsize) + embedding
 
     def read_bytes(self, params: int, itemsize: int) -> int:
-        """Returns the bytes of `params` weights; itemsize: of activations, 4 on CPUs."""
+        """Returns the bytes of `params` weights. itemsize: bytes of an activation; 4 means a CPU,
+        where weights may be quantised."""
         is_cpu = itemsize == CPU_ITEMSIZE
         return int(params * self.config.bits) // 8 if is_cpu else params * WEIGHT_BYTES
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of this rank's KV cache and lanes; itemsize: of a key or value."""
+        """Returns the bytes of this rank's KV cache, including lanes (scratch KV buffers of
+        branches). itemsize: bytes of a key or value."""
         tokens = options.pool or sequences * options.capacity
         tokens += options.lanes * options.steps
         return self.kv_bytes(tokens, 1, itemsize)
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the partial sums of a GPU's attention, one for each split of a row;
-        itemsize: of activations, 4 on CPUs, which keep none."""
+        """Returns the bytes of partial attention sums on a GPU: one for each row, head and split of
+        the positions. itemsize: bytes of an activation; 4 means a CPU, which keeps none."""
         if itemsize > WEIGHT_BYTES:
             return 0
         splits = -(-options.capacity // _SPLIT)
         return rows * self.heads * splits * (self.shape.head_dim + 2) * 4
 
     def flops(self, rows: int, options: ForwardOptions) -> int:
-        """Returns the operations of a forward; each Medusa head multiplies by the whole LM head."""
+        """Returns the floating-point operations of a forward of `rows` rows on this rank. The LM
+        head counts once for each Medusa head."""
         repeated = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
         scored = rows * (options.context + options.own_tokens)
         attended = 4 * scored * self.q_width * self.kv_layers
@@ -326,8 +340,8 @@ class TransformerShard(_Costs):
 
 @dataclass(frozen=True)
 class StateShard(TransformerShard):
-    """A draft that reads its target's hidden states, and is never sharded; heads_used: Medusa heads
-    that a forward computes (0: all of the file)."""
+    """The share of a draft that reads its target's hidden states; one rank holds all of it.
+    heads_used: how many Medusa heads a forward computes (0: all heads of the file)."""
 
     heads_used: int = 0
 
@@ -336,7 +350,7 @@ class StateShard(TransformerShard):
         return (self.heads_used or self.shape.num_layers) if self.config.kind == "medusa" else 1
 
     def layer_params(self) -> int:
-        """Returns the number of weights of one layer, or of one Medusa head, with its norms."""
+        """Returns the number of weights of one layer, or of one Medusa head, norms included."""
         if self.config.kind == "eagle":
             return super().layer_params()
         return self.shape.hidden * (3 * self.shape.ffn + 1 + (self.config.kind == "medusa"))
@@ -355,14 +369,16 @@ class StateShard(TransformerShard):
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the KV cache, and of both models' hidden states at each position."""
+        """Returns the bytes of the KV cache, and of the hidden states that the draft and its target
+        keep for each position."""
         states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
         return super().cache_bytes(rows, sequences, options, itemsize) + states
 
 
 def _range(total: int, tp: int, rank: int, block: int | None = None) -> slice:
-    """Returns a rank's share of 0 … total − 1 in blocks, of which the first ranks may get one more;
-    block: its size (None: the largest of _BLOCKS that is balanced)."""
+    """Returns the part of 0 … total − 1 that a rank holds. The range is cut into blocks; if they
+    cannot be shared evenly, the first ranks get one block more. block: elements of a block (None:
+    the largest of _BLOCKS that gives each rank at least _BALANCED blocks, else 1)."""
     if block is None:
         block = next((size for size in _BLOCKS if size * tp * _BALANCED <= total), 1)
     blocks, rest = divmod(-(-total // block), tp)

@@ -1,16 +1,17 @@
 """One rank's forward of a model: the interface `Stack`, and a model of bare matrix products.
 
-Almost every forward needs one candidate a row; only SSD's first draft forward of a round reads
-lists, the bonus tokens to prepare for. On an H200 19 more candidates of 128,256 logits take 20 µs
-for 4 rows, and 190 µs for 48 (results/h200-tuned), so each way has a program of its own.
+Most forwards read out one candidate (the likeliest token) per row. Only the first draft forward of
+an SSD round reads several: the bonus tokens for which the draft prepares branches. On an H200 19
+more candidates of 128,256 logits take 20 µs for 4 rows, and 190 µs for 48 (results/h200-tuned), so
+forwards with one candidate and with several are compiled separately.
 
 `GemmStack` is a transformer reduced to its matrix products: seven a layer, or six without a gated
 FFN: x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
-activation functions are left out: q replaces the attention's output, and gate the FFN's inner
-vector. Nothing reads k, v and up, because only their memory traffic matters. A head-sized draft
-(common/shapes.py) begins with a product that joins its inputs, or ends in several heads on the
-hidden vector, each with its own LM head. Weights are random, and their scales preserve the
-variance, so that values neither overflow nor vanish in 80 layers.
+activation functions are left out: the product q stands for the attention's output, and gate for the
+FFN's inner vector. k, v and up are computed for their memory traffic only; nothing reads them. A
+head-sized draft (common/shapes.py) begins with a product that joins its inputs, or ends in several
+heads on the hidden vector, each with its own LM head. Weights are random, and their scales preserve
+the variance, so that values neither overflow nor vanish in 80 layers.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
-Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes this rank's k best of each row
+Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes each row's k best tokens
 
 
 class Stack(ABC):
-    """One rank's operations over its weights, with the buffers that they need.
-
-    weights: other stacks may share them. buffers.tokens: host int32 [max_rows], a forward's input.
-    candidates: a forward's output. pages: the page table of its KV cache; None without one. draws:
-    samples tokens from the last forward's logits on the device; None: the host does.
-    """
+    """Base class of a model that one rank runs: its weights, its buffers, and the code of a
+    forward. weights: may be shared with other stacks. buffers.tokens: a forward's input tokens,
+    int32 [max_rows] on the host. candidates: a forward's output, the likeliest tokens of each row.
+    pages: the page table of the KV cache; None without a cache. draws: samples tokens from the last
+    forward's logits on the device; None if the host samples."""
 
     pages: PageTable | None = None
     draws: CupyDraws | None = None
@@ -63,35 +63,40 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets the places of the next forward's rows; None: they store and attend nothing."""
+        """Sets where the next forward's rows lie in the KV cache. None: they neither write nor
+        attend."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
-        """Frees the cache of these slots."""
+        """Frees the KV cache of these slots, because their sequences have ended."""
 
     @abstractmethod
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that enqueues one forward; k: candidates of each row to read out, 1 or
-        ForwardOptions.top_k (None: the latter)."""
+        """Returns a function that enqueues one forward of `rows` rows. k: how many candidates
+        (likeliest tokens) of each row the forward reads out, 1 or ForwardOptions.top_k (None:
+        top_k)."""
 
     @abstractmethod
     def best(self, rows: int) -> Find:
-        """Returns a function that chooses among the logits of the last forward, of `rows` rows;
-        needs an LM head."""
+        """Returns a function that finds the likeliest tokens in the logits of the last forward,
+        which had `rows` rows. The model must have an LM head."""
 
     @abstractmethod
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Any | None]:
-        """Returns (token ids, logits) of the last forward's candidates, [heads, T, rows, k]; the
-        logits are None without ForwardOptions.values. rows, k: as in `body`."""
+        """Returns the ids and the logits of the candidates that the last forward read out, [heads,
+        T ranks, rows, k]. The logits are None without ForwardOptions.values. rows, k: as they were
+        passed to `body`."""
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's logits of these rows of the last forward: float32 [n, columns]."""
+        """Returns this rank's share of the logits of some rows of the last forward, float32
+        [len(rows), columns]."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """Device buffers for k candidates of each row, int32 ids and float32 logits: of this rank
-    [max_rows, k], and of all T ranks [T · max_rows, k]."""
+    """Device buffers for the k likeliest tokens of each row. ids, values: their ids (int32) and
+    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: those of all T ranks, [T ·
+    max_rows, k]."""
 
     ids: Any
     values: Any
@@ -100,9 +105,10 @@ class Best:
 
 
 class ReadOut:
-    """The candidates of up to max_rows rows and several heads, from all T ranks of a group. ids,
-    values: the last forward's on the host, [heads, T, rows, k] without gaps. by_k: the device
-    buffers by k."""
+    """Gathers the likeliest tokens of each row from all T ranks of a group and copies them to the
+    host, for forwards of up to max_rows rows. ids, values: ids and logits of the last forward on
+    the host, flat arrays of [heads, T, rows, k]. by_k: the device buffers for each number k of
+    tokens per row."""
 
     def __init__(
         self,
@@ -114,8 +120,9 @@ class ReadOut:
         heads: int = 1,
         values: bool = True,
     ) -> None:
-        """Allocates buffers for 1 and for top_k candidates a row; heads: outputs of a forward;
-        values: whether the candidates' logits are read."""
+        """Allocates buffers for forwards that read out 1 or top_k tokens per row. heads: the number
+        of outputs (LM heads) of a forward. values: whether the tokens' logits are read out as
+        well."""
         self._backend = backend
         self._group = group
         self._heads = heads
@@ -128,8 +135,9 @@ class ReadOut:
         self.values = backend.host_ints(length).view(np.float32) if values else None
 
     def issue(self, find: Find, rows: int, k: int, head: int = 0) -> None:
-        """Enqueues `find` for k candidates of each row, and brings those of all ranks to the host,
-        to the part of output number `head`."""
+        """Enqueues `find`, which writes this rank's k likeliest tokens of each row, and the copy of
+        all ranks' results to the host. head: the number of the output to which the results
+        belong."""
         view = self._backend.view
         memory = self.by_k[k]
         total = self._group.size * rows
@@ -146,8 +154,8 @@ class ReadOut:
             self._backend.read_out(best[1], self.values[part])
 
     def read(self, rows: int, k: int) -> tuple[Ints, Any]:
-        """Returns (ids, values or None) of the last forward, [heads, T, rows, k]; ids count from
-        the first column of each rank."""
+        """Returns the ids and logits (None if not read out) of the last forward's candidates,
+        [heads, T, rows, k]. An id is a column of its rank's share of the logits, from 0."""
         shape = self._heads, self._group.size, rows, k
         size = math.prod(shape)
         values = None if self.values is None else self.values[:size].reshape(shape)
@@ -156,15 +164,15 @@ class ReadOut:
 
 TABLE_ENTRIES = 1024
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(_MATRICES := 7)
-# LM head n has this key − 2n; the product below it, in a head-sized draft, this key − 2n − 1.
+# Keys of random weights: LM head n has _HEAD_KEY − 2n; the Medusa head below it, one less.
 _HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
 _FUSION_KEY = 0x7FFF0002
-Columns = tuple[str, int, int]  # of a buffer: its name, first column, and the column after the last
+Columns = tuple[str, int, int]  # part of a buffer: (its name, first column, stop column)
 
 
 class Product(NamedTuple):
-    """out = x @ weight; its sum over the ranks if `summed`."""
+    """One matrix product of a forward: out = x @ weight, all-reduced over the ranks if `summed`."""
 
     weight: Any
     x: Columns
@@ -173,17 +181,17 @@ class Product(NamedTuple):
 
 
 class GemmWeights:
-    """One rank's weights, as the products that read them, and its embedding table.
-
-    layers: the products of each layer; with ForwardOptions.fuse, q, k, v are one and gate, up
-    another. fusion: the product that joins a head-sized draft's inputs, or none. heads, lm_heads:
-    the products of each output. Stacks that differ only in their buffers may share the weights.
-    """
+    """One rank's random weights of a model of bare matrix products, and its embedding table.
+    layers: the products of each layer; with ForwardOptions.fuse, q, k, v are one product, and gate,
+    up another. fusion: the product that joins an EAGLE or MTP draft's inputs; empty for other
+    models. heads, lm_heads: for each output its head's product (Medusa) and its LM head. Stacks
+    with different buffers may share these weights."""
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> None:
-        """Makes random weights; max_rows: of the largest forward, which decides a GPU's layout."""
+        """Makes random weights. max_rows: rows of the largest forward, by which a GPU chooses the
+        layout of its weights."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -220,11 +228,13 @@ class GemmWeights:
         return "+".join(sorted({self.backend.kernel(product.weight) for product in products}))
 
     def key(self, matrix: int) -> int:
-        """Returns the key of a matrix's random elements; matrix: its number in the model."""
+        """Returns the seed of a matrix's random elements. matrix: the matrix's number in the
+        model."""
         return (self._seed * 0x9E3779B9 + matrix * 0x85EBCA77) & 0xFFFFFFFF
 
     def _layer(self, n: int) -> list[Product]:
-        """Makes layer n's products: q, k, v and gate, up by columns; o and down by rows, summed."""
+        """Makes this rank's products of layer n. q, k, v, gate and up are split by columns; o and
+        down are split by rows, and their outputs are all-reduced."""
         shard = self.shard
         hidden = shard.shape.hidden
         rank = shard.rank
@@ -246,16 +256,18 @@ class GemmWeights:
                 weight = self.backend.weight(group)
                 products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
                 start = stop
-            width = next(iter(widths.values()))  # k, v and up are only written
+            width = next(iter(widths.values()))  # of q or gate; nothing reads k, v and up
             rows = (rank * width, (rank + 1) * width)
-            scale = (width * shard.tp) ** -0.5  # of the matrix of all ranks
+            scale = (width * shard.tp) ** -0.5  # by the whole matrix's depth, over all ranks
             part = WeightPart(self.key(n * _MATRICES + last + 1), *rows, 0, hidden, scale)
             weight = self.backend.weight([part])
             products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))
         return products
 
     def _product(self, matrix: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
-        """Makes a product outside the layers: this rank has all rows and its share of columns."""
+        """Makes a product outside the layers, of which this rank holds all rows and its share of
+        the columns. matrix: the matrix's number, which decides its elements. size: its (inputs,
+        outputs on this rank)."""
         rows, width = size
         columns = self.shard.rank * width, (self.shard.rank + 1) * width
         part = WeightPart(self.key(matrix), 0, rows, *columns, rows**-0.5)
@@ -263,12 +275,11 @@ class GemmWeights:
 
 
 class GemmStack(Stack):
-    """One rank's weights and buffers of a model of bare products; `body(rows)` is its forward.
-
-    buffers.tokens: on the host, int32 [max_rows]. The other buffers are on the device, [max_rows,
-    width], or None: entry (the joined inputs of a head-sized draft), hidden, qkv, middle (after o),
-    gate_up, states (outputs of a draft's heads), logits (of each LM head in turn).
-    """
+    """A model of bare matrix products on one rank: weights, buffers, and the forward `body(rows)`.
+    buffers.tokens: a forward's input tokens, int32 [max_rows] on the host. The other buffers are on
+    the device, [max_rows, width], or None if the model has no such part: entry (the joined inputs
+    of an EAGLE or MTP draft), hidden, qkv, middle (after o), gate_up, states (outputs of a draft's
+    heads), logits (of one LM head after another)."""
 
     def __init__(
         self,
@@ -281,8 +292,8 @@ class GemmStack(Stack):
         max_rows: int,
         max_sequences: int,
     ) -> None:
-        """Allocates the buffers; `weights` must be of this shard, options and max_rows.
-        max_sequences: the sequences whose KV caches a forward reads."""
+        """Allocates the buffers. weights: made for the same shard, options and max_rows.
+        max_sequences: how many sequences' KV caches a forward reads."""
         super().__init__(backend, group, shard, options)
         self.weights = weights
         shape = shard.shape
@@ -299,7 +310,7 @@ class GemmStack(Stack):
             n: backend.activation(max_rows, width) if width else None for n, width in widths.items()
         }
         self.buffers = SimpleNamespace(tokens=backend.host_ints(max_rows), **made)
-        # Without an LM head every rank has the whole hidden vector to choose from.
+        # Without an LM head the candidates are columns of the hidden vector, which each rank has.
         self.candidates = ReadOut(
             backend,
             group if weights.lm_heads else SoloGroup(),
@@ -309,7 +320,7 @@ class GemmStack(Stack):
             values=options.values,
         )
         self._max_sequences = max_sequences
-        # One buffer a layer: a buffer read twice would come from the device's cache.
+        # Each layer has its own KV buffer: one read twice would come from the device's cache.
         count = shape.num_layers if options.context else 0
         self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
 
@@ -318,7 +329,9 @@ class GemmStack(Stack):
         return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a forward, as Stack.body; without an LM head, it chooses among hidden columns."""
+        """Returns a function that enqueues one forward of `rows` rows. k: candidates read out per
+        row (None: ForwardOptions.top_k). Without an LM head they are the largest columns of the
+        hidden vector."""
         k = k or self.options.top_k
         backend = self.backend
         weights = self.weights

@@ -1,8 +1,8 @@
 """Runs a model's forwards with programs that are compiled for some row counts, the *buckets*.
 
 Programs are compiled before the first round. Compiling is collective over the target ranks, so all
-ranks prepare the same buckets in the same order. A bucket has one program that reads out the best
-candidate of each row, and one for the top_k best if that is more.
+ranks prepare the same buckets in the same order. A bucket has one program that reads out the
+likeliest token of each row, and another that reads out the top_k likeliest if top_k > 1.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ Weights = GemmWeights | TransformerWeights
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's weights come from; equal sources make equal weights.
-
-    where: the name that open_checkpoint takes; "": random weights of bare matrix products. target:
-    the target's name, for a draft that reads the target's embedding. page: positions of a page of
-    the KV cache (None: the backend's default). heads: the Medusa heads that a forward computes.
-    """
+    """Where a model's weights come from; equal sources make equal weights. where: a preset, folder
+    or file that open_checkpoint takes; "": random weights of bare matrix products. target: the
+    target's name, for a draft that reads the target's embedding. page: positions of a page of the
+    KV cache (None: the backend's default). heads: how many Medusa heads a forward computes."""
 
     where: str = ""
     target: str | None = None
@@ -59,8 +57,8 @@ class ModelSource:
         max_rows: int,
         seed: int,
     ) -> Weights:
-        """Returns one rank's weights for forwards of up to max_rows rows; raises MemoryError or
-        ConfigError if they do not fit. seed: of random weights."""
+        """Returns one rank's weights for forwards of up to max_rows rows. seed: decides random
+        weights. Raises MemoryError or ConfigError if the weights do not fit."""
         if isinstance(shard, Shard):
             return GemmWeights(backend, shard, options, max_rows=max_rows, seed=seed)
         checkpoint = open_checkpoint(self.where, seed, self.target)
@@ -71,12 +69,10 @@ _PRODUCTS = ModelSource()
 
 
 class Stepper(Forwards):
-    """Runs one model's forwards on one rank, asynchronously and one at a time.
-
-    buckets: the compiled row counts, rising. pages: the page table of the KV cache; None without a
-    cache. draws: samples tokens from the last forward's logits on the device; None: the host does.
-    current: the program that `launch` and `wait` use.
-    """
+    """Runs one model's forwards on one rank, asynchronously and one at a time. buckets: the row
+    counts for which programs are compiled, rising. pages: the page table of the KV cache; None
+    without a cache. draws: samples tokens from the last forward's logits on the device; None if the
+    host samples. current: the program that `launch` and `wait` use."""
 
     def __init__(
         self,
@@ -94,8 +90,9 @@ class Stepper(Forwards):
         compiled: bool = True,
     ) -> None:
         """Allocates the model's buffers and compiles its programs. num_sequences: slots of the KV
-        cache. weights: of `model`, if another stepper has them already. source: the target whose
-        hidden states a draft reads. compiled: False leaves the call of `compile` to the caller."""
+        cache. weights: the model's weights, if another stepper has loaded them already. source: for
+        a draft that reads hidden states, the stepper of its target. compiled: False leaves the call
+        of `compile` to the caller."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -135,7 +132,8 @@ class Stepper(Forwards):
         self.current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
-        """Returns a stepper that uses these buckets' programs of this one, which closes them."""
+        """Returns a stepper that is limited to some buckets (compiled row counts) of this one. Both
+        use the same programs; only this one closes them."""
         part = copy.copy(self)
         part.buckets = sorted(set(buckets))
         part._shares = True
@@ -144,7 +142,8 @@ class Stepper(Forwards):
 
     @property
     def sizes(self) -> list[int]:
-        """The row counts that forwards compute, in rising order; empty: any, without padding."""
+        """The row counts to which forwards are padded, in rising order; empty if forwards are not
+        padded."""
         ops = getattr(self.stack.weights, "ops", None)
         return list(self.buckets) if ops is None or ops.computes_padding else []
 
@@ -189,8 +188,9 @@ class Stepper(Forwards):
         return self.current.elapsed_s()
 
     def results(self) -> Results:
-        """Returns the last uploaded rows' candidates; raises NotImplementedError also for several
-        shards without ForwardOptions.values, which cannot be compared."""
+        """Returns the likeliest tokens of each uploaded row. Raises NotImplementedError on the
+        emulated backend, and for several shards of the vocabulary without ForwardOptions.values,
+        since candidates of different shards cannot be compared without their logits."""
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
         bucket, k, tokens = self._uploaded
@@ -208,7 +208,8 @@ class Stepper(Forwards):
         return self.stack.logits(rows)
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces a transformer's tensors in place; yields between parts (TransformerStack)."""
+        """Replaces a transformer's weights in place. arrays: new tensors by name; None: those of
+        the model's files. Yields between layers, so that the caller may do other work meanwhile."""
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
         return self.stack.reload(arrays)
 
@@ -220,6 +221,7 @@ class Stepper(Forwards):
         self.stack.release(slots)
 
     def close(self) -> None:
-        """Destroys the programs: a graph that outlives its communicator hangs the teardown."""
+        """Destroys the programs. A CUDA graph that outlives its NCCL communicator would hang the
+        teardown."""
         for program in () if self._shares else self._programs.values():
             program.close()

@@ -1,8 +1,9 @@
-"""The KV cache as the host sees it: its sizes, its pages, and the places of a forward's rows.
+"""The host's view of the KV cache: its sizes, its page table, and where a forward's rows lie.
 
 A page holds the K and V of `page` consecutive positions of one sequence, in all layers. Attention
 is split at absolute multiples of `page`, so that a row's numbers do not depend on which pages its
-sequence has. Beside the pages, lanes hold the K and V of branches (forwards.Places).
+sequence has. Besides the pages, the cache has *lanes*: scratch memory for the K and V of one
+speculative branch each.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from numpy.typing import NDArray
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import SPAN, Places
 
-_START = 0  # in place of the name of the page before a sequence's first one
-_Key = tuple[int, bytes]  # the name of the page before, and the page's tokens
-PADDING = -1  # the slot of a padding row, which stores and attends nothing
+_START = 0  # stands for the page before a sequence's first page
+_Key = tuple[int, bytes]  # (name of the page before, the page's tokens as bytes)
+PADDING = -1  # slot number of a padding row, which writes and attends nothing
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of one rank's KV cache. slots: sequences at once. capacity: tokens that a sequence may
-    have. page: positions of a page. lanes, steps: how many lanes there are, and tokens that each
-    has room for. pool: tokens of all sequences together (0: each may have `capacity`)."""
+    """Sizes of one rank's KV cache. slots: sequences at once. capacity: the most tokens of a
+    sequence. page: positions of a page. lanes, steps: the number of lanes (scratch memory of
+    branches), and the tokens that each has room for. pool: the most tokens of all sequences
+    together (0: each may have `capacity`)."""
 
     layers: int
     kv_heads: int
@@ -40,31 +42,34 @@ class CacheSizes:
 
     @property
     def pages_per_slot(self) -> int:
-        """The pages of a sequence that has `capacity` tokens."""
+        """The number of pages of a sequence that has `capacity` tokens."""
         return -(-max(1, self.capacity) // self.page)
 
     @property
     def num_pages(self) -> int:
-        """All pages: enough for all slots at their capacity, or for `pool` tokens if those need
-        fewer."""
+        """The number of all pages: enough for all slots at their capacity, or for `pool` tokens if
+        those need fewer."""
         total = self.slots * self.pages_per_slot
         return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
     @property
     def num_positions(self) -> int:
-        """The number of positions that a row can have, lane rows included."""
+        """The number of positions that a row can have, including drafted tokens behind the last
+        page."""
         return self.pages_per_slot * self.page + self.steps
 
 
 class RowPlaces:
-    """The places of a forward's rows, in host arrays that are views of one int32 buffer. rows: [4,
-    max_rows], each row's slot (PADDING: none), position, lane and trunk, as in forwards.Places.
-    pages: [slots, pages_per_slot], each slot's pages in rising order of positions."""
+    """Where a forward's rows lie in the KV cache, and the page table, in one int32 buffer that the
+    device reads. rows: [4, max_rows], each row's slot (PADDING: none), position, lane and trunk, as
+    in forwards.Places. pages: [slots, pages_per_slot], each slot's pages in rising order of
+    positions."""
 
     def __init__(
         self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes
     ) -> None:
-        """host_ints: returns the buffer, of this number of zeros (Backend.host_ints)."""
+        """Allocates the buffer, with padding in all rows. host_ints: returns so many zeros in
+        memory that the device can read (Backend.host_ints)."""
         self.ints = host_ints(4 * max_rows + sizes.slots * sizes.pages_per_slot)
         self.rows = self.ints[: 4 * max_rows].reshape(4, max_rows)
         self.pages = self.ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
@@ -72,14 +77,15 @@ class RowPlaces:
 
 
 class PageTable:
-    """The pages of one cache, which sequences take as they grow and give back when they end.
+    """The page table of one KV cache: sequences take pages as they grow and return them when they
+    end.
 
-    A full page may be *named* by its tokens and all tokens before it. A sequence that begins with
-    the same tokens reads it instead of computing it again: the K and V of a position depend on the
-    tokens up to it only, bit for bit. A named page that no sequence holds stays valid until it is
-    needed; the one that was given back first is needed first. Names are compared token by token and
-    never only hashed, so that no two texts can be made to share a page. held: the number of pages
-    of each slot.
+    A full page may be *named* by its tokens and all tokens before them. A sequence that begins with
+    the same tokens reads that page instead of computing it again: the K and V of a position depend
+    on the tokens up to it only, bit for bit. A named page that no sequence holds stays valid until
+    its memory is needed; the page that was returned first is overwritten first. Names are compared
+    token by token and never only hashed, so that no two texts can be made to share a page. held:
+    the number of pages of each slot.
     """
 
     def __init__(self, row_places: RowPlaces, sizes: CacheSizes) -> None:
@@ -88,16 +94,17 @@ class PageTable:
         self.held = [0] * sizes.slots
         self._blank = list(
             range(sizes.num_pages - 1, -1, -1)
-        )  # free, without a name; taken from the end
-        self._kept: dict[int, None] = {}  # free with a name, in the order of their return
+        )  # free pages without a name; the last one is taken first
+        self._kept: dict[int, None] = {}  # named pages that no sequence holds, oldest first
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
         self._keys: dict[int, _Key] = {}  # by page
         self._serial = counted(_START + 1)
 
     def place(self, places: Places | None) -> int:
-        """Writes the places of a forward's rows into `row_places`, and reserves the pages that
-        trunk rows write; all other rows become padding. Returns the number of rows (None: 0)."""
+        """Writes to `row_places` where a forward's rows lie, and reserves the pages of those that
+        are stored in their slot, not in a lane. All other rows become padding. Returns the number
+        of rows (None: 0)."""
         rows = self.row_places.rows
         sizes = self.sizes
         if places is None:
@@ -120,7 +127,8 @@ class PageTable:
         return count
 
     def hold(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Reserves the pages of these slots up to these positions, those included."""
+        """Reserves pages for each slot up to its position in `positions`, that position
+        included."""
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             if position >= self.held[slot] * self.sizes.page:
                 self._grow(slot, position)
@@ -140,7 +148,8 @@ class PageTable:
         self.held[slot] = count
 
     def release(self, slots: Sequence[int]) -> None:
-        """Takes back the pages of these slots; the first ones of a slot stay valid longest."""
+        """Frees the pages of these slots. Of a slot's named pages the first ones stay valid
+        longest, because they are the likeliest to be shared."""
         for slot in slots:
             for page in reversed(self._pages(slot)):
                 self._holders[page] -= 1
@@ -152,7 +161,8 @@ class PageTable:
             self.held[slot] = 0
 
     def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Lets an empty slot share the named pages of its first tokens; returns how many tokens."""
+        """Lets an empty slot share stored pages that begin with the same tokens; returns how many
+        tokens the shared pages hold."""
         pages = []
         name = _START
         for part in self._parts(tokens):
@@ -167,12 +177,13 @@ class PageTable:
         return len(pages) * self.sizes.page
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Names the pages of a slot that these tokens fill, so that later sequences share them."""
+        """Names a slot's pages by the tokens that fill them, so that later sequences can share the
+        pages."""
         name = _START
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # follows a page that another one has replaced
+                if page in self._keys:  # named after a page that is no longer valid
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key
@@ -190,8 +201,8 @@ class PageTable:
 
 
 def trunk_rows(slot: int, start: int, stop: int, *, reads: bool = True) -> Places:
-    """Returns the places of positions start … stop − 1 of one slot, as trunk rows; reads: whether
-    candidates of some row are read."""
+    """Returns the places of rows that are stored in one slot (not in a lane) at positions start …
+    stop − 1. reads: whether an output of any of these rows is read."""
     count = stop - start
     positions = np.arange(start, stop, dtype=np.int32)
     none = np.full(count, -1, np.int32)

@@ -1,10 +1,10 @@
-"""Drafts greedy branches on the device without waiting for the host (`DeviceGrowth`).
+"""Drafts greedy branches on the GPU without waiting for the host (`DeviceGrowth`).
 
 In SSD a draft prepares a branch for each likely outcome of a verification. A *scoring forward*
 gives the branches' first tokens, candidates for the bonus token, and each later forward, a *step*,
 adds one token to all branches. Between two forwards a small kernel, a *stage* (grow.cu, and
 `GrowthSheet.run` on a host), copies the chosen tokens into the next input and advances each row's
-position. So a step is launched before the host has read the tokens of the forward before.
+position. So a step is launched before the host has read the previous forward's tokens.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from mpissd.engine.model.transformer.cache import PADDING
 from mpissd.engine.model.transformer.device_rounds import Ends
 from mpissd.engine.model.transformer.trees import NOBODY
 
-_IN_FLIGHT = 2  # programs that may be launched and not yet read
+_IN_FLIGHT = 2  # the most programs that are launched before the host reads the first one's tokens
 
 
 class GrowthSheet:
-    """Host arrays that stages read and write for up to R branches that grow K tokens each.
-
-    They are views of `ints`, int32 [1 + R · (8 + K)]. step: [1], the number of the next stage.
-    places: [4, R], the next step's rows, as RowPlaces.rows. picks: [3, R], the row of the last
-    forward from which a branch takes its next token, the token's rank there, and a token that does
-    not count in this rank because the round serves it already (NOBODY: all count). tokens:
-    [K + 1, R], the branches' first tokens, then those of each step; NOBODY: the stage decides.
-    """
+    """Host arrays through which the kernels between forwards (stages) grow up to R branches by K
+    tokens. They are views of `ints`, int32 [1 + R · (8 + K)]. step: [1], the number of the next
+    stage. places: [4, R], where the next step's rows lie in the KV cache, as RowPlaces.rows. picks:
+    [3, R], for each branch the row of the last forward that gives its next token, the token's rank
+    among that row's candidates, and a candidate that is skipped, because it is already drafted
+    there (NOBODY: none). tokens: [K + 1, R], the branches' first tokens, then those of each step;
+    NOBODY: the stage decides."""
 
     def __init__(self, ints: HostArray, rows: int) -> None:
         self.ints = ints
@@ -42,8 +41,9 @@ class GrowthSheet:
         self.places[...] = PADDING
 
     def run(self, rows: int, draft: Ends, ids: Ints | None) -> None:
-        """Computes a stage before a step of `rows` rows, as grow.cu does on a device; ids: the
-        token of each of the draft's outputs (None: output n is token n)."""
+        """Runs on the host the stage before a step of `rows` rows, as grow.cu does on a GPU: picks
+        each branch's next token and writes the step's input. draft: the draft's buffers. ids: the
+        token of each column of its logits (None: column n is token n)."""
         part = slice(rows)
         branches = np.arange(rows)
         lines, ranks, served = self.picks[:, part]
@@ -64,13 +64,14 @@ class GrowthSheet:
 
 
 class DeviceGrowth:
-    """The compiled programs of such growth: the first stage, then steps with a stage after each.
-    Two programs may be under way, and `stepper.wait` waits for the older one. The stepper must not
-    be used otherwise while `left`, the programs that are launched and not yet read, is above 0."""
+    """Compiled programs that grow a draft's greedy branches: the first stage (a kernel that makes
+    the inputs of a forward), then steps, forwards with a stage after each. Two programs may be
+    under way, and `stepper.wait` waits for the older one. left: the number of programs that are
+    launched and not yet read; while it is above 0, the stepper must not be used otherwise."""
 
     def __init__(self, stepper: Stepper, lanes: Collection[int], steps: int) -> None:
-        """Compiles the programs of a transformer; lanes: the numbers of branches that may grow
-        together; steps: K, the most steps."""
+        """Compiles the programs for the transformer of `stepper`. lanes: the numbers of branches
+        that may grow together. steps: K, the most tokens that a branch grows by."""
         self._stepper = stepper
         self.left = 0
         stack: Any = stepper.stack
@@ -99,9 +100,9 @@ class DeviceGrowth:
 
     def begin(self, lanes: Any, places: Places, picks: Any, steps: int) -> bool:
         """Launches the first of `steps` steps after the scoring forward, which was launched last.
-        lanes: the Branches: `first` and `tokens` like GrowthSheet.tokens. places: of the first
-        step's rows. picks: like GrowthSheet.picks. Returns False, with nothing done, if no programs
-        were compiled for so many branches."""
+        lanes: the branches, with `first` and `tokens` as in GrowthSheet.tokens. places: where the
+        first step's rows lie in the KV cache. picks: as GrowthSheet.picks. Returns False, with
+        nothing done, if no programs were compiled for so many branches."""
         sheet = self.sheet
         part = slice(len(lanes))
         if not len(lanes) or (turns := self._steps.get(self._stepper.bucket(len(lanes)))) is None:
@@ -119,7 +120,7 @@ class DeviceGrowth:
         return True
 
     def launch(self) -> None:
-        """Launches programs until two are under way, or all are launched."""
+        """Launches further programs until two are under way, or all are launched."""
         first = self._collected
         for program in self._programs[first + self.left : first + _IN_FLIGHT]:
             program.launch()
@@ -127,7 +128,8 @@ class DeviceGrowth:
         self._stepper.current = self._programs[first]
 
     def collect(self) -> None:
-        """Copies the tokens of the older program, which is over, to the branches."""
+        """Appends to the branches the tokens of the older program under way, which must have
+        finished."""
         number = self._collected
         lanes = self._lanes
         tokens = self.sheet.tokens[number, : len(lanes)]

@@ -1,8 +1,8 @@
-"""The interface of a transformer's operations, which each backend that computes implements.
+"""The interface of a transformer's operations, which the NumPy and the CuPy backend implement.
 
-Device arrays are opaque: weights, buffers and caches are made by the same object that reads them.
-An operation computes the first `rows` rows of a forward. A row's numbers depend neither on the
-other rows, nor on how many there are, nor on which pages and lanes hold its K and V, bit for bit.
+Device arrays are opaque: only the object that makes weights, buffers and caches reads them. An
+operation computes the first `rows` rows of a forward. A row's numbers depend neither on the other
+rows, nor on how many there are, nor on which memory holds its keys and values, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakerne
 
 @dataclass
 class LayerWeights:
-    """One layer's weights on this rank; None: the family, or the kind of draft, lacks it."""
+    """One layer's weights on this rank. A field is None if the model family, or this kind of draft,
+    has no such weight."""
 
     attention_norm: Array = None
     qkv: Array = None  # q, k and v as one product
     qkv_bias: Array | None = None
-    q_norm: Array | None = None  # [head_dim], the weight of each head's norm
+    q_norm: Array | None = None  # [head_dim], the weight of the RMSNorm of each query head
     k_norm: Array | None = None
     o: Array = None
     ffn_norm: Array = None
@@ -42,136 +43,156 @@ class LayerWeights:
 
 
 class Ops(Protocol):
-    """A transformer's operations on one rank's device, for one model and its share of heads."""
+    """Interface of the operations of one transformer's forward, over one rank's share of heads."""
 
-    kernel: str  # name of the kernels, for profiles
-    page: int  # positions of a page; attention is computed page by page
-    computes_padding: bool  # whether a forward computes its whole bucket, as a captured graph does
+    kernel: str  # name of the kernels, which profiles store
+    page: int  # positions of a KV page; attention is computed page by page
+    computes_padding: bool  # whether padding rows are computed, too, as in a captured graph
 
     def matrix(self, parts: Sequence[Part]) -> Array:
-        """Returns the packed weight of one product: the parts' outputs side by side."""
+        """Packs the weight of one matrix product, in which the outputs of `parts` lie side by
+        side."""
 
     def qkv_matrix(self, parts: Sequence[Part]) -> Array:
-        """Returns the packed weight of q, k and v, which `qkv` reads."""
+        """Packs the weights of q, k and v into one matrix, which the operation `qkv` reads."""
         return self.matrix(parts)
 
     def gate_up(self, gate: Part, up: Part) -> Array:
-        """Returns the packed weight that `gated` reads."""
+        """Packs the FFN's gate and up matrices into one, which the operation `gated` reads."""
 
     def table(self, embedding: Part) -> Array:
-        """Returns the embedding table, which `embed` reads."""
+        """Returns the embedding table in the form that the operation `embed` reads."""
 
     def vector(self, values: Floats) -> Array:
-        """Returns a norm's weight or a bias."""
+        """Copies a norm's weight or a bias to the device."""
 
     def overwrite(self, old: Array, new: Array) -> None:
-        """Copies a weight or a vector into another one of the same kind and shape, in place."""
+        """Overwrites `old` in place by `new`, a weight or a vector of the same kind and shape."""
 
     def buffer(self, rows: int, width: int) -> Array:
-        """Returns a buffer of activations between two operations."""
+        """Allocates activations [rows, width], which one operation writes and another one reads."""
 
     def normed(self, rows: int, width: int) -> Array:
-        """Returns a buffer that `norm` writes."""
+        """Allocates the output [rows, width] of the operation `norm`."""
         return self.buffer(rows, width)
 
     def hidden(self, rows: int) -> Array:
-        """Returns a buffer of the residual stream (float32)."""
+        """Allocates the residual stream, float32 [rows, hidden]."""
 
     def delta(self, rows: int) -> Array:
-        """Returns a buffer for the sum over ranks that is added to the residual stream."""
+        """Allocates the sum over ranks, [rows, hidden], that is added to the residual stream."""
         return self.hidden(rows)
 
     def logits(self, rows: int, width: int) -> Array:
-        """Returns a buffer of logits (float32), which the LM head's product writes."""
+        """Allocates logits, float32 [rows, width], which the LM head's product writes."""
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> Array:
-        """Returns the KV cache and its lanes; each forward reads the places of its rows in
-        `row_places`."""
+        """Allocates the KV cache, including its lanes (scratch memory of speculative branches).
+        Each forward reads in `row_places` where its rows lie in the cache."""
 
     def clear(self, cache: Array) -> None:
         """Sets all keys and values to 0: attention may multiply unused ones by 0, and 0 · NaN is
         NaN."""
 
     def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
-        """Copies a lane's first K and V of all layers to positions start … stop − 1 of a slot."""
+        """Copies an accepted branch into its sequence: the first stop − start keys and values of a
+        lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Returns zeros for the hidden state before each position, [slots, positions, hidden]."""
+        """Allocates zeros, [slots, positions, hidden], for the last hidden state before each
+        position."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
-        """Sets states[slot][position + 1] = x for each trunk row, except at the last position."""
+        """Stores hidden states for a draft that reads them: states[slot][position + 1] = x for each
+        row that is stored in its slot (and not in a lane), except at the last position."""
 
     def recall(self, target: Array, draft: Array, cache: Array, hidden: Array, rows: int) -> None:
-        """Sets hidden to the state before each row's position; zeros without a slot. The state is
-        from `target` up to the row's trunk (forwards.Places), from `draft` after it."""
+        """Sets each row of `hidden` to the last hidden state before the row's position; 0 for
+        padding. The state is read from `target` up to the row's trunk (the tokens before its
+        branch), and from `draft` after the trunk."""
 
     def begin(self, cache: Array, rows: int) -> None:
-        """Copies the places of a forward's rows to the device, as the forward's first operation."""
+        """Copies to the device where a forward's rows lie in the KV cache; the forward's first
+        operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries], as imposed tokens may be of any value."""
+        """Sets hidden[m] = table[tokens[m] mod entries]. The modulo is for drawn or replayed
+        tokens, which may have any value."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
-        """Adds delta (if any) to hidden, and sets x = RMSNorm(hidden) · weight."""
+        """Adds delta (if any) to the residual stream `hidden`, and sets x = RMSNorm(hidden) ·
+        weight."""
 
     def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
-        """Computes q, k and v of layer `n`, and stores k and v in the cache. Adds the bias,
-        normalises each head of q and k, and rotates both, if the family does so."""
+        """Computes q, k and v of layer `n` from the normalised input x, with biases and norms of
+        heads if the model family has them; rotates q and k, and writes k and v to the cache."""
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
-        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend."""
+        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend, in
+        layer `number`."""
 
     def product(self, x: Array, weight: Array, out: Array, rows: int) -> None:
         """Sets out = x·weightᵀ."""
 
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
-        """Sets inner = silu(x·gateᵀ) · (x·upᵀ)."""
+        """Sets inner, the FFN's inner vector, to silu(x·gateᵀ) · (x·upᵀ)."""
 
     def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
-        """Computes all layers and the LM head in one operation, if it can; returns whether it did.
-        weights, memory: the stack's TransformerWeights and Buffers; memory.hidden is the input."""
+        """Computes all layers and the LM head in one kernel, if this device and model allow it;
+        returns whether it did. weights, memory: the model's TransformerWeights and Buffers;
+        memory.hidden is the input."""
         return False
 
     def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:
-        """Sums delta over the ranks in rank order, in place: equal bits for any number of rows."""
+        """Sums delta over the ranks in place. The order of the ranks is fixed, so that a row's sum
+        has the same bits for any number of rows."""
 
     def top_k(self, logits: Array, k: int, ids: Array, values: Array, rows: int) -> None:
-        """Writes the k largest logits of each row, largest first, and their columns, to `values`
-        (float32 [rows, k]) and `ids` (int32); of equal logits the lower column comes first."""
+        """Writes the k largest logits of each row, largest first, to `values` (float32 [rows, k]),
+        and their columns to `ids` (int32 [rows, k]). Of equal logits the lower column comes
+        first."""
 
     def ids(self, ids: Ints) -> Array:
-        """Returns host integers as an array of the device."""
+        """Copies integers to the device, and returns the copy."""
         return ids
 
     def run_stage(self, stage: Any) -> None:
-        """Computes a device_rounds.RoundStage between two forwards."""
+        """Runs a device_rounds.RoundStage, the small kernel between two forwards that makes the
+        inputs of the second from the likeliest tokens of the first."""
         stage.run()
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
-        """Computes a stage between two forwards of DeviceGrowth; arguments of GrowthSheet.run."""
+        """Appends one token to each branch of a draft, between two forwards and without the host.
+        The arguments are those of GrowthSheet.run."""
         sheet.run(rows, draft, ids)
 
     def spread(self, group: Group, ints: HostArray, count: int) -> None:
-        """Sets the first `count` ints of all ranks to rank 0's."""
+        """Broadcasts the first `count` elements of `ints` from rank 0 to all ranks, in place."""
         parts = np.empty((group.size, count), np.int32)
         group.all_gather(ints[:count], parts)
         ints[:count] = parts[0]
 
     def adopt(self, cache: Array, moves: Ints) -> None:
-        """Copies accepted paths from lanes to slots; moves: of one cache, see Sheet.moves."""
+        """Copies accepted branches from lanes (scratch KV memory) into their sequences' slots.
+        moves: int32 [S, 4], rows of (lane, slot, first position, number of tokens); lane < 0:
+        nothing to copy."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
                 self.move(cache, lane, slot, start, start + count)
 
     def inherit(self, cache: Array, copies: Array) -> None:
-        """Copies the first K and V of lanes to other lanes; copies: like trees.Shapes.copies."""
+        """Copies keys and values from parents' to children's lanes (scratch memory of branches).
+        copies: int32 [n, 3], rows of (parent's lane, child's lane, number of tokens); parent's lane
+        < 0: nothing to copy."""
 
     def draws(self, logits: Array) -> Any:
-        """Returns an object that samples from these logits on the device; None: the host does."""
+        """Returns an object that samples tokens from `logits` on the device; None if the host
+        samples."""
         return None
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
-        """Returns these rows of the logits on the host, float32 [n, columns], after a forward."""
+        """Copies some rows of the last forward's logits to the host, float32 [len(rows),
+        columns]."""
 
 
 def ops_of(
@@ -182,9 +203,10 @@ def ops_of(
     kv_heads: int,
     page: int | None = None,
 ) -> Ops | None:
-    """Returns the operations of this backend for a model's share of heads on one rank. page:
-    positions of a page of the KV cache (None: the backend's default). Returns None for a backend
-    that computes nothing (emulated). Raises ConfigError if a library is missing."""
+    """Makes the operations of a transformer on this backend; None for the emulated one, which
+    computes nothing. heads, kv_heads: the query and KV heads on this rank. page: positions of a
+    page of the KV cache (None: the backend's default). Raises ConfigError if a library is missing,
+    or for a backend that has no such operations."""
     if backend.name == "emulated":
         return None
     if backend.name not in _MADE_BY:

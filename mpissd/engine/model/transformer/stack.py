@@ -1,17 +1,17 @@
 """A transformer on one rank: its share of the weights (see shard.py), and its forward.
 
-Drafts that read their target's last hidden state (shapes.STATE_KINDS) differ at both ends. With e
-the embedding of a position's token, h the target's normalised last hidden state before that
-position, and n, n' RMSNorms of their own:
+Drafts that read their target's last hidden state (shapes.STATE_KINDS) differ at both ends.
+Let e be the embedding of a position's token, h the target's normalised last hidden state before
+that position, n, n', n_i, norm_i RMSNorms and S, E matrices of the draft:
 
     mlp, eagle   u = h + S·n(h) + E·n'(e); one layer on u (mlp: its SwiGLU block only); its final
                  norm gives s. The LM head reads s, and s is h of the next position.
     medusa       s_i = norm_i(h + SwiGLU_i(n_i(h))) for each head i; one forward drafts all tokens.
 
-S and E side by side are the product that fuses both in EAGLE (2401.15077, section 4.1) and in
-DeepSeek-V3's module (2412.19437, equation 21). Where Wertheimer et al. (2404.19124) have a
-normalised sum and GELU with weights for each place, `mlp` has SwiGLU and the same weights at each
-place; a Medusa head's block (2401.10774, section 2.1.1) is SwiGLU in place of one SiLU product.
+S and E side by side are the matrix that fuses h and e in EAGLE (2401.15077, section 4.1) and in
+DeepSeek-V3's module (2412.19437, equation 21). Wertheimer et al. (2404.19124) have a normalised sum
+and GELU with weights for each place; `mlp` has SwiGLU with the same weights at each place. A Medusa
+head's block is SwiGLU, and not one SiLU product (2401.10774, section 2.1.1).
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ from mpissd.engine.model.transformer.ops import LayerWeights, Ops, ops_of
 
 @dataclass(frozen=True)
 class TransformerWeights:
-    """Weights of one rank; the arrays are absent (None, no layers) where nothing is computed.
-
-    table: of the embedding, the vocabulary's rows and then those of the config's mask tokens.
+    """One rank's packed weights of a transformer; without arrays on a backend that computes
+    nothing. table: the embedding, the vocabulary's rows and then those of the config's mask tokens.
     head_ids: the token of each row of the LM head, for a draft whose vocabulary is smaller than its
-    target's; None: row n is token n. source: the checkpoint that they were read from. Of drafts
-    that read hidden states: joined_norms and joins (n, n' and S, E above), head_norms (norm_i).
-    """
+    target's; None: row n is token n. source: the checkpoint that the weights were read from. Of
+    drafts that read hidden states: joined_norms and joins, the norms and matrices that join a
+    hidden state and an embedding; head_norms, the norm of each Medusa head."""
 
     config: TransformerConfig
     max_rows: int
@@ -82,9 +81,10 @@ def load_weights(
     max_rows: int,
     page: int | None = None,
 ) -> TransformerWeights:
-    """Reads and packs one rank's share of a model's weights. shard: decides the number of layers,
-    too. max_rows: of the largest forward. page: positions of a page of the KV cache (None: the
-    backend's default). Raises ConfigError for a checkpoint that lacks a part, and MemoryError."""
+    """Reads and packs one rank's share of a model's weights. shard: the share; it also gives the
+    number of layers. max_rows: rows of the largest forward. page: positions of a page of the KV
+    cache (None: the backend's default). Raises ConfigError for a checkpoint that lacks a part, and
+    MemoryError."""
     config = checkpoint.config
     ops = ops_of(backend, config, heads=shard.heads, kv_heads=shard.kv_heads, page=page)
     if ops is None:
@@ -111,7 +111,8 @@ def load_weights(
 
 
 def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: str) -> LayerWeights:
-    """Packs the layer whose tensors' names begin with `prefix`; its attention, if it has one."""
+    """Packs one layer's weights, those of its attention only if it has one. prefix: the beginning
+    of the names of the layer's tensors."""
     config = checkpoint.config
     part = checkpoint.part
 
@@ -144,12 +145,11 @@ def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: st
 
 
 class Buffers:
-    """Host and device buffers of a forward of up to `rows` rows.
-
-    tokens: int32 [rows] on the host; all else is on the device, and absent where nothing is
-    computed. hidden: the residual stream; x: after a norm; delta: the sum that is added to the
-    stream; all [rows, hidden]. q, attended, inner (of the FFN), logits: [rows, this rank's share].
-    """
+    """Host and device buffers of a transformer's forward of up to `rows` rows. tokens: the input,
+    int32 [rows] on the host. The others are on the device, and absent on a backend that computes
+    nothing. hidden: the residual stream; x: a norm's output; delta: the sum that is added to the
+    residual stream; all [rows, hidden]. q, attended (attention's output), inner (the FFN's inner
+    vector), logits: [rows, this rank's share of columns]."""
 
     logits: Any = None
 
@@ -169,9 +169,9 @@ class Buffers:
 
 
 class TransformerStack(Stack):
-    """One rank's weights, buffers and KV cache; `body(rows)` is its forward. states: each
-    position's last hidden state, for a draft that reads it (ForwardOptions.states). firsts: int32
-    [T], the first token of each rank's logits."""
+    """A transformer on one rank: weights, buffers, KV cache, and the forward `body(rows)`. states:
+    the last hidden state at each position, if a draft reads it (ForwardOptions.states). firsts:
+    int32 [T], the token of the first logit of each rank."""
 
     pages: PageTable
 
@@ -186,7 +186,7 @@ class TransformerStack(Stack):
         max_rows: int,
         max_sequences: int,
     ) -> None:
-        """Allocates the buffers and the cache, with max_sequences slots."""
+        """Allocates the buffers, and a KV cache for max_sequences sequences."""
         super().__init__(backend, group, shard, options)
         self.weights = weights
         self.states = None
@@ -206,7 +206,7 @@ class TransformerStack(Stack):
         self.pages = PageTable(row_places, sizes)
         self.cache = None if ops is None else ops.cache(sizes, row_places)
         self.buffers = Buffers(backend, shard, ops, max_rows)
-        if ops is not None and group.size == 1:  # shards of logits are drawn from on the host
+        if ops is not None and group.size == 1:  # With shards of the logits, the host samples.
             self.draws = ops.draws(self.buffers.logits)
         if ops is not None and options.states:
             self.states = ops.states(max_sequences, options.capacity + 1)
@@ -221,18 +221,19 @@ class TransformerStack(Stack):
         self._reads = places is None or places.reads
 
     def steer(self) -> None:
-        """Makes the next forward compute its whole bucket, with the places in pages.row_places."""
+        """Makes the next forward compute all rows of its compiled size, at the places that the
+        device writes into pages.row_places."""
         self._placed = 0
         self._reads = True
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
         """Replaces the weights by new ones; the contents of the KV cache are void afterwards.
 
-        arrays: the tensors by name; None: those of the model's files. Yields between layers, so
+        arrays: the new tensors by name; None: those of the model's files. Yields between layers, so
         that the caller may do other work. All weights are packed into other memory first and copied
-        after the last yield, so that no forward reads two versions. The embedding stays, and so
-        does an LM head that the target lends. Captured programs stay valid, because the arrays keep
-        their addresses. Raises ProtocolError for arrays that are not the model's.
+        after the last yield, so that no forward reads a mixture. The embedding stays, and so does
+        an LM head that is the target's. Captured programs stay valid, because the arrays keep their
+        addresses. Raises ProtocolError for arrays whose names or shapes are not the model's.
         """
         weights = self.weights
         source = weights.source
@@ -270,7 +271,7 @@ class TransformerStack(Stack):
         return lambda: None if ops is None else self._forward(ops, self._rows(rows), wanted)
 
     def _forward(self, ops: Ops, rows: int, k: int) -> None:
-        """Enqueues a forward of exactly `rows` rows, with k candidates a row."""
+        """Enqueues a forward of exactly `rows` rows, which reads out k candidates per row."""
         memory = self.buffers
         cache = self.cache
         weights = self.weights
@@ -279,7 +280,7 @@ class TransformerStack(Stack):
         is_read = self._reads or ops.computes_padding
 
         def summed(x: Array, weight: Array) -> Array:
-            """Returns memory.delta, set to the sum of x · weightᵀ over the ranks."""
+            """Sets memory.delta to the sum of x · weightᵀ over the ranks, and returns it."""
             ops.product(x, weight, memory.delta, rows)
             if self.group.size > 1:
                 ops.sum_ranks(self.group, memory.delta, rows)
@@ -305,7 +306,8 @@ class TransformerStack(Stack):
             self.candidates.issue(self.best(rows), rows, k)
 
     def _enter(self, ops: Ops, rows: int) -> Array | None:
-        """Begins the residual stream; returns what the first norm still has to add to it."""
+        """Sets the residual stream to the tokens' embeddings. Returns a sum that the first norm has
+        to add to the stream, or None."""
         ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
         return None
 
@@ -330,8 +332,9 @@ class TransformerStack(Stack):
 
 
 class StateStack(TransformerStack):
-    """The forward of an MLP speculator or an EAGLE layer, whose `states` are its own hidden states;
-    source_states: the target's, set before forwards are compiled."""
+    """An MLP speculator or an EAGLE layer on one rank, a draft that reads its target's hidden
+    states. source_states: the target's states, set before forwards are compiled; `states`: the
+    draft's own."""
 
     source_states: Array = None
 
@@ -354,10 +357,11 @@ class StateStack(TransformerStack):
 
 
 class MedusaStack(StateStack):
-    """The forward of Medusa heads: the LM head's rows are stored head after head. The host samples,
-    because only `read` knows the place of a row's logits."""
+    """Medusa heads on one rank: one forward drafts a token with each head. All rows' logits of a
+    head lie together, head after head. The host samples, because only `read` knows where a row's
+    logits lie."""
 
-    _stride = 0  # rows of a head in the forward that was read last
+    _stride = 0  # number of rows per head in the forward that was read last
 
     def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
         super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
@@ -392,13 +396,15 @@ class MedusaStack(StateStack):
         return ids.reshape(shape), values.reshape(shape)
 
     def logits(self, rows: Sequence[int]) -> Floats:
-        """Returns the logits of these rows, after `read`; head h's row m has number h · n + m."""
+        """Returns the logits of some rows of the last forward; must be called after `read`. Row m
+        of head h has number h · n + m, where n is the forward's number of rows."""
         count = self._placed or self._stride
         return super().logits([row // count * self._stride + row % count for row in rows])
 
 
 def open_stack(weights: TransformerWeights, *parts: Any, **sizes: int) -> TransformerStack:
-    """Returns the stack of a model's kind; parts, sizes: TransformerStack's other arguments."""
+    """Makes the stack that suits the weights: a transformer, Medusa heads, or another draft that
+    reads hidden states. parts, sizes: the other arguments of TransformerStack."""
     kinds: dict[str, Any] = {"": TransformerStack, "medusa": MedusaStack}
     stack: TransformerStack = kinds.get(weights.config.kind, StateStack)(*parts, weights, **sizes)
     return stack

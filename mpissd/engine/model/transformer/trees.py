@@ -1,11 +1,11 @@
-"""Draft trees as the stages of device-decided rounds (device_rounds.py) read and make them.
+"""Tables of draft trees, for rounds that a GPU runs without the host (device_rounds.py).
 
 A *dynamic* tree has another shape in each round [Li et al. 2024, EAGLE-2]. In each level the draft
-computes the WIDTH likeliest nodes of the level before, and the CHOICES best candidates after each
-are new nodes. Of all found nodes the N likeliest are verified. A node's probability is the product
-of the probabilities on its path, softmax over the CHOICES logits. Its parent is at least as likely,
-so the N likeliest form a tree. `find`, `choose` and `plant` compute on host arrays what dynamic.cu
-computes on a device.
+computes the WIDTH likeliest nodes of the level before, and the CHOICES likeliest tokens after each
+of them become new nodes. Of all these nodes the N likeliest are verified. A node's probability is
+the product of the probabilities on its path, softmax over the CHOICES logits. Its parent is at
+least as likely, so the N likeliest form a tree. `find`, `choose` and `plant` compute on host arrays
+what dynamic.cu computes on a GPU.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.law.tree import Index, Tree, lay_out
 from mpissd.engine.model.forwards import SPAN
 
-PLANT = -1  # the number of the stage that places a dynamic tree
-WIDTH = 4  # nodes of a level that the draft computes
-CHOICES = 8  # children of each of them
+PLANT = -1  # number of the stage (kernel before the target's forward) that calls `plant`
+WIDTH = 4  # the most nodes per level that the draft computes
+CHOICES = 8  # children of each node that the draft computes
 MOST_LEVELS = 16
 MOST_NODES = 64
-TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.found
+TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.nodes
 PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT = range(10)  # rows of table_of
-NOBODY = -1  # an empty slot, or a token that is not given
-_LEAST = np.float32(-1e30)  # also of a logit that is not finite
+NOBODY = -1  # marks an absent value, such as an empty slot
+_LEAST = np.float32(-1e30)  # the least log probability; a logit that is not finite gets it, too
 
 
 def table_of(tree: Tree) -> Ints:
-    """Returns what stages read of each node of a tree, int32 [10, N + 1]; NOBODY: none.
-
-    PARENT, LEVEL, RANK: a node's parent, level, and rank among its siblings. LINE, ROW: the rows,
-    of one sequence, that its parent and the node itself have in the draft's forwards. LANE, SPANS,
-    FORK: its lane (forwards.Places; NOBODY: it is stored in the slot), SPAN times the further lanes
-    that hold it, and Tree.forks. KEPT_LANE, KEPT: the lane in which the draft has the node's path,
-    and how many of the path's nodes from the fork on.
-    """
+    """Returns a draft tree as the kernels between forwards (stages) read it, int32 [10, N + 1]: a
+    column for the last committed token, then one for each node. NOBODY: no value. PARENT, LEVEL,
+    RANK: a node's parent, level, and rank among its siblings. LINE, ROW: the row of the draft's
+    forward, of one sequence, that computes its parent, and the row that computes the node. LANE:
+    the scratch KV memory that stores the node (NOBODY: the sequence's slot). SPANS: SPAN times the
+    number of further lanes that store it. FORK: the level at which its path enters a lane.
+    KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many of the path's nodes
+    it holds."""
     table = np.full((KEPT + 1, len(tree.levels)), NOBODY, np.int32)
     table[PARENT, 1:] = tree.parents
     table[LINE, 1:] = np.concatenate([[], *tree.lines])
@@ -55,36 +55,38 @@ def table_of(tree: Tree) -> Ints:
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of dynamic trees: N = `nodes` drafted tokens in at most K = `depth` levels."""
+    """Sizes of dynamic draft trees, whose shape changes each round: N = `nodes` drafted tokens in
+    at most K = `depth` levels."""
 
     nodes: int
     depth: int
 
     @property
     def most_found(self) -> int:
-        """The number of nodes that are found in all levels together."""
+        """The number of candidate nodes in all levels together, of which N are chosen."""
         return self.first(self.depth + 1)
 
     @property
     def draft_lanes(self) -> int:
-        """The lanes of a sequence in the draft's cache: one for each node that it computes."""
+        """The number of lanes (scratch KV memory) that a sequence has in the draft's cache: one for
+        each node that the draft computes."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
-        """Returns the number of the first found node of a level; levels count from 1."""
+        """Returns the index of a level's first node among all candidate nodes; levels count from
+        1."""
         return 0 if level == 1 else CHOICES * (1 + WIDTH * (level - 2))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The dynamic trees of S sequences, which stages keep on the device; NOBODY: none.
-
-    nodes: int32 [S, 4, size.most_found], of the nodes found so far, level by level: TOKEN; ABOVE,
-    the parent (NOBODY: the last committed token); SURE, the float32 log probability; NEXT_ROW, the
-    row in the draft's next forward. copies: int32 [S · WIDTH, 3], of each row of that forward the
-    lane of its parent, its own lane, and how many levels to copy from the one to the other. tables:
-    int32 [S, 10, N + 1], like table_of, without RANK, LINE and ROW.
-    """
+    """The dynamic draft trees of S sequences, in device arrays; NOBODY: no value. nodes: int32 [S,
+    4, size.most_found], the candidate nodes found so far, level by level, as rows TOKEN; ABOVE, the
+    parent (NOBODY: the last committed token); SURE, the log probability (float32 bits); NEXT_ROW,
+    the row in the draft's next forward. copies: int32 [S · WIDTH, 3], for each row of that forward
+    its parent's lane (scratch KV memory), its own lane, and how many levels to copy from the
+    parent's lane. tables: int32 [S, 10, N + 1], the chosen trees as in table_of, without RANK, LINE
+    and ROW."""
 
     size: Size
     nodes: Any
@@ -93,7 +95,8 @@ class Shapes:
 
     @classmethod
     def made(cls, size: Size, sequences: int, put: Callable[[Ints], Any]) -> Shapes:
-        """Returns the arrays of `sequences` trees; put: returns an array's copy on the device."""
+        """Allocates the arrays for the trees of `sequences` sequences. put: copies an array to the
+        device."""
         nodes = np.zeros((sequences, NEXT_ROW + 1, size.most_found), np.int32)
         copies = np.full((sequences * WIDTH, 3), NOBODY, np.int32)
         tables = np.zeros((sequences, KEPT + 1, size.nodes + 1), np.int32)
@@ -102,14 +105,14 @@ class Shapes:
 
 
 def likeliest(sure: NDArray[np.float32], count: int) -> Index:
-    """Returns the places of a vector's `count` largest values, in falling order."""
+    """Returns the indices of the `count` largest values, the largest first."""
     return np.argsort(-sure, kind="stable")[:count]
 
 
 def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.float32]) -> Index:
-    """Finds sequence s's nodes of a level; returns those that the draft computes, likeliest first.
-    tokens, logits: the candidates of the forward before, [WIDTH, CHOICES]; [1, CHOICES] in level
-    1."""
+    """Adds the nodes of one level to sequence s's dynamic tree. Returns the indices of those that
+    the draft computes next, likeliest first. tokens, logits: the likeliest tokens after each node
+    that the draft computed last, [WIDTH, CHOICES]; in level 1 [1, CHOICES]."""
     size = shapes.size
     nodes = shapes.nodes[s]
     first = size.first(level)
@@ -137,8 +140,8 @@ def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.fl
 
 
 def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
-    """Chooses sequence s's N likeliest nodes, and writes their `parents` and `tokens`, int32 [N],
-    and to shapes.tables the lanes in which the draft has their paths."""
+    """Chooses the N likeliest nodes of sequence s's dynamic tree. Writes their `parents` and
+    `tokens`, int32 [N], and writes to shapes.tables which of the draft's lanes hold their paths."""
     size = shapes.size
     nodes = shapes.nodes[s]
     table = shapes.tables[s]
@@ -149,7 +152,7 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
     parents[:] = np.where(above < 0, 0, 1 + np.searchsorted(kept, above))
     tokens[:] = nodes[TOKEN, kept]
     table[[KEPT_LANE, KEPT], 0] = NOBODY, 0
-    at = np.where(nodes[NEXT_ROW, kept] >= 0, kept, above)  # the last node that the draft computed
+    at = np.where(nodes[NEXT_ROW, kept] >= 0, kept, above)  # the node or its parent
     is_kept = at >= 0
     table[KEPT, 1:] = np.where(is_kept, levels[at], 0)
     lanes = WIDTH * (levels[at] - 1) + nodes[NEXT_ROW, at]
@@ -157,8 +160,8 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
 
 
 def plant(table: Ints, parents: Ints) -> None:
-    """Writes the table of a tree (table_of) whose nodes the target stores in lanes; parents: int32
-    [N], of the nodes 1 … N."""
+    """Fills a draft tree's table (see table_of) from the parents of its nodes 1 … N, int32 [N]. The
+    target stores all these nodes in lanes, scratch KV memory."""
     depths = np.zeros(len(parents) + 1, np.int64)
     for node, parent in enumerate(parents.tolist(), 1):
         depths[node] = depths[parent] + 1
