@@ -1,9 +1,9 @@
-"""Runs a whole job in one process: the loops of `mpissd run` with threads and queues instead of
+"""Runs a whole job in one process: the loops of `mpissd run` with threads and queues in place of
 MPI.
 
-It is for tests, notebooks and first steps: `for token in generate("Why is the sky blue?"): …`. The
-draft's thread shares Python's lock with the target, so its times mean little; tokens and outcomes
-equal the same job's under mpirun.
+This is for tests, notebooks and first steps: `for token in generate("Why is the sky blue?"): …`.
+The draft's thread and the target share Python's global lock, so that times mean little; tokens and
+outcomes equal those of the same job under mpirun.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mpissd.engine.text.tokenizer import Message, load_tokenizer
 
 L = TypeVar("L", bound="Loops")
 _BACKENDS = ("numpy", "emulated")
-_JOIN_S = 10.0  # The longest wait, in seconds, for a draft's thread to end its last forward.
+_JOIN_S = 10.0  # the longest wait, in seconds, for a draft's thread to finish its last forward
 
 
 def open_stepper(
@@ -55,9 +55,11 @@ def open_stepper(
     drafts: bool = False,
     source: Stepper | None = None,
 ) -> Stepper:
-    """Returns a whole model with the weights of `mpissd run`, on a backend of its own.
+    """Returns a whole model, with the weights that `mpissd run` would use, on a backend of its own;
+    both are closed with `resources`.
 
-    drafts: the draft instead of the target. source: the target whose hidden states it reads.
+    drafts: whether it is the draft instead of the target. source: the target, for a draft that
+    reads the target's hidden states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
@@ -79,13 +81,14 @@ def open_stepper(
 
 
 class Loops:
-    """The loops of a job in one process: one target rank (T = 1), and a thread for a draft rank.
+    """The decoding loops of a job in one process: one target rank (T = 1), and a thread as draft
+    rank.
 
-    `loop` is the lead's. Use it in a `with` block, or call close.
+    `loop` is the target's loop. Use the object in a `with` block, or call close.
     """
 
     def __init__(self, job: Job, backend: str) -> None:
-        """Opens the models on a backend of _BACKENDS."""
+        """Opens the models of a job on the backend of this name, "numpy" or "emulated"."""
         self.job, self._backend = job, backend
         self.workload = job.workload
         self._resources = ExitStack()
@@ -93,7 +96,7 @@ class Loops:
         self._threads: list[Thread] = []
         self.draft_steppers: list[Stepper] = []
         self._faults: list[Exception] = []
-        # Not a method of this object, which would keep itself, and its models, until a collection.
+        # A bound method would be a reference cycle, which would keep the models until a collection.
         self._waiter.alarm = partial(_raise_first, self._faults)
         self.target_stepper = open_stepper(job, backend, self._resources)
         self.worker, speculator = self._sides(self.workload.target_worker(self.target_stepper))
@@ -104,7 +107,7 @@ class Loops:
         job = self.job
         waiter = self._waiter
         if job.config.drafts:
-            patient = Waiter(math.inf, spin=False)  # the caller decides when the next round begins
+            patient = Waiter(math.inf, spin=False)  # the caller decides when rounds begin
             lead, end = queue_link(link_shape(job), waiter, patient)
             remote = make_drafter(job, joining(job, self._draft_worker()), patient)
             self._threads.append(Thread(target=self._serve, args=(end, remote), daemon=True))
@@ -133,11 +136,11 @@ class Loops:
         try:
             updates = self._updates(drafter)
             serve(link, drafter, None if updates is None else updates.work)
-        except Exception as fault:  # noqa: BLE001  (the lead raises it)
+        except Exception as fault:  # noqa: BLE001  (the target's thread raises it)
             self._faults.append(fault)
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns the source of a draft's newer weights; None by default."""
+        """Returns the source of newer draft weights, which is None unless overridden."""
         return None
 
     def close(self) -> None:
@@ -161,14 +164,14 @@ def _raise_first(faults: list[Exception]) -> None:
 
 
 class Decoder(Loops):
-    """Decodes a configuration round by round: one target rank (T = 1), a thread for a draft rank.
+    """Decodes a configuration round by round: one target rank (T = 1), and a thread as draft rank.
 
-    batch_size sequences are admitted at once, and the next ones when these end. `records` holds
-    every round so far. Use it in a `with` block, or call close.
+    batch_size sequences are decoded at once, and further ones when these have ended. `records`
+    holds every round so far. Use the object in a `with` block, or call close.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Opens the models; raises ConfigError for an impossible job, and for a GPU backend."""
+        """Opens the models; raises ConfigError for an impossible job or a GPU backend."""
         super().__init__(*in_one_process(config))
         self.records = RoundRecords(self.job.lookahead)
         self._scheduler = self.workload.scheduler()
@@ -178,14 +181,14 @@ class Decoder(Loops):
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
-        """Decodes one round of every sequence; returns the drafted tokens and the outcome."""
+        """Decodes one round of every sequence; returns its drafted tokens and its outcome."""
         result = self._scheduler.step(self.loop, self.records)
         self.loop.ledger.close_round(self.loop.round - 1, LeadPhase.RECORD)
         return result
 
     @property
     def is_over(self) -> bool:
-        """Whether every sequence has ended, by itself or with num_tokens tokens."""
+        """Whether every sequence has ended, by a stop token or with num_tokens tokens."""
         return not self._scheduler.running
 
     @property
@@ -195,7 +198,7 @@ class Decoder(Loops):
 
 
 def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[Job, str]:
-    """Returns (job, backend) of a configuration in one process; serving: see `resolve`.
+    """Returns (job, backend name) of a configuration in one process; serving: a server's settings.
 
     Raises ConfigError for an impossible job, and for a GPU backend.
     """
@@ -209,9 +212,9 @@ def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[J
 
 
 class Token(NamedTuple):
-    """One token of an answer. text: its addition to the answer; "" for a part of a character or of
-    a possible stop string. source: "cache", "jit" or "fast", or "bonus" for the target's own.
-    round: from 0."""
+    """One token of an answer. text: what it adds to the answer's text; "" while it is part of a
+    character or of a possible stop string. source: what drafted it, "cache", "jit" or "fast", or
+    "bonus" for the target's own. round: number of its round, from 0."""
 
     text: str
     id: int
@@ -222,7 +225,7 @@ class Token(NamedTuple):
 def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token]:
     """Yields the tokens of the answer to a prompt, or to a conversation, as they are decided.
 
-    flags: the flags of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
+    flags: flags of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
     temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError as
     `mpissd run` does.
     """
@@ -239,17 +242,17 @@ def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token
     own = set() if config.stop_token is None else {config.stop_token}
     text = AnswerText(tokenizer, config.stop_strings, tokenizer.stop_ids | own, tokens)
     ids = ",".join(str(token) for token in tokens)
-    # Without a tokenizer the decoder knows no stops: they end the answer here.
+    # The decoder has no tokenizer and knows no stops; _answer ends the answer at a stop instead.
     plain = replace(config, prompt=None, prompt_ids=ids, stop=None, stop_token=None)
     return _answer(plain, text)
 
 
 def _answer(config: RunConfig, text: AnswerText) -> Iterator[Token]:
-    """Yields tokens up to the one that ends the answer; the last one also has the text that was
-    held back."""
+    """Yields tokens up to the one that ends the answer. Text that was held back comes with the last
+    token."""
     last: Token | None = None
     left, number = config.token_limit, 0
-    with closing(Decoder(config)) as decoder:  # a caller that stops early frees the models
+    with closing(Decoder(config)) as decoder:  # also closed if the caller stops early
         while text.ended is None and not decoder.is_over:
             result = decoder.step()
             ((_, tokens),) = result.emitted()

@@ -1,4 +1,5 @@
-"""Resolves a configuration and T to a job: models, laws, fan-outs and bytes, without MPI or GPU."""
+"""Resolves a configuration and T, the number of target ranks, to a job: models, acceptance and hit
+models, fan-outs and bytes. Needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ from mpissd.engine.sizes import Serving, Sizes, shard_of
 
 __all__ = ["Job", "Serving", "resolve", "resolve_unopened"]
 
-# Tried in this order: the largest pair whose shards fit is the default.
+# The default pair is the first of these (target/draft) whose shards fit into memory.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
-_FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on a CPU
-_SPARE_BYTES = 1 << 30  # device memory that stays free for activations, graphs and libraries
+_FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on the NumPy backend
+_SPARE_BYTES = 1 << 30  # device memory that is left free for activations, graphs and libraries
 TARGET, DRAFT = 0, 1
-_LEAST_CONTEXT = 256  # tokens; a default context is not made smaller
+_LEAST_CONTEXT = 256  # the least tokens to which the default context may shrink to fit memory
 
 
 @dataclass(frozen=True)
 class Need:
-    """The weights and programs that a job needs of one model, TARGET or DRAFT."""
+    """What a job needs of one model on a rank: weights and compiled forwards. which: TARGET or
+    DRAFT. buckets: the row counts to compile, rising. num_sequences: sequences in the KV cache."""
 
     which: int
     model: ModelSource
@@ -52,10 +54,10 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
-    source: Need | None = None  # the target, if the draft reads its hidden states
+    source: Need | None = None  # the target, for a draft that reads the target's hidden states
 
     def num_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Returns the bytes of this rank's weights, and of its KV cache."""
+        """Returns the bytes of (weights, KV cache) on a rank; itemsize: bytes of a weight."""
         sizes = self.buckets[-1], self.num_sequences, self.options, itemsize
         return self.shard.weight_bytes(self.options, itemsize), self.shard.cache_bytes(*sizes)
 
@@ -66,13 +68,13 @@ class Job(Sizes):
 
     @cached_property
     def workload(self) -> Workload:
-        """The workload that the job decodes."""
+        """The job's workload, made at its first use: it defines the sequences and their tokens."""
         workload: Workload = class_of(self.config.workload)(self)
         return workload
 
     @property
     def needs(self) -> list[Need]:
-        """The needs of the target, and of the draft if there is one."""
+        """What the job needs of the target and, if there is one, of the draft."""
         where = self.target_where
         model = ModelSource(where) if self.config.is_transformer else ModelSource()
         rows = tuple(self.target_buckets())
@@ -88,12 +90,12 @@ class Job(Sizes):
         return [target, Need(DRAFT, model, *sizes, target if self.reads_states else None)]
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Returns the weight and KV bytes of a (target rank, draft rank).
+        """Returns the bytes of weights, KV cache and scratch of a (target rank, draft rank).
 
-        itemsize: bytes of a weight. An inline draft counts for the target rank. A GPU that draws
-        tokens also keeps distributions, one for each drafted token that a verification may need: of
-        the last answer, and of the branches that grow. A target keeps one for each sequence that
-        rejects.
+        itemsize: bytes of a weight. A draft on the lead counts for the target ranks. A GPU that
+        samples tokens also keeps distributions [V] in float32: a draft keeps one for each drafted
+        token that a verification may need, of the last drafts and of growing branches; a target one
+        a sequence.
         """
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
@@ -111,9 +113,9 @@ class Job(Sizes):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The free bytes of a target rank's device and of a draft rank's (None: unknown).
+    """The free bytes on the device of a target rank and of a draft rank (None: unknown).
 
-    itemsize: bytes of a weight.
+    itemsize: bytes of a weight on these devices.
     """
 
     itemsize: int
@@ -121,16 +123,16 @@ class DeviceMemory:
     draft: int | None
 
     def fits(self, job: Job) -> bool:
-        """Returns whether a job fits; any job fits into memory of unknown size."""
+        """Returns whether a job fits into the memory. Memory of unknown size fits any job."""
         rooms = zip(job.rank_bytes(self.itemsize), (self.target, self.draft), strict=True)
         return all(have is None or not need or need + _SPARE_BYTES <= have for need, have in rooms)
 
     def fitted(self, job: Job) -> Job:
-        """Returns the job; one of text with a default context as long as memory allows.
+        """Returns the job if it fits. The default context of a text job is shortened until it does.
 
-        A context given by --context is never changed, nor a server's, which has a pool of pages.
-        Raises ConfigError for a job that does not fit; it names the largest batch and the largest
-        context that fit, each with the other as asked.
+        A context given by --context is never changed, nor that of a server, whose KV pages are
+        shared. Raises ConfigError for a job that does not fit, with the largest batch_size and the
+        largest context that would fit, each with the other value as asked.
         """
         if self.fits(job):
             return job
@@ -145,7 +147,7 @@ class DeviceMemory:
             name, need, have = job.draft.name if job.draft else "", draft, self.draft
         values = {"batch_size": self._most_that_fits(job, "batch_size"), "context": context}
         fixes = [f"--{field}={value}" for field, value in values.items() if value]
-        # CPU ranks share one memory, so a larger T does not help.
+        # CPU ranks share the memory of their host, so that a larger T does not help.
         fixes += ["a larger TP"] * (is_target and self.itemsize != _FLOAT32)
         fixes += ["fewer layers (70b@8L)"] * is_target + ["another pair"]
         fixes += ["--backend=emulated"] * (self.itemsize == _FLOAT32 and not job.config.is_text)
@@ -156,7 +158,8 @@ class DeviceMemory:
         )
 
     def _most_that_fits(self, job: Job, field: str) -> int:
-        """Returns the largest batch_size or context with which a job fits, or 0: by bisection."""
+        """Returns the largest value of `field` (batch_size or context) with which the job fits,
+        found by bisection; 0 if there is none."""
         context = job.longest if job.config.is_text else job.config.context
         largest = job.config.batch_size if field == "batch_size" else context
 
@@ -176,12 +179,13 @@ def resolve(
     draft_memory_bytes: int | None = None,
     serving: Serving | None = None,
 ) -> Job:
-    """Returns the job of a configuration on T target ranks.
+    """Resolves a configuration to a job on T = tp target ranks in a group.
 
-    memory_bytes: free on the smallest target device (None: unknown, nothing is refused);
-    draft_memory_bytes: the same on the drafts' devices (None: the same as the targets'). serving:
-    of a job whose requests join and leave. Raises ConfigError if T does not divide the target,
-    rates or a list do not fit K, memory does not suffice, or features exclude each other.
+    backend: the name of the backend. memory_bytes: free memory of the smallest target device (None:
+    unknown; then any job fits); draft_memory_bytes: the same for the draft ranks (None: as the
+    targets). serving: a server's settings, if requests join and leave. Raises ConfigError if T does
+    not divide the target's shape, rates or a list do not fit K, memory does not suffice, or
+    features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
@@ -196,11 +200,11 @@ def resolve(
 
 
 def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> Job:
-    """Resolves a job before any device is open, as far as memory sizes are known.
+    """Resolves a job before any device is open.
 
-    Only the memory of emulated devices and of this host's CPUs is known then. sharing: ranks that
-    share this host's memory, if all of them will run on it. Raises ConfigError as `resolve` does,
-    and if an emulated device's profile lacks all-reduces over T ranks.
+    Only the memory of emulated devices and of this host's CPUs is known then. sharing: how many
+    ranks share this host's memory, if all of the job run on it (None: unknown). Raises ConfigError
+    as `resolve` does, and if the profile of an emulated device lacks all-reduces over T ranks.
     """
     if config.mode == "ar":
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
@@ -220,8 +224,8 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
 
 
 def _pairs(config: RunConfig, tp: int, backend: str) -> list[tuple[str, str | None]]:
-    """Returns the pairs of a target and a draft to try: the given one, or built-in ones."""
-    if config.pair is not None:  # AR needs no draft and drops a pair's
+    """Returns the (target, draft) pairs to try in turn: the configured one, or built-in ones."""
+    if config.pair is not None:  # AR drops the draft of a pair.
         is_ar = config.mode == "ar"
         return [(target_of(config.pair), None) if is_ar else split_pair(config.pair)]
     if config.target is not None:
@@ -239,7 +243,7 @@ def _pairs(config: RunConfig, tp: int, backend: str) -> list[tuple[str, str | No
 
 
 def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str) -> Job:
-    """Returns the job of this target and draft, in memory of any size."""
+    """Returns the job of this target and this draft (their names), without regard to memory."""
     target, draft = _models(config, tp, where, draft_where, backend)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary = resolve_acceptance(config.acceptance_text, lookahead)
@@ -270,10 +274,11 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
 def _models(
     config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str
 ) -> tuple[ModelShape, ModelShape | None]:
-    """Returns the shapes of a target and a draft that T, the forwards and the mode allow."""
+    """Returns the shapes of the target and the draft; raises ConfigError if T, the kind of forwards
+    or the mode does not allow them."""
     target = resolve_model(where)
     draft = None if draft_where is None else resolve_model(draft_where)
-    # Prompt lookup never runs the draft model, so none is loaded.
+    # Prompt lookup drafts without a model, so that none is loaded.
     draft = LOOKUP if config.is_lookup else draft
     if target.head is not None:
         raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
@@ -287,7 +292,7 @@ def _models(
     elif draft is not None and draft_where is not None:
         if config.is_text and config.mode != "ar":
             check_vocabularies(where, draft_where)
-        # A draft without a file reads tokens; its target may be bare products.
+        # A draft without a file has tokens as its only input, and its target may be bare products.
         kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
         if kind:
             refuse(exclusions.STATES, config=config, tp=tp, draft=draft, kind=kind)
@@ -299,7 +304,8 @@ def _models(
 
 
 def _with_fan_outs(job: Job) -> Job:
-    """Returns the job with its fan-out lists; SD grows no branches, but its list is checked too."""
+    """Returns the job with its fan-outs, the numbers of bonus candidates after k accepted tokens.
+    SD drafts nothing ahead and has none, but its flag is checked too."""
     config, laws = job.config, job.acceptance
     text, _, text_after_miss = config.fan_out.partition("/")
     after_hit = _fan_out(job, text, job.lookahead, laws[Source.CACHE].hazards)
@@ -312,7 +318,8 @@ def _with_fan_outs(job: Job) -> Job:
 
 
 def _fan_out(job: Job, text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
-    """Returns F_0 … F_K after `served` drafted tokens, with K acceptance rates by place."""
+    """Returns the numbers of bonus candidates F_0 … F_K that `text` gives, for rounds that verify
+    `served` drafted tokens with these K acceptance rates."""
     powers = job.hit_law.powers(job.lookahead, served)
     minimum = 1 if job.hit_law.p_hit else 0
     fan_out = resolve_fan_out(text, job.lookahead, hazards, *powers, minimum=minimum)
@@ -321,7 +328,8 @@ def _fan_out(job: Job, text: str, served: int, hazards: Sequence[float]) -> tupl
 
 
 def _with_tree(job: Job) -> Job:
-    """Returns the job with the tree of --tree: the best one of K levels, or each round's own."""
+    """Returns the job with the draft tree of --tree: one optimal tree of up to K levels for all
+    rounds, or, with tree_shape=dynamic, only the size of trees whose shape each round decides."""
     config, law = job.config, job.hit_law
     if config.tree is None:
         return job
@@ -350,7 +358,7 @@ def _with_tree(job: Job) -> Job:
 
 
 def _check_sizes(job: Job) -> None:
-    """Refuses a tree or a fan-out that is larger than what a forward or its kernels can take."""
+    """Raises ConfigError for trees or fan-outs that exceed the limits of forwards or kernels."""
     config = job.config
     asked = f"fan_out {config.fan_out}"
     if (size := job.dynamic) is not None:

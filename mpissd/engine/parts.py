@@ -1,4 +1,4 @@
-"""Makes the parts of a job's rounds: the messages' sizes, and the drafters of its target groups."""
+"""Makes the parts of a job's rounds: the limits of messages, and the drafters of target groups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mpissd.engine.round.rows import DraftWorker
 
 
 def link_shape(job: Job, group: int = 0) -> LinkShape:
-    """Returns the sizes of the messages of this job, between a target group and its draft."""
+    """Returns the limits of this job's messages between target group `group` and its draft."""
     workload = job.workload
     sampled = workload.samples and job.lookahead > 0
     return LinkShape(
         group,
         job.config.batch_size,
         job.num_nodes,
-        # Greedy tokens are certain, so no distributions are sent.
+        # The distributions of greedy tokens are not sent, because such tokens are certain.
         vocab=workload.proposal_width if sampled else 0,
         prompt_tokens=workload.prompt_tokens,
     )
 
 
 def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
-    """Returns a worker for each target group, which share the draft model's forwards."""
+    """Returns a draft worker for each target group; all share the forwards of the draft model."""
     config = job.config
     if config.groups == 1:
         return [joining(job, job.workload.draft_worker(stepper))]
@@ -42,13 +42,13 @@ def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
 
 
 def group_waiters(job: Job, waiter: Waiter) -> Sequence[Waiter]:
-    """Returns how the rounds of each target group wait on a draft; waiter: how its rank does."""
+    """Returns a Waiter for each target group of a draft rank. waiter: how the rank itself waits."""
     groups = job.config.groups
     return [waiter] if groups == 1 else [GroupWaiter(waiter.deadline_s) for _ in range(groups)]
 
 
 def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
-    """Returns the drafter over `worker`."""
+    """Returns a Drafter, which runs the rounds of a draft for one target group with `worker`."""
     policy = DraftPolicy(
         lookahead=job.lookahead,
         fan_outs=job.fan_outs,
@@ -56,7 +56,7 @@ def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
     )
-    # In a tree the children of a node take the first ranks.
+    # Ranks are not counted for trees, where the children of a node take the first ones.
     ranks = RankCounts() if job.workload.reports_outcomes and not job.tree_lanes else None
     log = DraftLog(kept=job.serving is None, ranks=ranks)
     return Drafter(worker, policy, job.config.batch_size, waiter, log)

@@ -1,4 +1,4 @@
-"""The sizes of a resolved configuration: rows of forwards, lanes and tokens of KV caches, ranks."""
+"""The sizes of a resolved configuration: rows of forwards, capacities of KV caches, ranks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
 
-_LONGEST_WINDOW = 8192  # tokens of a sequence without a prompt, before its positions begin again
-WARM_TOKENS = 8  # prompt tokens of the sequences that only warm a text job up
-_TEXT_CONTEXT = 2048  # tokens of a sequence of text, its prompt included, without --context
+_LONGEST_WINDOW = 8192  # most positions of a sequence without a prompt; then they begin again
+WARM_TOKENS = 8  # prompt tokens of the sequences that are decoded only for warm-up in a text job
+_TEXT_CONTEXT = 2048  # the default of --context for text: prompt and answer of a sequence
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Settings of a job whose requests join and leave, in addition to its configuration.
+    """Settings of a server's job, whose requests join and leave, in addition to its configuration.
 
-    kv_tokens: tokens of all sequences' caches together (0: each may be as long as the context).
-    samples: whether requests may ask for a temperature above 0. prefix_cache: whether a sequence
-    takes over the pages of others that begin with the same tokens.
+    kv_tokens: the tokens that the KV caches of all sequences hold together (0: the full context for
+    each). samples: whether requests may ask for a temperature above 0. prefix_cache: whether a
+    sequence reuses KV pages of others that begin with the same tokens.
     """
 
     kv_tokens: int = 0
@@ -40,9 +40,10 @@ class Serving:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A configuration resolved for T target ranks: model shapes, laws, fan-outs and what follows.
+    """A configuration resolved for T target ranks: the models' shapes, the acceptance and hit
+    models, the fan-outs, and the sizes that follow from them.
 
-    A lane is the part of a sequence's KV cache that holds one branch, or one path of a tree.
+    A lane is scratch memory in a sequence's KV cache for one branch, or one path of a draft tree.
     """
 
     config: RunConfig
@@ -50,35 +51,35 @@ class Sizes:
     target: ModelShape
     draft: ModelShape | None  # None in AR
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # F_0 … F_K after a hit (of a tree: by node); empty unless SSD
-    fan_out_miss: tuple[int, ...]  # F_0 … F_K after a trunk that a backup drafted
+    fan_out: tuple[int, ...]  # F_0 … F_K after a cache hit (in a tree, by node); empty unless SSD
+    fan_out_miss: tuple[int, ...]  # F_0 … F_K after a miss, when a backup drafted the tokens
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
-    target_where: str = ""  # the names that presets.files_of takes
+    target_where: str = ""  # the model's preset name or path, as presets.files_of takes it
     draft_where: str = ""
-    tree: Tree = CHAIN  # the shape of a draft, of K levels
-    dynamic: Size | None = None  # of a tree whose shape the device decides in each round
-    prefill_rows: int = 0  # rows of a forward over a prompt; 0: no sequence has one
-    serving: Serving | None = None  # settings of a server's job, or None
+    tree: Tree = CHAIN  # the shape of a round's drafted tokens, with K levels
+    dynamic: Size | None = None  # the size of trees whose shape the device chooses in each round
+    prefill_rows: int = 0  # the rows of a forward over a prompt; 0 if sequences have no prompts
+    serving: Serving | None = None  # a server's settings; None for a run
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, G·T + D + L."""
+        """The number of ranks, G·T + D + L: G groups of T targets, D drafts and L learners."""
         return self.config.groups * self.tp + self.config.drafts + self.config.learners
 
     @cached_property
     def target_shard(self) -> AnyShard:
-        """Rank 0's share of the target."""
+        """The shard of the target on rank 0."""
         return self.shard(self.tp)
 
     def shard(self, tp: int) -> AnyShard:
-        """Returns rank 0's share of the target, over T = tp ranks."""
+        """Returns rank 0's shard of the target when it is split over `tp` ranks."""
         return shard_of(self.config, self.target, self.target_where, tp)
 
     @cached_property
     def draft_shard(self) -> AnyShard | None:
-        """The whole draft; None in AR."""
+        """The shape of the draft, which is never split; None in AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
         config = config_of(self.draft_where, self.target_where)
@@ -98,12 +99,12 @@ class Sizes:
 
     @property
     def inline(self) -> bool:
-        """Whether the draft runs on the lead's device (SD without a draft rank)."""
+        """Whether the lead's device also runs the draft (SD without a draft rank)."""
         return self.draft is not None and self.config.drafts == 0
 
     @property
     def tokens_a_forward(self) -> int:
-        """Tokens of a sequence that one draft forward drafts: several by Medusa heads."""
+        """How many tokens a draft forward drafts for a sequence: several with Medusa heads."""
         if isinstance(self.draft_shard, StateShard):
             return self.draft_shard.num_heads_used
         return 1 + self.masks if self.draft is None or self.masks else self.draft.num_tokens
@@ -123,12 +124,12 @@ class Sizes:
         return range(vocab, vocab + self.masks)
 
     def num_forwards(self, tokens: int) -> int:
-        """Returns the number of draft forwards that draft `tokens` tokens of a sequence."""
+        """Returns how many draft forwards are needed to draft `tokens` tokens for a sequence."""
         return -(-tokens // self.tokens_a_forward)
 
     @property
     def window(self) -> int | None:
-        """Tokens after which the positions of a sequence without a prompt begin again."""
+        """Tokens after which a sequence without a prompt reuses its positions; None for text."""
         config = self.config
         if config.is_text:
             return None
@@ -138,7 +139,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence, its context or prompt included."""
+        """The most tokens of a sequence, its context or prompt included."""
         if self.window is not None:
             return self.config.context + self.window
         positions = config_of(self.target_where).max_positions
@@ -146,20 +147,22 @@ class Sizes:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a slot of the KV cache may hold: a sequence, and a verification's tokens.
+        """The tokens that a sequence's slot of the KV cache can hold: the longest sequence and the
+        tokens of a verification.
 
-        Sequences that warm a text job up end only after warmup_rounds.
+        In a text job, sequences decoded for warm-up end only after warmup_rounds.
         """
         a_round = self.lookahead + 1
         warm = WARM_TOKENS + self.config.warmup_rounds * a_round if self.config.is_text else 0
         return max(self.longest, warm) + a_round
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns how sequences use the KV cache of the target or the draft; None without one."""
+        """Returns how sequences use the KV cache of the draft or the target; None without a
+        cache."""
         config, serving, draft = self.config, self.serving, self.draft_shard
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        # A draft on hidden states needs the states of every token, which a reused page lacks.
+        # A draft on hidden states needs the target's states of all tokens, which reused pages lack.
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
         lag = self.lookahead if drafts and self.reads_states else 0
@@ -168,21 +171,23 @@ class Sizes:
 
     @property
     def num_nodes(self) -> int:
-        """Number N of tokens that are drafted for a sequence: K in a chain."""
+        """The number N of drafted tokens of a sequence in a round: K in a chain."""
         return self.tree.ends[self.lookahead]
 
     @property
     def verified(self) -> int:
-        """The tokens that are verified for a sequence, N also of a dynamic tree."""
+        """The drafted tokens that are verified for a sequence in a round, also of dynamic trees."""
         return self.num_nodes if self.dynamic is None else self.dynamic.nodes
 
     @property
     def verify_rows(self) -> int:
-        """Number of rows of a full verification, b(N+1)."""
+        """The rows of a full verification, b(N+1): N drafted tokens and the last token a
+        sequence."""
         return self.config.batch_size * (self.verified + 1)
 
     def rates(self, source: Source) -> tuple[float, ...]:
-        """Returns the rates at which the levels of a source's drafts are accepted, K or fewer."""
+        """Returns the acceptance rate of each level of the tokens that `source` drafts, given that
+        the level before was accepted: at most K rates."""
         hazards = self.acceptance[source].hazards[: self.lookahead]
         if not self.tree.num_lanes or not hazards:
             return hazards
@@ -190,13 +195,13 @@ class Sizes:
 
     @property
     def fan_outs(self) -> FanOuts:
-        """The fan-out lists of the job: after hits, and after misses."""
+        """The numbers of bonus candidates after cache hits and after misses."""
         return FanOuts(self.fan_out, self.fan_out_miss)
 
     @property
     def widest(self) -> int:
-        """The largest number of candidates that a row may keep, at least 1; in a tree, with the
-        siblings of a node's first child."""
+        """The most candidates that a draft forward must return for a row beside its first token, at
+        least 1: bonus candidates, and in a tree the later children of a node."""
         if self.dynamic is not None:
             return CHOICES - 1
         if self.layout is None:
@@ -206,14 +211,15 @@ class Sizes:
 
     @cached_property
     def layout(self) -> BranchLayout | None:
-        """The places of a tree's nodes and of the branches after them; None unless they grow."""
+        """Where the KV cache stores a tree's nodes and the branches after them; None unless
+        branches are grown after a tree."""
         if not (self.fan_out and self.tree.num_lanes):
             return None
         return BranchLayout(self.tree, self.fan_outs.widest_each, self.masks)
 
     @property
     def tree_lanes(self) -> int:
-        """The lanes in which the side paths of a batch's trees are stored."""
+        """The scratch KV lanes for the paths of a batch's trees off their principal paths."""
         return self.config.batch_size * (self.verified if self.dynamic else self.tree.num_lanes)
 
     @property
@@ -223,7 +229,7 @@ class Sizes:
 
     @property
     def draft_lanes(self) -> int:
-        """The lanes of a target group in the draft's cache: of side paths, and of branches."""
+        """The scratch KV lanes of a target group in a draft, for branches and tree paths."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
         if self.dynamic is not None:
@@ -232,12 +238,12 @@ class Sizes:
 
     @property
     def draft_sequences(self) -> int:
-        """Number of sequences of all target groups, which a draft keeps in its cache."""
+        """The number of sequences in a draft's KV cache: the batches of all target groups."""
         return self.config.groups * self.config.batch_size
 
     @property
     def grown_rows(self) -> int:
-        """The rows of the draft's largest growth step, at least one a sequence."""
+        """The rows of the draft's largest growth step (one more token a branch), at least b."""
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
         if self.masks:  # an inline draft stores up to K accepted tokens in the same forward
@@ -245,26 +251,26 @@ class Sizes:
         return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 
     def target_buckets(self) -> list[int]:
-        """Returns the row counts to compile for verifications of up to b(K+1) rows."""
+        """Returns the row counts for which the target is compiled, up to a full verification."""
         exact = [n for n in (self.config.batch_size, self.verify_rows, self.prefill_rows) if n]
         return buckets(*exact) if self.serving is None else fine_buckets(*exact)
 
     def draft_buckets(self) -> list[int]:
-        """Returns the row counts to compile for the draft: its first step, growth and backups."""
+        """Returns the row counts for which the draft is compiled, up to its largest forward."""
         batch, groups = self.config.batch_size, self.config.groups
         exact = [n for n in (self.verify_rows, self.grown_rows, self.prefill_rows) if n]
-        if groups > 1:  # one forward may carry the rows of all groups
+        if groups > 1:  # One forward may serve all target groups.
             exact += [groups * rows for rows in (batch, *exact)]
         return buckets(batch, *exact)
 
     @property
     def options(self) -> ForwardOptions:
-        """Options of the target's forward.
+        """The options of the target's forward.
 
-        A transformer's `context` is the mean number of tokens of KV cache that a sequence's rows
-        read, without its prompt. In a run limited by rounds, a round counts as many tokens as the
-        imposed acceptance gives, rounded so that similar runs share programs; one if nothing is
-        imposed.
+        A transformer's `context` is the mean number of tokens in the KV cache that a sequence's
+        rows read, without the prompt. If rounds limit the run, a round counts as many tokens as the
+        imposed acceptance gives on average, rounded so that similar runs share compiled forwards;
+        or one token if no acceptance is imposed.
         """
         config = self.config
         if not config.is_transformer:
@@ -288,10 +294,10 @@ class Sizes:
 
     @property
     def draft_options(self) -> ForwardOptions:
-        """Options of the draft's forward.
+        """The options of the draft's forward.
 
-        With an LM head it reads out as many candidates as a row may need. A branch also reads the
-        KV of its 1 … K own tokens; their mean, rounded up, is counted.
+        With an LM head it returns as many top candidates as a row may need. A row of a branch also
+        reads the KV of the branch's own 1 … K tokens, counted with their mean, rounded up.
         """
         config = self.config
         has_head = config.lm_head or self.drafts_by_transformer
@@ -305,9 +311,9 @@ class Sizes:
 
 
 def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyShard:
-    """Returns rank 0's share of a target over T = tp ranks; where: the target's name.
+    """Returns rank 0's shard of a target over T = tp ranks. where: the target's name or path.
 
-    Raises ConfigError if T does not divide its heads or FFN; bare products need equal shares.
+    Raises ConfigError if T does not divide its heads or FFN; bare products need equal shards.
     """
     if config.is_transformer:
         return TransformerShard(config_of(where), tp)
@@ -315,13 +321,14 @@ def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyS
 
 
 def fine_buckets(*exact: int) -> list[int]:
-    """Returns row counts for batches that change with every request: four in each octave."""
+    """Returns row counts to compile for a server, whose batch changes with every request: four
+    between one power of two and the next, and `exact`."""
     steps = {n << shift >> 2 for n in (4, 5, 6, 7) for shift in range(max(exact).bit_length())}
     return sorted({*exact, *(n for n in steps if n <= max(exact))})
 
 
 def buckets(batch: int, *exact: int) -> list[int]:
-    """Returns the row counts to compile: full rounds, and powers of two between."""
+    """Returns row counts to compile for a run: the arguments, and smaller powers of two."""
     largest = max(batch, *exact)
     powers = {1 << n for n in range(largest.bit_length()) if 1 << n < largest}
     return sorted({batch, *exact, *powers})

@@ -1,1 +1,1 @@
-"""Sessions: run one configuration on ranks whose devices and links are open."""
+"""Runs one configuration on ranks whose devices and communicators are open (a session)."""

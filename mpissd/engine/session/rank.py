@@ -1,8 +1,8 @@
-"""One rank of a job: its workers and message ends, and *passes* of the decoding loops.
+"""One rank of a job: its models, its ends of the message channels, and its *passes*.
 
-A pass is one run of the decoding loops on all ranks, from the first outcome to the stop. The first
-rank of each target group, its lead, decides the rounds, draft ranks draft, and the other target
-ranks run the same forwards as their lead.
+A pass is one run of the decoding loops on all ranks, from the first round to the stop message. The
+first rank of each target group, its lead, decides the rounds; draft ranks draft; and the other
+target ranks (followers) run the same forwards as their lead.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ Result = TypeVar("Result")
 
 
 class Rank:
-    """The workers and message ends of this rank; parts that its role does not use are None."""
+    """The workers (models with their batches) and message ends of this rank. Those that its role
+    does not use are None."""
 
     def __init__(self, session: Session) -> None:
-        """Opens models, and communicators for the messages to drafts and to the other ranks of a
-        target group. Collective."""
+        """Opens the models, and communicators for the messages between a lead, its draft and the
+        other ranks of its target group. Collective."""
         self.session = session
         topology = session.topology
         waiter = session.waiter
         job = session.job
         target, draft = session.models.open(job, topology)
         self.target = None if target is None else session.target_worker(target)
-        # One draft worker and one link for each target group; inline: one worker.
+        # A draft rank has a worker and a link for each target group, a lead that drafts one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
-        self.ledger: Ledger | None = None  # this rank's phases in the last pass
-        self.digest = 0  # of the outcomes of the last pass
-        self.draft_lost = False  # whether a pass has lost the draft; later ones have K = 0
-        self.updates: Updates | None = None  # of the last pass, on a draft with a learner
+        self.ledger: Ledger | None = None  # the time of each phase of the last pass on this rank
+        self.digest = 0  # a checksum over all outcomes of the last pass, to compare ranks
+        self.draft_lost = False  # whether a pass lost the draft rank; later passes then have K = 0
+        self.updates: Updates | None = None  # weights from the learner, on a draft rank
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
-        self._leads: MPI.Comm | None = None  # of the target groups, if there are several
+        self._leads: MPI.Comm | None = None  # connects the leads of several target groups
         if topology.groups > 1:
             color = 0 if topology.leads_group else MPI.UNDEFINED
             leads = topology.world.Split(color, topology.world.rank)
@@ -88,36 +89,37 @@ class Rank:
 
     @property
     def draft(self) -> DraftWorker | None:
-        """The worker that drafts here for the first target group, or None."""
+        """The worker that drafts here for the first target group; None on other ranks."""
         return self.drafts[0] if self.drafts else None
 
     @property
     def messages(self) -> tuple[int, int]:
-        """The (messages, bytes) that this lead has sent and received so far."""
+        """The numbers of (messages, bytes) that this lead has sent and received so far."""
         ends = [end for end in (self.sender, self.lead_link) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     @property
     def proposals(self) -> tuple[int, float]:
-        """The bytes of distributions that the draft has sent here, and the seconds of waiting."""
+        """For sampled tokens: the bytes of draft distributions that this lead has received so far,
+        and the seconds that it has waited for them."""
         link = self.lead_link
         return (0, 0.0) if link is None else (link.proposal_bytes, link.proposal_wait_s)
 
     @property
     def kernel(self) -> str | None:
-        """The names of the kernels that read the target's weights on this rank, or None."""
+        """The names of the kernels that multiply by the target's weights on this rank, or None."""
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
     @property
     def draws(self) -> str:
-        """Where the target's sampled tokens are drawn: "device" or "host"."""
+        """Where tokens are sampled from the target's distributions: "device" or "host"."""
         stepper = None if self.target is None else self.target.stepper
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def make_drafters(self) -> list[Drafter]:
-        """Returns new drafters, one for each target group that this rank drafts for."""
+        """Returns new Drafters, which run a draft's rounds, one a target group served here."""
         pairs = zip(self.drafts, self._draft_waiters, strict=True)
         return [make_drafter(self.session.job, worker, waiter) for worker, waiter in pairs]
 
@@ -127,15 +129,16 @@ class Rank:
         drafters: Sequence[Drafter],
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
-        """Runs the loops once with these workers. Collective over the job's ranks. drive: decodes,
-        on the lead of each target group, and returns the result; other ranks return None."""
-        # A pass of a server may last for days, so it has to collect its garbage.
+        """Runs the decoding loops once on all ranks of the job. Collective. target, drafters: this
+        rank's workers, as its role needs. drive: called on the lead of each target group with the
+        TargetLoop; decodes the rounds and returns the pass's result. Other ranks return None."""
+        # A server's pass may last for days, so that garbage collection stays enabled in it.
         with undisturbed() if self._keeps else nullcontext():
             if self.draft_links:
                 self._serve(drafters)
                 return None
             assert target is not None, "a target rank without a worker"
-            OWN.bytes[DOING] = int(Doing.VERIFY)  # from here on, except while it waits for others
+            OWN.bytes[DOING] = int(Doing.VERIFY)  # what is reported between waits
             speculator = self._speculator(drafters[0] if drafters else None)
             target = self._deciding(target, speculator)
             if self.receiver is not None:
@@ -177,18 +180,18 @@ class Rank:
         loop.stop()
         if loop.draft_lost_round is not None:
             self.draft_lost = True
-            self.lead_link = None  # the draft is gone, and closing a link needs both ends
+            self.lead_link = None  # It cannot be closed, since that would need the lost draft rank.
         self.ledger = loop.ledger
         self.digest = loop.batch.digest
         return result
 
     @property
     def _keeps(self) -> bool:
-        """Whether the times of all rounds are kept, as they are except by a server."""
+        """Whether the times of every round are kept; a server, which runs for long, keeps none."""
         return self.session.job.serving is None
 
     def _deciding(self, target: TargetWorker, speculator: Speculator) -> TargetWorker:
-        """Returns a worker whose device decides rounds by itself; `target` if the host does so."""
+        """Returns a worker whose device runs rounds without the host; `target` if none does."""
         end = self.receiver or self.sender
         if self.device_rounds is None or end is None:
             return target
@@ -212,20 +215,22 @@ class Rank:
         return InlineSpeculator(drafter)
 
     def meet(self) -> None:
-        """Waits until the leads of all target groups are here, so that they begin together."""
+        """Waits until the leads of all target groups have called this, to begin together."""
         if self._leads is not None:
             self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
 
     def idle(self) -> None:
-        """Waits until the lead begins another pass, without a deadline, and with rare polls, which
-        take no core from ranks that work. If a rank is lost, the host's watchdog ends this one."""
+        """Waits, on a rank that is not a lead, until its lead begins another pass. There is no
+        deadline, and polls are rare, so that they take no core from working ranks. If a rank is
+        lost, the watchdog process of the host ends this one."""
         end = self.draft_links[0] if self.draft_links else self.receiver
         assert end is not None, "a lead waits for its own work"
         while not end.outcome_arrived():
             sleep(REST_S)
 
     def prepare(self) -> None:
-        """Draws the first tokens of the first sequences before the rounds that admit them."""
+        """Draws the tokens at the beginning of the first sequences in advance, which saves time in
+        the rounds that admit them."""
         workload = self.session.workload
         if self.target is not None:
             self.target.oracle.prepare(workload.tabulated(self.session.topology.group_index))
@@ -233,7 +238,7 @@ class Rank:
             worker.oracle.prepare(workload.tabulated(group))
 
     def close(self) -> None:
-        """Closes the message ends and their communicators."""
+        """Closes the message ends of this rank and frees their communicators."""
         if self.device_rounds is not None:
             self.device_rounds.close()
         for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):
@@ -245,7 +250,7 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Collects garbage, which takes 30 ms, and disables collections inside the block."""
+    """Collects garbage now (30 ms), and turns Python's collector off inside the `with` block."""
     gc.collect()
     gc.disable()
     try:
@@ -255,5 +260,5 @@ def undisturbed() -> Iterator[None]:
 
 
 def _is_draft_lost() -> bool:
-    """Returns whether the draft rank is known to be gone while the job goes on."""
+    """Returns whether the draft rank has ended while the job goes on without it."""
     return bool(guard.lost())

@@ -1,19 +1,19 @@
-"""One rank's resources: opens them in a fixed order, and closes them in the reverse order.
+"""Opens one rank's resources in a fixed order, and closes them in the reverse order.
 
-The order is topology, backend, all-reduce, models (with CUDA graphs), link. Graphs that outlive the
-communicator of their all-reduce hang.
+The order is topology, backend, all-reduce, models (with CUDA graphs), link. CUDA graphs that
+outlive the communicator of their all-reduces hang.
 
 A *machine* holds the resources that outlive a configuration: ranks, device, all-reduce, models. A
 *session* is one configuration on a machine. `run` opens a machine for one session, `sweep` for
 many.
 
 `Models` caches the models of a rank from one configuration to the next. Configurations share
-weights if their forwards read the same weights in the same layout. They share a *stepper* (buffers
-and programs for every row count that any configuration needs) if they also read as much context and
-read out as many candidates. A configuration uses only its own row counts of a shared stepper, so it
-runs the same programs as in a job of its own. All target ranks make, keep and drop the same models
-in the same order, because compiling is collective. With an inline draft, every target rank also
-counts the memory of the lead's draft.
+weights if their forwards read the same weights in the same layout. They share a *stepper* (a
+model's buffers and compiled forwards, one for each row count that any configuration needs) if they
+also read equally long contexts and equally many top-k candidates. A configuration uses only its own
+row counts of a shared stepper, so it runs the same forwards as in a job of its own. All target
+ranks make, keep and drop the same models in the same order, because compiling is collective. If the
+lead drafts (inline), every target rank counts the memory of that draft too.
 """
 
 from __future__ import annotations
@@ -57,21 +57,22 @@ from mpissd.engine.round.oracle import LogitsGather
 from mpissd.engine.round.rows import TargetWorker
 
 Logits = NDArray[np.float32]
-# Measurements and when they were made, by the object that they describe and by key. Configurations
-# on one machine share them, and they are dropped when that object is collected.
+# Maps a measured object and a key to (a measurement, the time when it was made). Configurations on
+# one machine share measurements, which are dropped when the measured object is garbage-collected.
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
-REST_S = 1e-3  # time between two polls of an idle rank
-_SMALL_BYTES = 2e9  # some 15 forwards a second on a core that reads 30 GB/s
-_SPARE_BYTES = 2 << 30  # left free for activations, graphs and libraries
+REST_S = 1e-3  # the seconds between two polls of an idle rank
+_SMALL_BYTES = 2e9  # weights of a small model: 15 forwards a second on a core that reads 30 GB/s
+_SPARE_BYTES = 2 << 30  # device memory that is left free for activations, graphs and libraries
 
 
-Key = tuple[Any, ...]  # of weights, or of a stepper; configurations with equal keys share them
+Key = tuple[Any, ...]  # identifies weights or a stepper; configurations with equal keys share them
 
 
 @dataclass
 class _Held:
-    """Weights, or a stepper on weights, in the cache. made: None on a rank that only counts their
-    bytes. base: the key of a stepper's weights. rows: its row counts."""
+    """An entry of the model cache: weights, or a stepper (buffers and compiled forwards) on
+    weights. made: the object; None on a rank that only counts its bytes. base: the key of a
+    stepper's weights. rows: the row counts that a stepper was compiled for."""
 
     num_bytes: int
     made: Weights | Stepper | None
@@ -80,31 +81,32 @@ class _Held:
 
 
 class Models:
-    """Cache of a rank's models; must be closed before their all-reduce."""
+    """The cache of a rank's models (weights and compiled forwards), which must be closed before the
+    all-reduce that the forwards call."""
 
     def __init__(self, backend: Backend, group: Group, seed: int, room: int | None = None) -> None:
-        """group: the all-reduce of the targets. seed: of all random weights, whose values decide no
-        outcome. room: bytes that each rank of this role may use (None: unknown)."""
+        """group: the all-reduce of the target ranks. seed: the seed of random weights. room: the
+        bytes that each rank of this role may use (None: unknown)."""
         self._backend = backend
         self._group = group
         self._seed = seed
         self._room = room
-        # The last used comes last.
-        self._held: OrderedDict[Key, _Held] = OrderedDict()
+        self._held: OrderedDict[Key, _Held] = OrderedDict()  # the last used entry comes last
         self._rows: dict[Key, frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Plans steppers with the row counts of all these jobs; called before the first `open`."""
+        """Announces all jobs, to compile steppers for all their row counts; called before
+        `open`."""
         for need in (need for job in jobs for need in job.needs):
             key = self._keys(need)[1]
             self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
-        """Returns [target stepper, draft stepper], None for a model that this rank lacks. If memory
-        does not suffice for the row counts of all expected jobs, the steppers get only this job's.
-        Raises Refused on all ranks of the job if a rank has no room for these either.
-        Collective."""
-        # An inline draft is the lead's; every target rank counts its memory.
+        """Returns [target stepper, draft stepper], with None for a model that this rank does not
+        run. Collective. If memory does not suffice for the row counts of all announced jobs, the
+        steppers get only this job's. Raises Refused on all ranks of the job if even that does not
+        fit on a rank."""
+        # An inline draft runs on the lead, but every target rank counts its memory.
         held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
         mine = [need for need in job.needs if need.which in held]
         try:
@@ -123,12 +125,12 @@ class Models:
                 is_here = need.which == TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
-            # The error itself would keep the allocations alive.
+            # The error's traceback would keep the allocations alive, so that only its text is kept.
             full = ConfigError(f"rank {topology.world.rank}: {error}")
         try:
             agree(topology.world, full)
         except Refused:
-            self.close()  # all ranks do so; another attempt makes what it needs
+            self.close()  # All ranks drop all models; another attempt makes those that it needs.
             raise
         for need in missing:
             if (stepper := self._stepper(need)) is not None:
@@ -140,10 +142,10 @@ class Models:
         return steppers
 
     def _keys(self, need: Need) -> tuple[Key, Key]:
-        """Returns the keys of a model's weights, and of the stepper on them."""
+        """Returns two cache keys: of a model's weights, and of the stepper on these weights."""
         options = need.options
         shard = need.shard
-        # For few rows, a GPU may use another layout of the weights of products.
+        # If all forwards have few rows, a GPU may store the weights of products in another layout.
         few = need.buckets[-1] <= self._backend.few_rows and isinstance(shard, Shard)
         model = need.which, need.model, shard.shape, shard.tp
         weights = *model, options.fuse, options.lm_head, few
@@ -154,7 +156,7 @@ class Models:
         return cast("Stepper | None", self._held[self._keys(need)[1]].made)
 
     def _is_there(self, need: Need) -> bool:
-        """Returns whether a stepper can be used as it is; drops it if not."""
+        """Returns whether the cache has a stepper that this need can use; drops an unusable one."""
         keys = self._keys(need)
         for key in keys:
             if key in self._held:
@@ -163,7 +165,7 @@ class Models:
             return False
         stepper = self._stepper(need)
         is_usable = frozenset(need.buckets) <= held.rows
-        if need.source is not None:  # it has to read the states of the current target
+        if need.source is not None:  # The draft has to read the current target's states.
             is_usable &= self._is_there(need.source)
             if is_usable and stepper is not None:
                 is_usable = stepper.source is self._stepper(need.source)
@@ -172,9 +174,9 @@ class Models:
         return is_usable
 
     def _make_room(self, missing: Sequence[Need], keep: Collection[Key]) -> None:
-        """Drops the least recently used models, except the keys `keep`, until the missing ones fit.
-        It counts computed bytes, which are equal on all ranks of a role, and not a device's
-        report."""
+        """Drops least recently used models, but not those with the keys `keep`, until the missing
+        ones fit. Memory is computed, not reported by the device, so that all ranks of a role drop
+        the same models."""
         for key in [key for key in self._held if key not in keep]:
             size = sum(held.num_bytes for held in self._held.values())
             for need in missing:
@@ -209,7 +211,8 @@ class Models:
         self._held[key] = _Held(kv_bytes, made, weights, rows)
 
     def _drop(self, key: Key) -> None:
-        """Closes and removes a stepper, or weights and the steppers on them, if they exist."""
+        """Removes an entry from the cache, and with weights also the steppers on them; closes
+        steppers. Does nothing without such an entry."""
         for other in [other for other, held in self._held.items() if held.base == key]:
             self._drop(other)
         held = self._held.pop(key, None)
@@ -217,16 +220,17 @@ class Models:
             held.made.close()
 
     def close(self) -> None:
-        """Destroys all programs and releases the weights."""
+        """Destroys all compiled forwards and releases the weights."""
         for key in list(self._held):
             self._drop(key)
 
 
 @dataclass
 class Session:
-    """The resources of one rank while a job runs; learning: its messages to and from learners."""
+    """One configuration on open ranks: the resources of this rank while the job runs. learning: the
+    messages between this rank and the learners (None: nothing is learned)."""
 
-    topology: Topology  # the ranks in this job and their roles
+    topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
@@ -234,16 +238,16 @@ class Session:
     group: Group
     models: Models
     calibrations: Calibrations
-    resources: ExitStack = field(default_factory=ExitStack)  # closed at the end of this job
+    resources: ExitStack = field(default_factory=ExitStack)  # closed when the job ends
     learning: LearnerComms | None = None
 
     @property
     def workload(self) -> Workload:
-        """The job's workload, which makes its sequences and decides their tokens."""
+        """The job's workload: it makes sequences, and the oracles that choose their tokens."""
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Returns a worker that verifies with `stepper`, this rank's share of the target."""
+        """Returns a worker that runs verifications with `stepper`, this rank's target shard."""
 
         def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
@@ -260,14 +264,14 @@ class Session:
         return self.workload.target_worker(stepper, open_gather)
 
     def barrier(self, waiter: Waiter | None = None) -> None:
-        """Waits for all ranks of the world; raises an error after the waiter's deadline."""
+        """Waits for all ranks; raises Overdue at the deadline of `waiter` (None: the session's)."""
         request = self.topology.world.Ibarrier()
         (waiter or self.waiter).until(request.Test, "barrier")
 
     def survivors(self, *, draft_lost: bool) -> MPI.Comm:
-        """Returns the communicator of the living ranks: all, or the targets if the draft was lost,
-        by the value of draft_lost on the lead. Collective over the target ranks of a run that may
-        go on without its draft."""
+        """Returns a communicator of the ranks that are alive: the target ranks if the lead passes
+        draft_lost=True, else all. Collective over the target ranks of a run with on_draft_loss=ar,
+        which may go on without its draft."""
         topology = self.topology
         if self.job.config.on_draft_loss == "abort" or topology.is_draft:
             return topology.world
@@ -276,10 +280,10 @@ class Session:
 
 @dataclass
 class Machine:
-    """The resources of one rank that outlive a configuration. memory: the least bytes that a target
-    rank and a draft rank may use (None: unknown, or none)."""
+    """The resources of one rank that outlive a configuration. memory: the fewest bytes that any
+    target rank, and that any draft rank, may use (None: unknown, or there is no such rank)."""
 
-    topology: Topology  # of all ranks
+    topology: Topology  # the roles of all ranks
     backend: Backend
     infos: list[DeviceInfo]  # by world rank
     group: Group
@@ -287,17 +291,17 @@ class Machine:
     memory: tuple[int | None, int | None]
     resources: ExitStack
     calibrations: Calibrations = field(default_factory=WeakKeyDictionary)
-    # {D: the ranks in use}; None: this rank idles
+    # Maps D to the topology of a job with D draft ranks; None if this rank idles in such a job.
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes a topology for each of several numbers of draft ranks; collective."""
+        """Makes the topology of jobs with each of these numbers of draft ranks. Collective."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to the same job on every rank, for the least memory of a role;
-        raises ConfigError."""
+        """Resolves a configuration to a job, the same on every rank, since it counts with the rank
+        of each role that has the least memory. Raises ConfigError if the job is impossible."""
         target, draft = self.memory
         return resolve(
             config,
@@ -309,7 +313,7 @@ class Machine:
         )
 
     def session(self, job: Job) -> Session | None:
-        """Returns the session of a job, or None if this rank stays idle."""
+        """Returns the session of a job here, or None if this rank has no part in the job."""
         topology = self.parts[job.config.drafts]
         if topology is None:
             return None
@@ -322,8 +326,8 @@ class Machine:
 
 
 def rest(topology: Topology) -> None:
-    """Waits for all ranks, without a deadline, and with rare polls, since others may measure on the
-    cores of this rank; they detect a lost rank. Collective."""
+    """Waits for all ranks without a deadline. Collective. Polls are rare, since other ranks may
+    measure on this rank's cores. The other ranks detect a lost rank."""
     arrived = topology.world.Ibarrier()
 
     def polled() -> bool:
@@ -337,8 +341,8 @@ def rest(topology: Topology) -> None:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Session]:
-    """Opens the session of the only configuration of a machine, and always closes both within the
-    deadline; raises Refused on every rank if one rank fails. Collective."""
+    """Opens a machine and a session for one configuration, and always closes both within the
+    deadline. Raises Refused on every rank if one rank fails. Collective."""
     with opened_machine(config, config.drafts) as machine:
         session = session_of(machine, config)
         machine.resources.callback(session.resources.close)
@@ -349,15 +353,15 @@ def opened(config: RunConfig) -> Iterator[Session]:
 def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
-    """Opens the resources of a rank of a machine, and always closes them within the deadline. The
-    machine has groups·T + num_drafts ranks, in `world` (None: all ranks). Raises Refused on every
-    rank if one rank fails. Collective."""
+    """Opens this rank's resources on a machine, and always closes them within the deadline. The
+    machine has groups·T + num_drafts ranks, those of `world` (None: all ranks). Raises Refused on
+    every rank if one rank fails. Collective."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
-        guard.stage(Stage.TEARDOWN)  # after an error the stage stays, and is named with it
+        guard.stage(Stage.TEARDOWN)  # An error is reported with the stage that it interrupted.
     except FaultError:
-        machine.group.abort()  # a collective that waits for a dead peer would block the device
+        machine.group.abort()  # A collective that waits for a dead peer would block the device.
         raise
     finally:
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
@@ -365,8 +369,8 @@ def opened_machine(
 
 
 def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
-    """Returns the session of the only configuration of a machine; serving: of a server (None: of a
-    run). Raises Refused on every rank if it cannot run there. Collective."""
+    """Returns the session of a machine's only configuration. serving: the settings of a server
+    (None: of a run). Collective; raises Refused on every rank if the job is impossible there."""
     with agreed(machine.topology.world):
         job = machine.resolve(config, serving)
     machine.models.expect([job])
@@ -378,7 +382,7 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
 def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) -> Machine:
     try:
         topology = open_topology(num_drafts, config.groups, world)
-    except ConfigError as small:  # the same on every rank
+    except ConfigError as small:  # Every rank raises the same error.
         raise Refused(str(small), small.exit_code) from small
     keep_freed()
     resources = ExitStack()
@@ -392,7 +396,7 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
         )
     resources.callback(backend.close)
     names = topology.world.allgather(backend.name)
-    if len(set(names)) > 1:  # --backend=auto on nodes with different hardware
+    if len(set(names)) > 1:  # --backend=auto found a GPU on some hosts only.
         raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
     group: Group = SoloGroup()
@@ -412,8 +416,8 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes that each rank may use (None: unknown): the memory of its GPU, or, of CPU
-    ranks, an equal share of their host's. infos, hosts: by rank."""
+    """Returns the bytes that each rank may use (None: unknown): the memory of its GPU, or, for a
+    CPU rank, an equal share of its host's. infos, hosts: the device and host of each rank."""
     ranks = Counter(hosts)
     shares: list[int | None] = []
     for info, host in zip(infos, hosts, strict=True):
@@ -423,16 +427,16 @@ def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int
 
 
 def _least(shares: Sequence[int | None]) -> int | None:
-    """Returns the smallest of some ranks' shares; None if one is unknown, or there is no rank."""
+    """Returns the smallest share of these ranks; None if one is unknown, or if there is no rank."""
     sizes = [size for size in shares if size is not None]
     return None if len(sizes) < len(shares) else min(sizes, default=None)
 
 
 def backend_name(config: RunConfig, topology: Topology) -> str:
-    """Returns the name of this rank's backend, the same on all ranks of its host. --backend=auto is
-    numpy for text by a small model on more ranks than its host has GPUs, as for SSD on a laptop,
-    because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast enough. The
-    lead reports it on stderr."""
+    """Returns the name of this rank's backend, the same on all ranks of a host. With
+    --backend=auto, a small text model runs on numpy if its host has fewer GPUs than ranks, as for
+    SSD on a laptop: ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast
+    enough. The lead then says so on stderr."""
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
     if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:
@@ -448,12 +452,12 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
 
 
 def doubt_of(job: Job) -> str:
-    """Returns a warning if a job's draft was made for another target than the job's; or ""."""
+    """Returns a warning if the job's draft was trained for another target than the job's, or ""."""
     return doubt(job.draft_where, job.target_where) if job.drafts_by_transformer else ""
 
 
 def tell_doubt(job: Job) -> None:
-    """Writes that warning to stderr, once in this process; called on the lead."""
+    """Writes the warning of `doubt_of` to stderr, once in this process. Called on the lead."""
     if line := doubt_of(job):
         _tell(line)
 
