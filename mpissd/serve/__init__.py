@@ -1,5 +1,5 @@
-"""An HTTP server: `front` is the process that clients connect to, `ranks` decode.
+"""An HTTP server in two halves: clients connect to the process `front`; `ranks` decode.
 
 The two halves communicate over a local socket (`protocol`). The front never imports MPI, CuPy or
-Numba. `replicas` joins several servers by a shared folder.
+Numba. `replicas` lists several servers that write their addresses into a shared folder.
 """

@@ -1,4 +1,4 @@
-"""The server's endpoints, over a `Lead`: an ASGI application that knows no process and no port."""
+"""The server's HTTP endpoints: an ASGI application that knows no process and no port."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
-BODY_BYTES = 1 << 20  # largest body of a request; larger ones get 413
-DRAINED_BYTES = 1 << 25  # read of a refused body: most clients send it all first
-BODY_S = 20.0  # time limit for a body
-REQUESTS = 512  # under way at once, one a connection; below the usual limit of 1,024 open files
+BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
+DRAINED_BYTES = 1 << 25  # read of a body that is too large: most clients send all first
+BODY_S = 20.0  # time limit for a body to arrive
+REQUESTS = 512  # requests at once, each on a connection; below the usual limit of 1,024 open files
 _CHAT = "/v1/chat/completions"
-_OPEN = ("/", "/health", "/ready")  # answered without a key
+_OPEN = ("/", "/health", "/ready")  # paths that need no API key
 _PAGE = Path(__file__).with_name("page.html")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # beyond ASCII
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # not in ASCII
 _STATS = {
     "running": "sequences that decode",
     "waiting": "requests that wait for the lead",
@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 
 
 class Endpoints:
-    """The functions that answer each path, and their counters for /metrics: an ASGI application."""
+    """The functions that answer HTTP requests by path, and the counters that /metrics shows."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class Endpoints:
         about: Mapping[str, Any],
         replica: str | None = None,
     ) -> None:
-        """names: of the model. about: the server's description in /v1/models. replica: its id, if
-        it is one of several servers."""
+        """names: names that requests may give the model. about: the server's description in
+        /v1/models. replica: this server's id if it is one of several."""
         self._lead, self._tokenizer, self._config = lead, tokenizer, config
         self._names, self._about, self._replica = names, about, replica
-        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block the loop
-        self._encoding = 0  # prompts that are being encoded, or wait for it
+        self._encoder = ThreadPoolExecutor(1, "encode")  # long prompts must not block the loop
+        self._encoding = 0  # prompts that are being encoded, or wait to be
         self._under_way = 0  # requests
         registry = self._registry = CollectorRegistry()
 
@@ -125,12 +125,10 @@ class Endpoints:
         self._html_headers = page_headers(self._html)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, as ASGI servers call it; judges its headers before it reads its body.
-
-        401 without the key. Without keys 403 for a `Host` that is not this machine: a web page can
-        make a browser call 127.0.0.1 under a name of the page's own, but cannot change that header.
-        503 while REQUESTS requests are under way.
-        """
+        """Answers a request as ASGI servers call it. The headers are checked before the body is
+        read: 401 without the API key; 503 while REQUESTS requests are under way. A server without a
+        key answers 403 if the header `Host` is not this machine: a web page can make a browser call
+        127.0.0.1 by a name of the page's own, but it cannot change that header."""
         path = scope["path"] if scope["path"] in self._paths else "other"
 
         async def counted(message: Message) -> None:
@@ -178,7 +176,7 @@ class Endpoints:
             return Response(status_code=499)  # the client is gone
 
     async def _answer(self, http: Http) -> Response:
-        """Answers a chat or a completion: as a whole, or as a stream."""
+        """Answers a request for a chat or a text completion, as a whole or as a stream."""
         arrived_s = time.monotonic()
         self._lead.check_room()
         defaults = Sampling(temperature=self._config.run.temperature)
@@ -204,7 +202,7 @@ class Endpoints:
                 yield event(problem.to_dict())
             yield b"data: [DONE]\n\n"
 
-        try:  # a stream waits for its first part, so that a refusal has its status
+        try:  # A stream waits for its first text, so that a refusal can still have its status.
             first = await unless_gone(http, first_part())
         except BaseException:
             self._lead.cancel(*choices)
@@ -219,11 +217,9 @@ class Endpoints:
         )
 
     async def _complete(self, request: Exchange, http: Http, arrived_s: float) -> list[Exchange]:
-        """Encodes a request's prompt and adds the defaults that it leaves out; returns its choices.
-
-        Raises Problem for what this server cannot do. Prompts that wait for their turn count as
-        waiting requests. If the client leaves before its turn, the prompt is not encoded.
-        """
+        """Encodes a request's prompt and fills in defaults; returns its n choices (answers).
+        Prompts that wait to be encoded count as waiting requests. A prompt is not encoded if its
+        client leaves earlier. Raises Problem for a request that this server cannot answer."""
         config, names = self._config, self._names
         if request.model is not None and request.model not in names:
             message = f"model={request.model!r}: allowed: {', '.join(names)}"
@@ -274,14 +270,15 @@ class Endpoints:
     async def _arriving(
         self, choices: Sequence[Exchange], arrived_s: float
     ) -> AsyncIterator[Exchange]:
-        """Yields a choice whose text arrives; raises Problem if the lead refuses, or is gone."""
+        """Yields a choice (one of the n answers) whenever it has new text, until all have ended.
+        Raises Problem if the lead rank refuses the request or is gone."""
         every, messages = {choice.id: choice for choice in choices}, choices[0].messages
         running, fresh = set(every), dict[int, Exchange]()
         while running:
             message = await messages.get()
             if isinstance(message, Problem):
                 raise message
-            for other in choices:  # the first one's prompt is stored
+            for other in choices:  # the prompt, which they share, is stored
                 if not other.is_sent:
                     self._lead.send(other)
             choice = fresh[message.id] = every[message.id]
@@ -306,7 +303,7 @@ class Endpoints:
                 fresh = {}
 
     def _count(self, choice: Exchange, end: End, arrived_s: float) -> None:
-        """Counts a choice that has ended."""
+        """Adds a finished choice to the counters."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}
         for kind, count in kinds.items():
@@ -319,7 +316,7 @@ class Endpoints:
     async def _models(self, http: Http) -> Response:
         try:
             ready = self._lead.check()
-        except Problem as problem:  # no model can answer yet, or any more
+        except Problem as problem:  # the models are loading, or gone
             return refusal(problem)
         names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(ready, name) for name in names}
@@ -340,7 +337,7 @@ class Endpoints:
         except Problem as problem:
             reason = problem.message
         meant = http.headers.get("x-replica")
-        if reason is None and meant not in (None, replica):  # its port is this server's now
+        if reason is None and meant not in (None, replica):  # a balancer's entry is outdated
             reason = f"this is not replica {meant}"
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
         return JSONResponse(
@@ -357,9 +354,9 @@ class Endpoints:
 
 
 async def read_body(http: Http) -> bytes:
-    """Returns the body of JSON; raises Problem for another type, or one too long or too slow."""
+    """Returns a request's JSON body; raises Problem if it has another type, is too long or slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page cannot send this type without asking first
+    if kind != "application/json":  # a web page may not send this type to another server
         raise Problem(415, f"content-type={kind!r}: allowed: application/json")
 
     async def read() -> bytes:
@@ -385,10 +382,8 @@ async def read_body(http: Http) -> bytes:
 async def unless_gone(
     http: Http, work: Coroutine[Any, Any, Result] | asyncio.Future[Result]
 ) -> Result:
-    """Does the work; raises ClientDisconnect if the client leaves before it is done.
-
-    The body has been read.
-    """
+    """Returns the result of `work`; cancels it and raises ClientDisconnect if the client leaves
+    first. The request's body must have been read."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -407,7 +402,8 @@ async def unless_gone(
 
 
 def page_headers(html: str) -> dict[str, str]:
-    """Returns headers that allow a page its own style and script, and requests to its server."""
+    """Returns a page's response headers, whose content security policy allows only the page's own
+    style and script, and requests to its server."""
     allowed = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for kind in ("style", "script"):
         (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", html, re.DOTALL)
@@ -420,17 +416,17 @@ def page_headers(html: str) -> dict[str, str]:
 
 
 def refusal(problem: Problem) -> Response:
-    """Returns the response of a refused request."""
+    """Returns the HTTP response that reports a Problem."""
     return JSONResponse(problem.to_dict(), problem.status, problem.headers)
 
 
 async def _unrouted(http: Http, error: Exception) -> Response:
-    """Returns the response for a path or method that does not exist."""
+    """Returns the response to a path or method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
     return refusal(Problem(error.status_code, message, headers=dict(error.headers or {})))
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Returns a server-sent event, as one line for clients that split at Unicode's line ends."""
+    """Returns a server-sent event, without Unicode's line ends, at which some clients split."""
     return f"data: {json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The flags of `serve`, of its client `chat`, and of `replicas`."""
+"""The flags of the commands `serve`, `chat` (a client of `serve`) and `replicas`."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from mpissd.common.flags import (
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-# The ranks do not get these. Their own temperature is 0: each request brings its own.
+# Flags of `serve` that only its HTTP process uses, not its ranks, whose temperature is 0: each
+# request has its own temperature.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
-DRAIN_S = 100.0  # less than Slurm's warning time in launch/replica.sh
+DRAIN_S = 100.0  # less than the time between Slurm's warning and the end, in launch/replica.sh
 AUTO = "auto"
-# Flags of `chat` that its requests carry, or that only show answers.
+# Flags of `chat` that each request carries, or that only change how answers are shown.
 _OF_REQUESTS = ("mode", "num_tokens", "temperature", "top_p", "stop", "show", "workload")
 _BIND = re.compile(r"\S{0,253}:\d{1,5}")
 
 
 @dataclass(frozen=True)
 class ServeConfig(RanksFlags):
-    """Flags of `serve`: a run's flags of models and methods, and its own."""
+    """Flags of `serve`: a run's flags of models and methods, and flags of the server."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -75,7 +76,7 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags of mode=auto and register; only AR needs no draft rank."""
+        """Adds what mode=auto, mode=ar (no draft rank) and register (a time to drain) imply."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}
@@ -86,7 +87,7 @@ class ServeConfig(RanksFlags):
         return given
 
     def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
+        """Raises ConfigError for flags that contradict each other."""
         super().check()
         if self.auto and self.run.mode != ("ssd" if self.num_drafts else "sd"):
             raise ConfigError(f"auto with mode={self.run.mode}: allowed: mode=auto")
@@ -103,26 +104,26 @@ class ServeConfig(RanksFlags):
 
     @property
     def decoding(self) -> RunConfig:
-        """The ranks' configuration; each request has its own temperature."""
+        """The ranks' configuration. Its temperature is 0, since each request has its own."""
         run = self.of_mode(self.run.mode)
         return replace(run, batch_size=self.max_running, temperature=0.0)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes that a request may ask for."""
+        """The decoding modes that a request may ask for."""
         if not self.auto:
             return (self.run.mode,)
         return MODES if self.num_drafts else MODES[:2]
 
     @property
     def key(self) -> str | None:
-        """The API key that clients have to send, or None."""
+        """The API key that clients have to send, or None if none is needed."""
         return self.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
 @dataclass(frozen=True)
 class ChatConfig(RanksFlags):
-    """Flags of `chat`: a run's flags of models, methods and sampling, T and D."""
+    """Flags of `chat`: a run's flags of models, methods and sampling, and those of its ranks."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -135,14 +136,14 @@ class ChatConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds num_drafts=0 for AR without a draft model."""
+        """Adds num_drafts=0 if mode=ar and no draft model is given."""
         given = super().completed(flags)
         if given.get("mode") == "ar" and not given.keys() & {"pair", "draft"}:
             given.setdefault("num_drafts", "0")
         return given
 
     def server_arguments(self) -> list[str]:
-        """Returns the arguments of the `serve` that answers; each request names its mode."""
+        """Returns the arguments of the `serve` that `chat` starts; each request names its mode."""
         flags = {name: text for name, text in said(self.run).items() if name not in _OF_REQUESTS}
         flags |= {"tp": f"{self.tp}", "num_drafts": f"{self.num_drafts}", "port": "0"}
         has_draft = self.run.mode != "ar" or self.run.pair or self.run.draft
@@ -156,7 +157,7 @@ class ChatConfig(RanksFlags):
 
 
 def is_local(host: str) -> bool:
-    """Returns whether only this machine reaches an address or name."""
+    """Returns whether a host name or address is this machine's own (loopback)."""
     if host == "localhost":
         return True
     try:
@@ -167,7 +168,7 @@ def is_local(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ReplicasConfig(Checked):
-    """Flags of `replicas`."""
+    """Flags of `replicas`, which lists the servers of a folder and configures HAProxy."""
 
     folder: str = flag("out/replicas", words, "folder in which servers write their addresses")
     haproxy: str | None = flag(None, words, "HAProxy's configuration file to write")
@@ -178,7 +179,7 @@ class ReplicasConfig(Checked):
     )
 
     def check(self) -> None:
-        """Refuses contradictory flags; raises ConfigError."""
+        """Raises ConfigError for flags that contradict each other."""
         super().check()
         if not _BIND.fullmatch(self.bind):
             raise ConfigError(f"bind={self.bind}: allowed: HOST:PORT, *:PORT")

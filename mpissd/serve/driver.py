@@ -1,4 +1,4 @@
-"""Drives the target loop on the lead while requests join and leave."""
+"""Runs decoding rounds on the lead rank while requests come and go."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from mpissd.engine.text.answer import BONUS, SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
-_KEPT = 3  # rounds that reuse a choice while the numbers of sequences stay the same
+_KEPT = 3  # rounds for which a choice holds if the number of sequences stays the same
 
 
 class Driver(RoundObserver):
-    """Receives requests from the front, has the loop decode them, and sends their tokens.
-
-    It reads messages between two rounds and sends while the target verifies. times: of forwards.
-    goodput: chooses each round's way; None: `mode` and `lookahead` stay. is_over: the front has
-    left.
-    """
+    """Gets requests from the front (the HTTP process), decodes them, and sends back their tokens.
+    Messages are read between two rounds, and sent while the target verifies. times: measured
+    durations of forwards. goodput: the controller that chooses K and the fan-out of each round;
+    without it `mode` and `lookahead` hold for all rounds. is_over: whether the front has left."""
 
     def __init__(
         self,
@@ -38,34 +36,33 @@ class Driver(RoundObserver):
         tree: Tree = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """tree: of the drafts. clock: returns seconds for arrivals and deadlines."""
+        """mail: the connection to the front. tree: the shape of drafts. clock: returns seconds."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead = mode, lookahead
         self._tree = tree
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
-        self._live: list[int] = []  # the sequences for which it has chosen
-        self._chosen, self._kept = 0, 0  # live sequences of the last choice, and rounds since
+        self._live: list[int] = []  # request ids for which the controller chose last
+        self._chosen, self._kept = 0, 0  # number of sequences at the last choice, and rounds since
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
-        self._turn = Turn([], [], [])  # changes before the next round
-        # Handled while the next round verifies: messages to send, results for the controller.
+        self._turn = Turn([], [], [])  # requests that join or leave before the next round
+        # Handled while the next round verifies: tokens to send, and the last round for the
+        # controller.
         self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
-        """Waits for a request; returns whether one runs now.
-
-        `drive` then decodes at least one round, because it reads no messages before: other ranks
-        take a pass without a round as the job's end.
-        """
+        """Waits up to wait_s seconds for a request; returns whether one runs now. If so, `drive`
+        decodes at least one round before it reads another message. Other ranks take a call without
+        a round as the end of the job."""
         self._read(wait_s)
         if not self._has_round:
             self._send()
         return self._has_round
 
     def drive(self, loop: TargetLoop) -> None:
-        """Decodes until nothing is left, or the front has left."""
+        """Decodes until no request is left, or the front has left."""
         loop.observers.append(self)
         while True:
             if self._turn.leave:
@@ -74,7 +71,7 @@ class Driver(RoundObserver):
                 loop.open(self._turn.join)
             if not self._has_round:
                 break
-            emitted = self.scheduler.take(self._round(loop))  # it empties _unsent meanwhile
+            emitted = self.scheduler.take(self._round(loop))  # `verifying` empties _unsent
             self._unsent += emitted
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
@@ -87,7 +84,7 @@ class Driver(RoundObserver):
         return bool(self.scheduler.running) and not self.is_over
 
     def _read(self, wait_s: float = 0.0) -> None:
-        """Takes the messages that have arrived, and the changes that they make to the batch."""
+        """Reads the messages that have arrived, and decides which requests join or leave."""
         for message in self._mail.take(wait_s):
             if isinstance(message, Submit):
                 self._submit(message)
@@ -107,7 +104,7 @@ class Driver(RoundObserver):
             self._mail.put(End(asked.id, "refused", why=str(error)))
 
     def _round(self, loop: TargetLoop) -> RoundResult:
-        """Decodes one round in the way with the highest expected goodput."""
+        """Decodes one round, with the K and width that `_way` chooses."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
         fill, rows = 0, len(live) * (self._tree.ends[way.lookahead] + 1)
@@ -126,11 +123,8 @@ class Driver(RoundObserver):
         return result
 
     def _way(self, live: list[int]) -> Way:
-        """Returns how the next round is decoded: as all live requests ask, or as goodput chooses.
-
-        The controller has chosen while the target verified the round before, whose sequences may
-        be others.
-        """
+        """Returns the K and width of the next round: by the mode that all requests in `live` ask
+        for, else as the controller chose during the previous round, perhaps for other requests."""
         if self.goodput is None or self.draft_lost:
             return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {task.request.sampling.mode for task in self.scheduler.tasks(live)}
@@ -147,17 +141,15 @@ class Driver(RoundObserver):
         return self._within(way, live)
 
     def _within(self, way: Way, live: list[int]) -> Way:
-        """Returns a way with the K that the live requests allow: the largest one of them."""
+        """Returns `way` with at most the K that the requests allow: the largest of their limits."""
         limits = [task.request.sampling.lookahead for task in self.scheduler.tasks(live)]
         most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Chooses the next round's way for the live sequences.
-
-        If the target computes on the lead's own core, choosing lengthens the round. A choice
-        therefore holds for a few rounds, unless it was a trial.
-        """
+        """Has the controller choose for the sequences in _live. Where the target computes on this
+        core, choosing lengthens the round, so a choice holds for a few rounds unless it was a
+        trial."""
         tasks = self.scheduler.tasks(self._live)
         if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:
             self._kept += 1
@@ -166,7 +158,7 @@ class Driver(RoundObserver):
         goodput.choose(tasks)
 
     def verifying(self) -> None:
-        """Does the work that can overlap with the target's verification."""
+        """Sends messages, and informs the controller, while the target verifies."""
         self._send()
         if self.goodput is None:
             return
@@ -178,7 +170,7 @@ class Driver(RoundObserver):
             self._choose(self.goodput)
 
     def _send(self) -> None:
-        """Sends new tokens and ends, in order, and ten times a second the scheduler's state."""
+        """Sends new tokens and ends in order, and the scheduler's state ten times a second."""
         for one in self._unsent:
             task = one.task
             if one.tokens:

@@ -1,7 +1,7 @@
-"""The process of `serve` that clients connect to: it starts the ranks, and ends with them.
+"""The front of `serve`: the process that HTTP clients connect to, which starts and ends the ranks.
 
-It starts the ranks as a job of its own (`mpirun … mpissd serve`), whose lead connects to a local
-socket in a private folder. Ctrl-C reaches only this process.
+The ranks are a job of their own (`mpirun … mpissd serve`). Their lead, the target's first rank,
+connects to a local socket in a private folder. Ctrl-C in the terminal reaches only this process.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
-HEAD_S = 15.0  # time limit for a request's headers
-WRITE_S = 30.0  # time limit for a client to read some of its waiting data
+HEAD_S = 15.0  # time limit for the headers of a request
+WRITE_S = 30.0  # longest time in which a client reads nothing of what is sent to it
 SEND_BYTES = 1 << 16
-_LONGEST_FOLDER = 70  # bytes of a folder's path, so that a socket in it has less than 104
-_TELL_S = 2.0  # time between two signs of life while the models load
-NOTICE_S = 5.0  # time of a drain for balancers to turn away; HAProxy needs 1.5 s
-# Together with _LAST_WORDS_S at most 5 s, also if the launcher hangs.
-_GRACE_S = 1  # longest wait for connections to end
-_LEAVE_S = 2.0  # longest wait for the job to end by itself
-_DIE_S = 0.5  # longest wait after each signal
-_LAST_WORDS_S = 1.0  # time for clients to get their 503 when the job is gone
+_LONGEST_FOLDER = 70  # bytes of a folder's path; a socket's path must have fewer than 104
+_TELL_S = 2.0  # time between two progress lines while the models load
+NOTICE_S = 5.0  # time for load balancers to notice that the server will end; HAProxy needs 1.5 s
+# The next four together are at most 5 s, even if the launcher hangs.
+_GRACE_S = 1  # longest wait for connections to close
+_LEAVE_S = 2.0  # longest wait for the ranks to end by themselves
+_DIE_S = 0.5  # longest wait after each signal to the launcher
+_LAST_WORDS_S = 1.0  # time for clients to get status 503 when the ranks are gone
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
-    """Runs the command `serve`, whose arguments its ranks get as well; returns the exit code.
-
-    Raises ConfigError if the models cannot be loaded, or the port is taken.
-    """
+    """Runs the command `serve`; returns its exit code. arguments: those of the command line, which
+    the ranks get too. Raises ConfigError if the models cannot be loaded, or the port is taken."""
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
-    # Without the flags that only the front reads: every user can read a command line, and so a key.
+    # The ranks do not get the flags that only the front uses: every user of the host can read a
+    # process's command line, and so an API key in it.
     words = list(arguments)
     for name in FRONT_FLAGS:
         words = without(words, name)
     options = []
     is_given = without(arguments, "on_draft_loss") != list(arguments)
     is_wanted = config.run.on_draft_loss == "ar" or not is_given
-    if config.num_drafts and is_wanted and os.environ.get("MPISSD_ONE_HOST"):  # by launch/env.sh
+    # set by launch/env.sh
+    if config.num_drafts and is_wanted and os.environ.get("MPISSD_ONE_HOST"):
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
         if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft
             words += ["--on_draft_loss=ar"] * (not is_given)
@@ -75,10 +75,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
 async def _serve(
     config: ServeConfig, job: Job, listener: socket.socket, command: Sequence[str]
 ) -> int:
-    """Serves until a signal or the end of the job; returns the exit code.
-
-    That is 0 if a signal asked for the end, or the job's.
-    """
+    """Serves until a signal arrives or the ranks end; returns 0 or the ranks' exit code."""
     run, lead, loop = config.run, Lead(config.max_queue), asyncio.get_running_loop()
     host, port = listener.getsockname()[:2]
     about = {
@@ -90,7 +87,7 @@ async def _serve(
         "world_size": config.num_ranks,
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
     }
-    member = None  # keeps this server's address in the folder
+    member = None  # keeps this server's address in the shared folder
     if config.register is not None:
         described = {"model": job.target.name, **about}
         member = Member(config.register, host, port, config.max_wait_s, described)
@@ -102,10 +99,9 @@ async def _serve(
     draining: asyncio.Task[None] | None = None
 
     async def drain() -> None:
-        """Makes balancers turn away, refuses new requests, and waits until the others have ended.
-
-        A balancer asks /ready only now and then, so requests are still taken for NOTICE_S.
-        """
+        """Ends the server gently: tells load balancers by /ready, later refuses new requests, and
+        waits until requests have ended or drain_s is over. New requests are still taken for
+        NOTICE_S, since a load balancer asks /ready only now and then."""
         started = loop.time()
         lead.is_leaving = True
         if member is not None:
@@ -133,7 +129,7 @@ async def _serve(
             server.should_exit = True
 
     async def watch(ranks: asyncio.subprocess.Process) -> None:
-        """Prints the address once the lead has connected; ends the server when the job is gone."""
+        """Prints the address when the ranks are ready; ends the server when they are gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
         waits, begun, first = [*over, ready], loop.time(), asyncio.FIRST_COMPLETED
@@ -142,7 +138,7 @@ async def _serve(
                 sys.stderr.write(f"\x1b[2Kmpissd: serve: loading, {loop.time() - begun:.0f} s\r")
                 sys.stderr.flush()
         if lead.is_serving:
-            shutil.rmtree(folder, ignore_errors=True)  # a killed server leaves no files
+            shutil.rmtree(folder, ignore_errors=True)  # a killed server then leaves no files
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -197,7 +193,7 @@ async def _serve(
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a folder for the lead's socket, in /tmp if TMPDIR's path is too long for a socket."""
+    """Makes a temporary folder for a socket, in /tmp if the path of TMPDIR is too long for one."""
     place = tempfile.gettempdir()
     place = "/tmp" if len(os.fsencode(place)) > _LONGEST_FOLDER else place
     try:
@@ -207,10 +203,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 async def ended(ranks: asyncio.subprocess.Process) -> int:
-    """Ends the launcher, which ends its ranks; returns its exit code.
-
-    A launcher that ignores SIGTERM is killed; its ranks end when the front's socket is closed.
-    """
+    """Ends the launcher, which ends its ranks; returns its exit code. A launcher that ignores
+    SIGTERM is killed; the ranks then end when the front closes its socket."""
     for end in (ranks.terminate, ranks.kill):
         with contextlib.suppress(ProcessLookupError):
             end()
@@ -226,12 +220,9 @@ def _note(line: str) -> None:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Yields a socket bound to an address; raises ConfigError if that fails.
-
-    Connections inherit the socket's options. A small send buffer keeps the kernel from holding
-    megabytes for a slow client. The kernel closes a connection whose client reads nothing for
-    WRITE_S.
-    """
+    """Yields a listening socket with this address; raises ConfigError if that fails. Connections
+    inherit its options: a small send buffer keeps the kernel from holding megabytes for a slow
+    client, and the kernel closes a connection whose client reads nothing for WRITE_S."""
     try:
         info = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(info[0], socket.SOCK_STREAM)
@@ -250,14 +241,12 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is cut if no request has arrived on it for HEAD_S, at most for twice that.
-
-    uvicorn itself waits without limit for headers. A connection beyond REQUESTS closes the first
-    one that is idle: its client may hold it open, but keeps nobody out.
-    """
+    """An HTTP connection that is closed if it is idle for HEAD_S to 2 · HEAD_S, where uvicorn
+    itself would wait for a request without limit. If REQUESTS connections are open, a new one
+    closes the oldest idle one, so idle clients keep nobody out."""
 
     def connection_made(self, transport: Any) -> None:
-        """Makes room, and begins to look every HEAD_S whether there has been a request."""
+        """Closes an idle connection if too many are open; checks this one every HEAD_S."""
         if len(self.connections) >= REQUESTS:
             every: Any = self.connections
             idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]
@@ -269,14 +258,12 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request of this connection is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _look(self, last: object) -> None:
-        """Cuts the connection if it was idle at the last look, and is so after the same request.
-
-        last: the request before the last look; None if that was under way.
-        """
+        """Closes the connection if it has been idle since the last check. last: the request before
+        that check; None if a request was under way then."""
         if self.transport.is_closing():
             return
         is_used = self.is_busy or self.transport.get_write_buffer_size()
@@ -287,7 +274,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which fails the requests that are left when it ends. Its caller handles signals."""
+    """A uvicorn server that fails unanswered requests at its end, and handles no signals itself."""
 
     def __init__(self, app: Any, lead: Lead) -> None:
         self._lead = lead
@@ -313,7 +300,7 @@ class Server(uvicorn.Server):
         return contextlib.nullcontext()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Fails requests that are left, and closes all connections."""
+        """Fails unanswered requests, and closes all connections."""
         self._lead.lose("the server ends")
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await asyncio.sleep(0)  # lets the responses be written first

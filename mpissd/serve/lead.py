@@ -1,7 +1,8 @@
-"""The front's end of the socket: passes requests to the lead, and its messages to the clients.
+"""The front's view of the lead rank: passes requests to the lead, and its messages to requests.
 
-The number of requests that the lead has not ended yet is bounded here. A request counts until its
-`End`, also after its client has left, so that the lead's memory is bounded as well.
+The front is the process that HTTP clients connect to. It bounds the number of requests that the
+lead has not ended yet. A request counts until the lead's `End`, even if its client has left, so
+that the lead's memory is bounded too.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ from mpissd.serve.request import Exchange, Problem
 
 _LINE_LIMIT = 1 << 22
 RETRY = {"retry-after": "5"}  # seconds
-_HUNG_S = 30.0  # a lead sends statistics ten times a second, but not during a forward
+_HUNG_S = 30.0  # The lead sends statistics ten times a second, but none during a forward.
 
 
 class Lead:
-    """The state of the lead as the front knows it, and the requests that the lead has.
-
-    ready: its description, None until it has connected. gone: why it is gone. is_leaving: /ready is
-    503, because the server is about to end. is_refusing: so is every new request.
-    """
+    """What the front knows about the lead rank, and the requests that the lead has. ready: the
+    lead's first message (None: it is loading). gone: why it is gone, or None. is_leaving: the
+    server will end soon, so /ready answers 503. is_refusing: new requests get 503 too."""
 
     def __init__(self, max_queue: int) -> None:
-        """max_queue: most requests beyond those that the lead decodes together."""
+        """max_queue: how many requests may wait, besides those that the lead decodes together."""
         self.ready: Ready | None = None
         self.stats = Stats()
         self.gone: str | None = None
@@ -37,25 +36,25 @@ class Lead:
         self._open: dict[int, Exchange] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._last_id = 0
-        self._stats_s: float | None = None  # when the last statistics came
+        self._stats_s: float | None = None  # when the last statistics arrived
 
     @property
     def outstanding(self) -> int:
-        """The number of requests that the lead has not ended yet."""
+        """The number of requests for which the lead has not sent an `End`."""
         return len(self._open)
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the last statistics; 0 before the first ones."""
+        """Seconds since the lead's last statistics; 0 before the first."""
         return 0.0 if self._stats_s is None else time.monotonic() - self._stats_s
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are decoded: the lead has connected, and is not gone."""
+        """Whether the lead decodes requests: it has connected, and is not gone."""
         return self.ready is not None and self.gone is None
 
     def check(self) -> Ready:
-        """Returns the lead's description; raises Problem(503) without a lead."""
+        """Returns the lead's first message; raises Problem(503) if the lead is loading or gone."""
         if self.gone is not None:
             raise Problem(503, self.gone, code="job_gone")
         if self.ready is None:
@@ -63,7 +62,7 @@ class Lead:
         return self.ready
 
     def check_ready(self) -> None:
-        """Raises Problem(503) without a lead, if it hangs, or if the server is about to end."""
+        """Raises Problem(503) if the lead is loading, gone or hangs, or if the server will end."""
         self._check_stays(self.is_leaving)
         self.check()
         if (age := self.stats_age_s) > _HUNG_S:
@@ -71,10 +70,8 @@ class Lead:
             raise Problem(503, message, code="lead_hangs", headers=RETRY)
 
     def check_room(self, more: int = 0) -> None:
-        """Raises Problem(429) if the queue is full, Problem(503) if nothing new is taken.
-
-        more: requests that are not submitted yet and count as well.
-        """
+        """Raises Problem(429) if the queue is full, Problem(503) if no new requests are taken.
+        more: how many requests will be added besides the next one."""
         self._check_stays(self.is_refusing)
         most = self.check().max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
@@ -88,11 +85,9 @@ class Lead:
             raise Problem(503, message, code="draining", headers=RETRY)
 
     def submit(self, choices: Sequence[Exchange]) -> None:
-        """Numbers the choices of a request; raises Problem if there is no lead, or no room for all.
-
-        It sends the first one. `send` sends another when the first one's prompt is stored, so that
-        they share it.
-        """
+        """Gives the n choices (answers) of a request their ids, and sends the first to the lead.
+        The caller sends others once the lead has stored the first one's prompt, which they share.
+        Raises Problem if there is no lead, or no room for all."""
         self.check_room(len(choices) - 1)
         for choice in choices:
             self._last_id += 1
@@ -101,14 +96,14 @@ class Lead:
         self.send(choices[0])
 
     def send(self, choice: Exchange) -> None:
-        """Sends a choice that was numbered."""
+        """Sends the lead a choice that has an id."""
         assert choice.max_tokens is not None, "a choice without its defaults"
         choice.is_sent = True
         left_s = max(1e-9, choice.ends_s - time.monotonic())
         self._send(Submit(choice.id, choice.prompt, choice.max_tokens, choice.sampling, left_s))
 
     def cancel(self, *choices: Exchange) -> None:
-        """Asks the lead to end choices; their `End` follows, unless it came already."""
+        """Asks the lead to end choices. An `End` follows for each that has not ended already."""
         for choice in choices:
             if not choice.is_sent:
                 self._open.pop(choice.id, None)
@@ -116,7 +111,7 @@ class Lead:
                 self._send(Cancel(choice.id))
 
     def stop(self) -> None:
-        """Ends the job, by closing the lead's connection."""
+        """Ends the job by closing the connection to the lead."""
         if self._writer is not None:
             self._writer.close()
 
@@ -125,11 +120,11 @@ class Lead:
             self._writer.write(pack(message))
 
     async def accept(self, path: str) -> asyncio.AbstractServer:
-        """Opens a local socket for the lead."""
+        """Opens the local socket at `path` to which the lead will connect."""
         return await asyncio.start_unix_server(self._listen, path, limit=_LINE_LIMIT)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves the connection of a lead until it is closed; closes a second lead's connection."""
+        """Reads the lead's messages until it closes the connection; refuses a second connection."""
         if self._writer is not None:
             writer.close()
             return
@@ -145,13 +140,13 @@ class Lead:
             self.ended.set()
 
     def lose(self, why: str) -> None:
-        """Fails every request, and all further ones, with 503; the first reason counts."""
+        """Fails all open requests and later ones with status 503; the first call's reason stays."""
         self.gone = self.gone or why
         while self._open:
             self._open.popitem()[1].messages.put_nowait(Problem(503, self.gone, code="job_gone"))
 
     def receive(self, message: Message) -> None:
-        """Handles a message of the lead."""
+        """Handles a message from the lead; tokens and ends go to the queue of their request."""
         if isinstance(message, Ready):
             self.ready = message
             self.connected.set()

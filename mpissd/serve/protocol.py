@@ -1,11 +1,11 @@
-"""Messages between the front and the lead: JSON objects, one a line, over a local socket.
+"""Messages between the server's two halves: JSON objects, one on a line, over a local socket.
 
     front → lead    submit, cancel
     lead → front    ready, tokens, end, stats
 
-A closed socket means that the other side is gone; the front closes it to end the job. A message is
-a frozen dataclass; its line is an object of its fields and `op`. Only the front decodes text, and
-checks requests: the lead handles token ids.
+The front is the process that HTTP clients connect to; the lead is the target's first rank. If the
+front closes the socket, the job ends. A message is a frozen dataclass; its line has the dataclass's
+fields and `op`. Only the front handles text and checks requests; the lead gets token ids.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from typing import Any, ClassVar
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 
-SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # path of the front's socket, for the ranks
-_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; reads between two rounds, at most
-_MOST_UNREAD = 64 << 20  # bytes that the front may leave unread before it counts as gone
+SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # environment variable with the path of the front's socket
+_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; most reads between two rounds
+_MOST_UNREAD = 64 << 20  # bytes of unread messages after which the front counts as gone
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A request.
-
-    id: chosen by the front, never reused. deadline_s: seconds from now after which the answer ends
-    as it is, or None.
-    """
+    """Asks the lead to answer a request. id: chosen by the front, never used again. prompt: token
+    ids. deadline_s: seconds from now after which the answer ends as it is, or None."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -43,7 +40,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Ends a request early. The lead sends its `End`, unless it has sent it already."""
+    """Asks the lead to end a request early. The lead sends an `End`, unless it already has."""
 
     op: ClassVar[str] = "cancel"
     id: int
@@ -51,12 +48,10 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Ready:
-    """The lead decodes from now on.
-
-    model: the target's name. context: most tokens of prompt and answer together. vocab: token ids
-    are below it. backend, device_name: the lead's. draws:
-    where it draws sampled tokens, "device" or "host"; None: it never samples.
-    """
+    """Says that the lead decodes requests from now on. model: the target's name. context: the most
+    tokens of prompt and answer together. stop_ids: tokens that end an answer. max_running: how many
+    requests decode together. vocab: the number of token ids. backend, device_name: those of the
+    lead. draws: where it draws sampled tokens, "device" or "host" (None: it never samples)."""
 
     op: ClassVar[str] = "ready"
     model: str
@@ -72,11 +67,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens of a request, from one round; a stop token is among them.
-
-    sources: the origin of each token. logprobs: by the target, if the request asked for them. hits:
-    rounds so far whose outcome was in the speculation cache.
-    """
+    """New tokens of a request, from one round; a stop token may be among them. sources: what
+    drafted each token, or the target. logprobs: the target's, if the request asked for them. hits:
+    the number of the request's rounds so far whose outcome was in the speculation cache."""
 
     op: ClassVar[str] = "tokens"
     id: int
@@ -88,12 +81,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a request: "stop" (a stop token), "length", "cancelled", "deadline" or "refused".
-
-    drafted, accepted: tokens over all of its rounds. hits: rounds whose outcome was in the
-    speculation cache. cached: tokens of the prompt whose KV cache an earlier request had left.
-    forced: tokens that the grammar left no choice of. why: of a refusal.
-    """
+    """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
+    "deadline" or "refused" (`why` says why). drafted, accepted: numbers of tokens over all its
+    rounds. hits: the number of rounds whose outcome was in the speculation cache. cached: prompt
+    tokens that were in the KV cache already. forced: tokens that were the only ones the grammar
+    allowed."""
 
     op: ClassVar[str] = "end"
     id: int
@@ -109,10 +101,8 @@ class End:
 
 @dataclass(frozen=True)
 class Stats:
-    """The state of the scheduler, some ten times a second.
-
-    draft: "present" or "lost". preempted, rounds: counted from the start.
-    """
+    """The scheduler's state, sent some ten times a second. running, waiting: numbers of requests.
+    draft: "present" or "lost". preempted, rounds: counts since the start."""
 
     op: ClassVar[str] = "stats"
     running: int = 0
@@ -132,16 +122,14 @@ _NAMES = {kind: frozenset(f.name for f in fields(kind)) for kind in _KINDS.value
 
 
 def pack(message: Message) -> bytes:
-    """Returns a message as a line."""
+    """Returns a message as a line of JSON."""
     values = {"op": message.op, **vars(message)}
     return json.dumps(values, default=Sampling.to_dict).encode() + b"\n"
 
 
 def unpack(line: bytes) -> Message:
-    """Returns the message of a line; ignores fields that this version does not know.
-
-    Raises ProtocolError for a line that is no message.
-    """
+    """Returns the message of a line, without fields that this version does not know. Raises
+    ProtocolError if the line is no message."""
     try:
         values = json.loads(line)
         kind = _KINDS[values.pop("op")]
@@ -154,10 +142,8 @@ def unpack(line: bytes) -> Message:
 
 
 class Line:
-    """The lead's end of the socket: reads and writes that never block a round.
-
-    `is_closed` is true once the front is gone.
-    """
+    """The lead's end of the socket; reads and writes never delay a round. is_closed: the front is
+    gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -169,7 +155,7 @@ class Line:
         self.is_closed = False
 
     def take(self, wait_s: float = 0.0) -> Sequence[Message]:
-        """Returns the messages that have arrived; waits at most wait_s seconds for the first."""
+        """Returns the messages that have arrived; waits up to wait_s seconds for a first one."""
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
         data = bytearray(self._rest)
@@ -188,11 +174,11 @@ class Line:
         return [unpack(line) for line in lines]
 
     def put(self, message: Message) -> None:
-        """Keeps a message for the next flush."""
+        """Queues a message; `flush` sends it."""
         self._out += pack(message)
 
     def flush(self) -> None:
-        """Sends as much as the socket takes."""
+        """Sends as many queued bytes as the socket takes without blocking."""
         while self._out and not self.is_closed:
             try:
                 del self._out[: self._socket.send(self._out)]
@@ -203,6 +189,6 @@ class Line:
                 self.is_closed = True
 
     def close(self) -> None:
-        """Sends as much as the socket accepts, and closes it."""
+        """Sends what the socket takes without blocking, and closes the socket."""
         self.flush()
         self._socket.close()

@@ -1,7 +1,8 @@
-"""The half of `serve` that runs on the ranks: passes of the decoding loops while requests run.
+"""The half of `serve` that runs on the MPI ranks, which decode whenever there are requests.
 
-The lead waits for requests on its socket, the other ranks wait for the lead's next pass; none of
-them spins. A pass without a round ends the job.
+A pass is one run of the decoding loops on all ranks, for as long as requests are left. Between
+passes the lead (the target's first rank) waits for requests, and other ranks wait for the lead;
+none of them spins. A pass without a round ends the job.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from mpissd.serve.config import AUTO, ServeConfig
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import SOCKET_VARIABLE, Line, Ready
 
-_POLL_S = 0.2  # time between two checks for lost ranks while idle
+_POLL_S = 0.2  # time between two checks for lost ranks while there are no requests
 _WARM_ID, _WARM_ROUNDS, _WARM_PROMPT = 1 << 30, 6, (0, 1, 2)
 
 
 def execute_serve(config: ServeConfig) -> int:
-    """Serves on all ranks until the front leaves; returns the exit code."""
+    """Serves requests on this rank until the front, the HTTP process, leaves; returns 0."""
     sharpen_sleep()
     run = config.decoding
     serving = Serving(config.kv_tokens, config.sampling, config.prefix_cache)
@@ -48,7 +49,7 @@ def execute_serve(config: ServeConfig) -> int:
                 _ = session.workload.grammars  # takes a second, for which no request should wait
         rank = Rank(session)
         gc.collect()
-        gc.freeze()  # exempts objects that live as long as the job from later collections
+        gc.freeze()  # exempts objects that live as long as the job from garbage collection
         try:
             if machine.topology.is_lead:
                 _lead(rank, config)
@@ -56,7 +57,7 @@ def execute_serve(config: ServeConfig) -> int:
                 rank.idle()
                 _pass(rank, lambda loop: None)
                 guard.stage(Stage.ROUNDS)
-                if not rank.digest:  # a pass without any outcome ends the job
+                if not rank.digest:  # a pass without a round
                     break
         finally:
             session.resources.close()
@@ -65,7 +66,7 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Takes part in a pass."""
+    """Runs the decoding loops once, with all ranks. drive: decodes rounds, on the lead."""
     rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 
@@ -114,12 +115,9 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
 def warm(
     loop: TargetLoop, job: Job, times: ForwardTimes, room: Capacity, goodput: Goodput | None = None
 ) -> None:
-    """Decodes a few rounds of batches of several sizes, and measures their forwards, and for a
-    controller the rounds of AR and of each width with the largest K.
-
-    So no request waits for compilers or cold caches. A batch has at most as many sequences as there
-    are pages for.
-    """
+    """Decodes a few rounds with batches of several sizes, so that no request waits for compilers or
+    cold caches. Measures their forwards and, for the controller `goodput`, the rounds of AR and of
+    every fan-out with the largest K. A batch has as many sequences as KV pages allow."""
     sampled = job.serving is not None and job.serving.samples
     pages = room.pages_of(len(_WARM_PROMPT) + _WARM_ROUNDS * (job.lookahead + 1))
     most = max(1, room.pages // pages)
@@ -149,7 +147,8 @@ def warm(
 
 
 def _connected() -> socket.socket:
-    """Returns a connection to the front; raises ConfigError if no front started this rank."""
+    """Returns a connection to the front. Raises ConfigError if no front started this rank,
+    FaultError if the front is gone."""
     path = os.environ.get(SOCKET_VARIABLE)
     if not path:
         raise ConfigError("serve under a launcher: allowed: without one, which starts the ranks")

@@ -1,8 +1,9 @@
-"""Several servers: the folder in which they write their addresses, and the command `replicas`.
+"""Several servers that share a folder, in which each writes its address, and the command
+`replicas`.
 
-The folder is all that replicas share: no locks, no clock, no agreed port. There is one file each. A
-killed replica leaves its file: HAProxy asks each replica every second whether it is
-ready. `replicas` lists them, and makes HAProxy's configuration of them.
+Servers ("replicas") share only the folder: no locks, no clock, no agreed port. Each writes one
+file. A killed replica leaves its file, so HAProxy asks each replica every second whether it is
+ready. `replicas` lists them, and writes HAProxy's configuration for them.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from mpissd.common.output import check_folder, whole_file
 from mpissd.serve.config import ReplicasConfig
 
 SCHEMA = 1
-_KEEP_S = 5.0  # time between two checks of this server's entry
+_KEEP_S = 5.0  # time between two checks that this server's file is there
 _LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
-_ASK_S = 2.0  # for a replica to answer /ready
+_ASK_S = 2.0  # longest wait for a replica to answer /ready
 _EVERY_S = 1.0  # time between two reads of the folder
-_SLACK_S = 30  # added to a replica's longest request for the balancer's wait
+_SLACK_S = 30  # added to the longest request of a replica, as HAProxy's timeout
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
-_DAMAGED = (ValueError, TypeError, LookupError, RecursionError)  # JSON of another form
+_DAMAGED = (ValueError, TypeError, LookupError, RecursionError)  # raised for JSON of another form
 _FORM = """\
 # {count}, of {folder}. `python -m mpissd replicas` writes this file: changes to it are lost.
 global
@@ -79,11 +80,8 @@ backend replicas
 
 @dataclass(frozen=True)
 class Entry:
-    """A replica.
-
-    id: also its server's name in HAProxy. max_wait_s: its longest request, in seconds. about: its
-    description, for people.
-    """
+    """A replica's file in the folder. id: also the replica's server name in HAProxy. max_wait_s:
+    the longest time of a request, in seconds. about: a description for users."""
 
     id: str
     host: str
@@ -98,7 +96,7 @@ class Entry:
 
 
 def write(folder: Path, entry: Entry) -> None:
-    """Writes an entry, or replaces it; raises OSError."""
+    """Writes or replaces a replica's file; raises OSError."""
     with whole_file(folder / f"{entry.id}.json") as file:
         file.write(f"{json.dumps({'schema': SCHEMA, **asdict(entry)})}\n".encode())
         file.flush()
@@ -106,11 +104,9 @@ def write(folder: Path, entry: Entry) -> None:
 
 
 def read(folder: Path) -> list[Entry]:
-    """Returns the entries of a folder, sorted by id; skips files that are no entry.
-
-    An entry's words go into HAProxy's configuration, so none may hold a space or a newline. Raises
-    OSError if the folder, or a file in it, cannot be read.
-    """
+    """Returns the replicas of a folder, sorted by id; skips other files. Their words are put into
+    HAProxy's configuration, so files with a space or a newline in a word are skipped too. Raises
+    OSError if the folder, or a file in it, cannot be read."""
     entries, known = [], {f.name for f in fields(Entry)}
     for name in sorted(os.listdir(folder)):
         stem, end = os.path.splitext(name)
@@ -137,19 +133,15 @@ def read(folder: Path) -> list[Entry]:
 
 
 class Member:
-    """The entry of one server, in the folder from when it takes requests until it ends.
-
-    A file system that hangs must stop no request: a thread writes and removes the file.
-    """
+    """Keeps a server's file in the folder, from when it takes requests until it ends. A thread
+    writes and removes the file, so that a file system that hangs delays no request."""
 
     def __init__(
         self, folder: str, host: str, port: int, max_wait_s: float, about: Mapping[str, Any]
     ) -> None:
-        """Chooses an id: Slurm's job and task, if any, and a random part.
-
-        If the server is bound to all addresses, the entry's host is its node's name, which the
-        balancer resolves. Raises ConfigError if the folder cannot be made or written.
-        """
+        """Chooses an id: Slurm's job and task, if any, and a random part. If the server listens on
+        all addresses, its host is the node's name. Raises ConfigError if the folder is not
+        writable."""
         get, node = os.environ.get, platform.node()
         job = get("SLURM_ARRAY_JOB_ID") or get("SLURM_JOB_ID", "")
         parts = [part for part in (job, get("SLURM_ARRAY_TASK_ID", "")) if part.isdecimal()]
@@ -166,22 +158,22 @@ class Member:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Leaves, and waits at most _LEAVE_S until the entry is gone."""
+        """Removes the file; waits at most _LEAVE_S for this."""
         self.leave()
         if self._thread.ident is not None:
             self._thread.join(_LEAVE_S)
 
     def join(self) -> None:
-        """Adds the entry, from now on until `leave`."""
+        """Has the thread write the file, and keep it until `leave`."""
         if not self._is_over.is_set():
             self._thread.start()
 
     def leave(self) -> None:
-        """Begins to remove the entry, and returns at once."""
+        """Has the thread remove the file; returns at once."""
         self._is_over.set()
 
     def _keep(self) -> None:
-        """Writes the entry again where the folder has lost it."""
+        """Writes the file whenever it is missing; removes it in the end. The thread runs this."""
         fault = ""
         while not self._is_over.is_set():
             try:
@@ -198,10 +190,8 @@ class Member:
 
 
 def replicas(config: ReplicasConfig) -> int:
-    """Lists the servers of a folder, or keeps HAProxy's file true; returns the exit code.
-
-    Raises ConfigError if the configuration cannot be written.
-    """
+    """Lists the servers of a folder and writes HAProxy's file if asked, with --watch until it is
+    ended; returns 0. Raises ConfigError if HAProxy's file cannot be written."""
     if config.watch:
         return _watch(config)
     try:
@@ -221,7 +211,7 @@ def replicas(config: ReplicasConfig) -> int:
 
 
 def ask(entry: Entry) -> str:
-    """Asks a replica whether it is ready; returns "ready", its reason, or "no answer"."""
+    """Asks a replica whether it is ready; returns "ready", its reason if not, or "no answer"."""
     connection = http.client.HTTPConnection(entry.host, entry.port, timeout=_ASK_S)
     with contextlib.closing(connection):
         try:
@@ -236,7 +226,7 @@ def ask(entry: Entry) -> str:
 
 
 def _watch(config: ReplicasConfig) -> int:
-    """Keeps the file true until SIGINT or SIGTERM; prints each fault once and goes on."""
+    """Keeps HAProxy's file up to date until SIGINT or SIGTERM; prints each fault only once."""
     over, folder = threading.Event(), Path(config.folder)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda number, frame: over.set())
@@ -261,11 +251,9 @@ def _watch(config: ReplicasConfig) -> int:
 
 
 def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
-    """Writes HAProxy's configuration, if it differs from the file; returns whether it has changed.
-
-    It depends only on the set of addresses and longest requests. A HAProxy that refuses it goes on
-    with what it read before. Raises ConfigError if it cannot be written.
-    """
+    """Writes HAProxy's configuration if it has changed; returns whether it has. It depends only on
+    the replicas' addresses and longest requests. A HAProxy that refuses it keeps the previous one.
+    Raises ConfigError if it cannot be written."""
     if config.haproxy is None:
         return False
     text = _FORM.format(
@@ -288,11 +276,10 @@ def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
 
 
 def reload(pid_file: Path) -> None:
-    """Makes HAProxy's master read the file again; raises ConfigError if there is no master.
-
-    The master (`haproxy -W -p PID_FILE`) hands its listening sockets to new workers, and the old
-    ones finish their requests. The signal would end another process that has the number by now.
-    """
+    """Makes HAProxy read its configuration again; raises ConfigError without a running HAProxy. Its
+    master process (`haproxy -W -p PID_FILE`) passes the listening sockets to new workers, and old
+    workers finish their requests. The process's name is checked first, since the signal would end
+    another process that has this number by now."""
     try:
         master = int(pid_file.read_text().split()[0])
         name = Path(f"/proc/{master}/comm")

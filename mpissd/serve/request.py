@@ -1,7 +1,7 @@
-"""One request at the front: its parsed body, its prompt, and its answer while that arrives.
+"""One HTTP request: its parsed body, its prompt, and its answer while that arrives.
 
-A field of OpenAI's API that would change an answer and is not supported is refused, unless its
-value changes nothing. `deadline_s`, `mode` and `speculation` are this server's own.
+A field of OpenAI's API that is not supported and would change the answer is refused. `deadline_s`,
+`mode` and `speculation` are fields of this server only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from mpissd.engine.text.prompts import check_text
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.protocol import End, Tokens
 
-Parser = Callable[[str, Any], Any]  # takes a field's name and its JSON value, which is never null
+Parser = Callable[[str, Any], Any]  # parses a field by name and JSON value, which is never null
 MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
-MOST_TOP = 5  # likeliest tokens that are returned beside each token
+MOST_TOP = 5  # the most alternatives that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-# Fields of messages besides role and content, by role.
+# Fields of a message that its role may have besides role and content.
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-# Fields of OpenAI's answers that this server's do not have; their empty values change nothing.
+# Fields of OpenAI's answers that this server's lack. Clients send them back in messages; empty
+# values of theirs are ignored.
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
-CALL = "<tool_call>"  # begins a tool call in the format that most chat templates ask for
+CALL = "<tool_call>"  # begins a tool call in most models' answers
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """Ends a request with a status. param: the field at fault. headers: of the response."""
+    """Ends a request with an HTTP status and an error message. param: the name of the field at
+    fault. code: a machine-readable name of the error. headers: further response headers."""
 
     status: int
     message: str
@@ -50,7 +52,7 @@ class Problem(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns {"error": …} as clients of OpenAI's API expect it."""
+        """Returns the body of the response, {"error": …} as in OpenAI's API."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _KINDS.get(self.status, default)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -58,10 +60,8 @@ class Problem(Exception):
 
 
 class Piece(NamedTuple):
-    """A token of an answer, and the text that is shown with it; token: None for held-back text.
-
-    source: what drafted the token. logprob: its own and the likeliest tokens', if asked for.
-    """
+    """A token of an answer with its text. token: None for a remaining text at the end. source: what
+    drafted the token, or the target. logprob: of the token and the likeliest ones, if asked for."""
 
     text: str
     token: int | None = None
@@ -71,15 +71,15 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and the state of its answer.
+    """A request and its answer so far. A request for n answers has n such objects ("choices").
 
-    The first fields are the body's; None means that the server's default is missing yet. subject: a
-    conversation, a text, or token ids. form: what the answer must be: the field that says so, and
-    make_grammar's kind and value. prompt: its tokens. id: of the lead's messages, chosen by
-    `Lead.submit`. messages: of the lead, or the reason why it is gone, for all choices. index: of
-    the choice. is_sent: whether the lead has it. ends_s: the time of its deadline; first_s: of its
-    first token. num_tokens: up to the end of the text, also if the lead decoded further. end: the
-    lead's, None until then.
+    The first fields are those of the body; None means that a default is still to be filled in.
+    subject: messages, a text, or token ids. form: which answers are allowed: (the body's field that
+    says so, kind and value for make_grammar). prompt: token ids. id: names the choice in messages
+    with the lead rank; set by `Lead.submit`. messages: what the lead sends about any of the n
+    choices, or why it is gone. index: the number of the choice. is_sent: whether the lead has the
+    choice. ends_s, first_s: the times of the deadline and of the first token. num_tokens: tokens in
+    the text; the lead may have decoded more. end: the lead's last message about the choice.
     """
 
     is_chat: bool
@@ -109,18 +109,16 @@ class Exchange:
     ends_s: float = math.inf
     first_s: float = 0.0
     end: End | None = None
-    _new: list[Piece] = field(default_factory=list)  # since the last object
-    _held: str = ""  # of a stream, from where a tool call may begin
-    _has_role: bool = False  # whether a stream's first object has been made
+    _new: list[Piece] = field(default_factory=list)  # tokens that no response object has yet
+    _held: str = ""  # text of a stream that may begin a tool call
+    _has_role: bool = False  # whether a stream's first object was made
     _text: AnswerText = field(init=False)
     _head: dict[str, Any] = field(init=False)
     _tokenizer: Tokenizer = field(init=False)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens of the subject, and makes the grammar.
-
-        Raises Problem if there are no tokens, or no answer can meet the grammar.
-        """
+        """Returns the prompt's tokens, and stores the grammar that `form` asks for. Raises Problem
+        if there are no tokens, or if no answer can match the grammar."""
         subject = self.subject
         if self.form is not None:
             try:
@@ -143,7 +141,8 @@ class Exchange:
         return tokens
 
     def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Exchange]:
-        """Prepares the answer; returns its n choices. model: the name that it carries."""
+        """Prepares the answer; returns its n choices. stop_ids: tokens that end it. model: its
+        `model`."""
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -164,11 +163,11 @@ class Exchange:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the text has ended by itself."""
+        """Whether the text has ended at a stop token or stop string."""
         return self._text.ended is not None
 
     def add(self, message: Tokens) -> None:
-        """Adds the tokens of a round."""
+        """Appends the tokens of one round to the answer, up to its end."""
         for place, token in enumerate(message.tokens):
             if self.is_stopped:
                 break
@@ -179,13 +178,13 @@ class Exchange:
         self.num_rounds, self.num_hits = self.num_rounds + 1, message.hits
 
     def close(self, end: End) -> None:
-        """Ends the answer, and adds the text that was held back."""
+        """Ends the answer, with text held back as the possible start of a stop string."""
         if rest := self._text.flush():
             self._new.append(Piece(rest))
         self.end = end
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns OpenAI's object of the text since the last one, a part of a stream."""
+        """Returns OpenAI's response object of the text since the last call, a part of a stream."""
         new = self._new
         answer = {**self._head, "choices": [self.choice()]}
         if self.include_sources:
@@ -198,7 +197,7 @@ class Exchange:
         return answer
 
     def choice(self) -> dict[str, Any]:
-        """Returns the text since the last call as a member of `choices`."""
+        """Returns the text since the last call as an element of OpenAI's list `choices`."""
         new, self._new = self._new, []
         text, calls = self._held + "".join(piece.text for piece in new), list[dict[str, Any]]()
         if self.tools and CALL in (self._tokenizer.template or ""):
@@ -221,7 +220,8 @@ class Exchange:
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
-        """Returns the probabilities; `bytes` is None for a token that is a part of a character."""
+        """Returns log-probabilities in OpenAI's form, of a chat or a completion; None if there are
+        none. `bytes` is None for a token that is only a part of a character."""
 
         def named(token: int, value: float) -> dict[str, Any]:
             name = self._tokenizer.piece(token)
@@ -243,7 +243,8 @@ class Exchange:
 
 
 def whole(choices: Sequence[Exchange]) -> dict[str, Any]:
-    """Returns OpenAI's object of choices that have ended; `speculation` is this server's own."""
+    """Returns OpenAI's response object for choices that have ended, with their numbers of tokens.
+    `speculation` is a field of this server only."""
     first, ends = choices[0], [one.end for one in choices if one.end is not None]
     prompt, tokens = len(first.prompt), sum(one.num_tokens for one in choices)
     names = ("drafted", "accepted", "hits", "rounds", "forced")
@@ -258,8 +259,8 @@ def whole(choices: Sequence[Exchange]) -> dict[str, Any]:
 
 
 def called(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Splits an answer into its text and its tool calls, each CALL and an object of name and
-    arguments; if one is something else, or is no Unicode text, all is text."""
+    """Splits an answer into its text and its tool calls, each of which is CALL and a JSON object of
+    name and arguments. If one has another form, or is not valid Unicode, all is text."""
     content, *parts = text.split(CALL)
     calls = list[dict[str, Any]]()
     try:
@@ -276,10 +277,10 @@ def called(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def shown(value: Any) -> str:
-    """Returns a JSON value as text, cut to a length that fits a message."""
+    """Returns a JSON value as text for an error message, cut to 60 characters."""
     try:
         text = json.dumps(value)
-    except RecursionError:  # nested as deep as the parser just accepts
+    except RecursionError:  # the parser accepts deeper nesting than json.dumps
         text = type(value).__name__
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -289,7 +290,8 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 def _field(is_allowed: Callable[[Any], bool], allowed: str, make: type | None = None) -> Parser:
-    """Returns a parser of the values that are allowed; `allowed` describes them."""
+    """Returns a parser that refuses other values; `allowed` describes the allowed ones. make:
+    converts a value (None: does not)."""
 
     def parse(name: str, value: Any) -> Any:
         if not is_allowed(value):
@@ -313,7 +315,7 @@ def _real(low: float, high: float, *, is_open: bool = False) -> Parser:
 
 
 def _only(*neutral: Any) -> Parser:
-    """Parses a field that is not supported, and whose neutral values change nothing."""
+    """Returns a parser of an unsupported field, which accepts only values without effect."""
     return _field(
         lambda value: any(value == each and type(value) is type(each) for each in neutral),
         ", ".join(map(json.dumps, neutral)),
@@ -321,7 +323,7 @@ def _only(*neutral: Any) -> Parser:
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
-    """Parses a stop string or a list of them."""
+    """Parses `stop`: one stop string or a list of them."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(
         isinstance(text, str) and 0 < len(text) <= LONGEST_STOP for text in texts
@@ -333,7 +335,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _bias(name: str, value: Any) -> Biases:
-    """Parses an object of addends by token id."""
+    """Parses `logit_bias`, an object {token id: addend to its logit}."""
     is_map = isinstance(value, dict) and len(value) <= MOST_BIASES
     if not is_map or not all(re.fullmatch("0|[1-9][0-9]{0,8}", token) for token in value):
         raise _refused(name, value, f'{{"TOKEN ID": NUMBER}} of at most {MOST_BIASES} tokens')
@@ -341,7 +343,7 @@ def _bias(name: str, value: Any) -> Biases:
 
 
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
-    """Parses an object's fields; fields that are null count as absent."""
+    """Parses an object with one parser for each field; null fields count as absent."""
     if not isinstance(value, dict):
         raise _refused(name, value, "an object")
     for each in value:
@@ -351,7 +353,7 @@ def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, An
 
 
 def _messages(name: str, value: Any) -> list[dict[str, str]]:
-    """Parses a conversation: a list of {"role", "content"} with text content."""
+    """Parses `messages`: a list of {"role", "content"}, whose content is text."""
     if not isinstance(value, list) or not value:
         raise _refused(name, value, "a list of at least one message")
     messages = []
@@ -375,10 +377,10 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        if calls := given.pop("tool_calls", None):  # templates take an empty list for calls
+        if calls := given.pop("tool_calls", None):  # templates take an empty list for a call
             _read_arguments(f"{here}.tool_calls", calls)
             given["tool_calls"] = calls
-        if content is None and role == "assistant":  # of an answer that is tool calls, or nothing
+        if content is None and role == "assistant":  # an answer may be only tool calls, or empty
             content = ""
         is_blank = isinstance(content, str) and not content.strip()
         if not is_blank:  # an answer or a tool's result may be blank
@@ -388,7 +390,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
 
 
 def _read_arguments(name: str, calls: Any) -> None:
-    """Replaces the texts of tool calls' arguments by the objects that chat templates take."""
+    """Replaces the arguments of tool calls, JSON texts, by the objects that templates expect."""
     try:
         for call in calls:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -403,7 +405,7 @@ def _is_tool(value: Any) -> bool:
 
 
 def _prompt(name: str, value: Any) -> str | list[int]:
-    """Parses a text or a list of token ids; a list of one of them counts as that one."""
+    """Parses `prompt`: a text, a list of token ids, or a list with one text or one such list."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if not isinstance(value, list):
@@ -414,7 +416,7 @@ def _prompt(name: str, value: Any) -> str | list[int]:
 
 
 def _response_format(name: str, value: Any) -> tuple[str, str, Any] | None:
-    """Parses {"type": "text"}, "json_object" or "json_schema"; returns the request's `form`."""
+    """Parses `response_format`; returns the value of Exchange.form (None for {"type": "text"})."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -429,7 +431,8 @@ def _response_format(name: str, value: Any) -> tuple[str, str, Any] | None:
 
 
 def _guided(kind: str, is_allowed: Callable[[Any], bool], allowed: str) -> Parser:
-    """Returns a parser of a field whose value is of a kind that make_grammar takes."""
+    """Returns a parser of a guided_… field, whose result is a value of Exchange.form. kind: the
+    kind of grammar for make_grammar."""
     parse = _field(is_allowed, allowed)
     return lambda name, value: (name, kind, parse(name, value))
 
@@ -492,8 +495,8 @@ _COMPLETION: dict[str, Parser] = {
 
 
 def parse(body: bytes, *, is_chat: bool, defaults: Sampling = GREEDY) -> Exchange:
-    """Returns the exchange that a body begins, with `defaults` for what the body leaves out of its
-    sampling; raises Problem(400)."""
+    """Makes an Exchange from a request's body; `defaults` has the sampling values that the body
+    leaves out. Raises Problem(400) for a body that is not allowed."""
     known, subject = (_CHAT, "messages") if is_chat else (_COMPLETION, "prompt")
     try:
         fields = json.loads(body.decode(), parse_constant=_refuse_constant)
@@ -524,7 +527,7 @@ def parse(body: bytes, *, is_chat: bool, defaults: Sampling = GREEDY) -> Exchang
     names = Sampling.__dataclass_fields__.keys() & values.keys()
     sampling = replace(defaults, **{name: values[name] for name in names})
     if not sampling.temperature:
-        sampling = replace(sampling, top_p=1.0)  # unused
+        sampling = replace(sampling, top_p=1.0)  # top_p has no effect at temperature 0
     own = Exchange.__dataclass_fields__.keys() - {subject, "max_tokens"}
     if values.get("tool_choice") == "none":
         values["tools"] = ()
