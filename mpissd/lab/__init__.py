@@ -1,1 +1,1 @@
-"""The laboratory, which measures runs, predicts them, and explains the differences."""
+"""Measurement commands: they run and time decoding, predict its speed, and compare results."""

@@ -1,7 +1,7 @@
-"""The command `chat`: a conversation in the terminal, as a client of `serve` over HTTP.
+"""The command `chat`: a conversation in the terminal, through an HTTP server of `mpissd serve`.
 
-It starts a server of its own on this machine, or talks to the one that --url names. Ctrl-C reaches
-only this process: it ends an answer, not the server.
+The command starts a server on this machine, or uses the one that --url names. Ctrl-C ends the
+current answer, not the server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ HELP = """\
 /reset            forget the conversation
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
-_LEAVE_S = 20.0  # longest wait for the server to end
-_NO_WRAP = 1 << 16  # columns without a terminal
+_LEAVE_S = 20.0  # longest wait in s for the server to exit, before it is killed
+_NO_WRAP = 1 << 16  # line width if the output is no terminal: lines are not wrapped
 
 
 class Chat:
-    """A conversation: its messages, its mode, and how answers are shown."""
+    """A chat with a server: it sends what the user types, prints the answers, and keeps both as the
+    conversation."""
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class Chat:
         about: Mapping[str, Any],
         terminal: TextIO | None,
     ) -> None:
-        """about: the server's description of itself."""
+        """about: the server's description of itself (mode, models, ranks). terminal: None if the
+        output is no terminal; then colours are off."""
         self._http = http
         self._config = config
         self._terminal = terminal
@@ -55,10 +57,10 @@ class Chat:
         self._colours = config.run.show and not (terminal is None or "NO_COLOR" in os.environ)
         self._messages: list[dict[str, str]] = []
         self._meters: list[Meter] = []
-        self._prompt = ""  # the last answer's numbers of prompt tokens
+        self._prompt = ""  # text on the number of prompt tokens of the last answer
 
     def greet(self, about: Mapping[str, Any], model: str) -> None:
-        """Prints the models, the ranks, and the colours' meanings."""
+        """Prints the names of the models, the server's ranks, and what the text colours mean."""
         draft = f", drafts by {about['draft']}" if about["draft"] else ""
         ranks = f"T={about['tp']}" + (f", D={about['num_drafts']}" if about["num_drafts"] else "")
         say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
@@ -66,7 +68,7 @@ class Chat:
             say(f"{legend()}\n")
 
     def take(self, line: str) -> bool:
-        """Executes what the person typed; returns False if it ends the chat."""
+        """Handles one typed line: a /command or a message. Returns False if the chat is to end."""
         if line.startswith("/"):
             return self._command(*line[1:].split())
         try:
@@ -79,7 +81,7 @@ class Chat:
         return True
 
     def _command(self, name: str = "help", *values: str) -> bool:
-        """Executes a line that begins with /; returns False if it ends the chat."""
+        """Executes the command /NAME with its values; returns False if the chat is to end."""
         match name:
             case "quit" | "exit":
                 return False
@@ -113,7 +115,8 @@ class Chat:
         return True
 
     def _ask(self, text: str) -> None:
-        """Sends the conversation and shows the answer; a refused question is forgotten."""
+        """Sends the conversation with the new message `text` and prints the answer while it
+        arrives. If the server refuses the request, the message is dropped."""
         run = self._config.run
         asked = [*self._messages, {"role": "user", "content": text}]
         body = {
@@ -160,8 +163,9 @@ class Chat:
         self._meters.append(meter)
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the chunks of a streamed answer, which gets what is left of the context if
-        max_tokens does not fit. Raises ConfigError for a refusal, FaultError without a server."""
+        """Sends a request and yields the chunks of the streamed answer. If max_tokens exceeds the
+        model's context, the request is sent again without that limit. Raises ConfigError if the
+        server refuses the request, FaultError if the server fails."""
         with self._http.stream("POST", "chat/completions", json=body) as response:
             if response.status_code == 200:
                 events = EventStream()
@@ -184,8 +188,8 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> int:
-    """Runs the command; returns the exit code, the server's if that ends first. Raises ConfigError
-    if a model cannot be loaded or cannot chat."""
+    """Runs the command `chat`; returns its exit code (the server's, if the server ends first).
+    Raises ConfigError if a model cannot be loaded or has no chat template."""
     try:
         if config.url is not None:
             code = _converse(config, config.url)
@@ -197,20 +201,20 @@ def chat(config: ChatConfig) -> int:
             assert server.stdout is not None
             url = server.stdout.readline().partition(" ")[0]
             code = _converse(config, url) if url else None
-            if code is None:  # the server has failed, and prints why
+            if code is None:  # The server has failed, and has printed the reason.
                 try:
                     code = server.wait(_LEAVE_S) or FaultError.exit_code
                 except subprocess.TimeoutExpired:
                     code = FaultError.exit_code
             return code
-    except KeyboardInterrupt:  # while the models load
+    except KeyboardInterrupt:  # Ctrl-C while the models are loaded
         return 128 + signal.SIGINT
 
 
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
-    """Runs a server on this machine during the block."""
-    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # other users reach 127.0.0.1 as well
+    """Yields a server process on this machine, which is ended at the end of the `with` block."""
+    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # Other users can reach 127.0.0.1, too.
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
         stdin=subprocess.DEVNULL,
@@ -230,7 +234,8 @@ def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
 
 
 def _converse(config: ChatConfig, url: str) -> int | None:
-    """Takes lines until the person leaves; returns 0, or None if the server is gone."""
+    """Chats with the server at `url` until the user leaves; returns 0, or None if the server is
+    gone. Raises ConfigError if no mpissd server is at `url`."""
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (

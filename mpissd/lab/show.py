@@ -1,8 +1,8 @@
-"""An answer on the terminal while it arrives: words wrapped, tokens coloured by their origin,
-numbers in the right margin.
+"""Prints an answer on the terminal while it is decoded: words are wrapped, tokens are coloured by
+what drafted them, and rates are shown in the right margin.
 
-`shown` follows the first answer of a run; `chat` paints a server's answers. A word is written when
-it is complete, so that the terminal's cursor only moves forward.
+`shown` prints the first answer of a run; the command `chat` prints a server's answers. A word is
+printed when it is complete, so that no printed text has to move to the next line.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from mpissd.engine.text.answer import AnswerText, sources_of
 Piece = tuple[str, str]  # a text, and the source of its token
 
 VARIABLE = "MPISSD_TERMINAL"
-WATCHED = 0  # the request id whose text is shown
+WATCHED = 0  # Of all requests, only the text of this id is shown.
 MARGIN = 38
 COLOURS = {"cache": "32", "jit": "33", "fast": "33", "bonus": "0"}  # SGR codes
 _LEGEND = (("cache", "speculation cache"), ("jit", "drafted in time"), ("bonus", "target's own"))
 _LEAST_COLUMNS = 72  # narrower terminals have no margin
 _DEFAULT_COLUMNS = 80
-# Unicode UAX #9: LRE, RLE, PDF, LRO, RLO, and the isolates LRI, RLI, FSI, PDI.
+# Characters that change the writing direction (Unicode UAX #9): LRE, RLE, PDF, LRO, RLO, isolates.
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 @contextmanager
 def open_terminal() -> Iterator[TextIO | None]:
-    """Yields the user's terminal; None if there is none, as in a pipe. mpirun holds back a rank's
-    output until a line ends, so scripts in launch/ name the terminal in MPISSD_TERMINAL
-    (host:/dev/pts/N), and a lead rank on that host opens it."""
-    if launcher_size() is None and sys.stdout.isatty():  # mpirun gives ranks a pty of its own
+    """Yields the user's terminal as a text file, or None if there is none, as in a pipe. mpirun
+    buffers a rank's output by lines; therefore the scripts in launch/ pass the terminal's name in
+    MPISSD_TERMINAL (host:/dev/pts/N), and rank 0 opens it if it runs on that host."""
+    if launcher_size() is None and sys.stdout.isatty():  # Under mpirun, stdout may be its own pty.
         yield sys.stdout
         return
     host, _, path = os.environ.get(VARIABLE, "").partition(":")
@@ -65,8 +65,10 @@ def columns_of(terminal: TextIO) -> int:
 
 
 class Meter:
-    """Counts and times of one answer; first_s: seconds from the start to the first tokens.
-    has_cache: whether rounds look up a speculation cache (ssd); the first round cannot hit."""
+    """Counts the tokens, decoding rounds and cache hits of one answer, and computes rates.
+
+    first_s: seconds from the start to the first tokens. has_cache: whether rounds look up a
+    speculation cache (SSD), which the first round cannot hit."""
 
     def __init__(self, has_cache: bool = False, clock: Callable[[], float] = perf_counter) -> None:
         self.has_cache = has_cache
@@ -86,22 +88,23 @@ class Meter:
 
     @property
     def tok_per_s(self) -> float | None:
-        """Tokens a second after the first, which wait for the prompt; None before."""
+        """Tokens per second after the first round, whose time includes the prompt's; None before
+        the second round."""
         later_s = self.seconds - self.first_s
         return (self.num_tokens - self._first_tokens) / later_s if later_s > 0 else None
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the lookups that hit; None without lookups."""
+        """The share of lookups in the speculation cache that hit; None without lookups."""
         return self.hits / (self.num_rounds - 1) if self.has_cache and self.num_rounds > 1 else None
 
     @property
     def tokens_a_round(self) -> float:
-        """Mean tokens a round; 0 before the first."""
+        """Mean tokens per round; 0 before the first round."""
         return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
 
     def short(self) -> str:
-        """Returns the numbers in at most MARGIN characters."""
+        """Returns tokens per round, hit rate and tokens/s as text of at most MARGIN characters."""
         parts = [f"{self.tokens_a_round:.2f} tok/round"]
         parts += [] if self.hit_rate is None else [f"{self.hit_rate:4.0%} hits"]
         parts += [] if self.tok_per_s is None else [f"{self.tok_per_s:3.0f} tok/s"]
@@ -120,22 +123,23 @@ def legend() -> str:
 
 
 def width_of(character: str) -> int:
-    """Returns the number of terminal columns of a character: 0, 1 or 2."""
+    """Returns how many terminal columns a character occupies: 0, 1 or 2."""
     if combining(character) or category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if east_asian_width(character) in "WF" else 1
 
 
 def harmless(text: str) -> str:
-    """Replaces control characters and overrides of the writing direction, by which an answer could
-    steer the terminal or reorder its text."""
+    """Returns `text` with U+FFFD in place of control characters and changes of the writing
+    direction, by which an answer could control the terminal or reorder its text."""
     text = text.replace("\r\n", "\n").replace("\t", " " * 4)
     steers = {c for c in text if c != "\n" and (category(c) == "Cc" or c in _DIRECTIONS)}
     return "".join("\ufffd" if c in steers else c for c in text)
 
 
 class Painter:
-    """Writes an answer to a terminal by `write`. colours: by source, with numbers beside it."""
+    """Wraps and prints an answer's text. write: prints a string. columns: the terminal's width.
+    colours: whether tokens are coloured by what drafted them, with numbers in the margin."""
 
     def __init__(self, write: Callable[[str], object], columns: int, *, colours: bool) -> None:
         self._write = write
@@ -143,12 +147,13 @@ class Painter:
         self._has_margin = colours and columns >= _LEAST_COLUMNS
         self._width = columns - MARGIN - 3 if self._has_margin else max(20, columns - 1)
         self._column = 0
-        self._word: list[Piece] = []  # characters of the word that is not complete
+        self._word: list[Piece] = []  # characters of the word that is still incomplete
         self._margin = ""
         self._colour = "0"
 
     def add(self, pieces: Iterable[Piece], margin: str = "") -> None:
-        """Writes the complete words among new tokens. margin: numbers to show beside the line."""
+        """Prints the words that new tokens complete. pieces: (text, what drafted it) of each token.
+        margin: numbers to show at the line's right."""
         self._margin = margin
         text = "".join(
             self._put(character, source)
@@ -158,11 +163,11 @@ class Painter:
         self._write(text + self._numbers())
 
     def end(self) -> None:
-        """Writes the last word, and ends its line."""
+        """Prints the last word and ends its line."""
         self._write(self._end_of_word() + self._end_of_line())
 
     def _put(self, character: str, source: str) -> str:
-        """Takes a character; returns what can be written now."""
+        """Adds one character of the answer; returns the text that can be printed now."""
         if character == "\n":
             return self._end_of_word() + self._end_of_line()
         if character == " ":
@@ -170,12 +175,12 @@ class Painter:
             return space + (self._painted(" ", source) if self._column < self._width else "")
         word = ""
         if sum(width_of(c) for c, _ in self._word) + width_of(character) > self._width:
-            word = self._end_of_word()  # longer than a line: it is broken
+            word = self._end_of_word()  # A word longer than a line is broken.
         self._word.append((character, source))
         return word + (self._end_of_word() if width_of(character) == 2 else "")
 
     def _end_of_word(self) -> str:
-        """Returns the word, on a new line if this line has no room for it."""
+        """Returns the text of the current word, after a line break if the line has no room."""
         word = self._word
         self._word = []
         room = self._width - self._column
@@ -192,7 +197,7 @@ class Painter:
         return f"\x1b[{colour}m" if change else ""
 
     def _numbers(self) -> str:
-        """Returns the numbers of this line's margin; the cursor stays where it is."""
+        """Returns terminal codes that write the margin's numbers and move the cursor back."""
         if not (self._has_margin and self._margin and self._column):
             return ""
         text = self._margin[:MARGIN].rjust(MARGIN)
@@ -206,9 +211,11 @@ class Painter:
 
 
 class Show:
-    """Follows one sequence of a run on the lead rank. write: takes new text and the margin's
-    numbers. limit: tokens of the answer. is_live: whether `write` shows text at once. has_cache: of
-    Meter."""
+    """Turns the rounds of one sequence into its text, on rank 0, and passes the text to `write`.
+
+    text: decodes tokens. write: is called with (pieces of text, numbers for the margin). limit:
+    most tokens of the answer. is_live: whether `write` prints at once. has_cache: whether rounds
+    look up a speculation cache."""
 
     def __init__(
         self,
@@ -226,7 +233,7 @@ class Show:
         self.meter = Meter(has_cache)
 
     def take(self, result: RoundResult) -> None:
-        """Shows the sequence's new text after a round."""
+        """Decodes and writes the text that a round has added to the sequence."""
         places = np.flatnonzero(result.outcome.ids == WATCHED)
         if self.is_over or not len(places):
             return
@@ -251,8 +258,8 @@ class Show:
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Show | None]:
-    """Shows a run's first answer, if its tokens are text: on a terminal as it arrives, in a pipe
-    when it is complete. Yields what follows the rounds, or None."""
+    """Prints a run's first answer, if tokens are text: on a terminal while it is decoded, in a pipe
+    when it is complete. Yields an object whose `take` must be called after each round, or None."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield None
         return
@@ -276,7 +283,7 @@ def shown(workload: Workload) -> Iterator[Show | None]:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
         show = Show(text, write, config.token_limit, terminal is not None, config.mode == "ssd")
         yield show
-        if rest := text.flush():  # text that was held back
+        if rest := text.flush():  # text that was held back, as it might have begun a stop string
             write([(rest, "bonus")], show.meter.short())
         if terminal is None:
             output.write(f"\n{harmless(''.join(kept))}\n")

@@ -6,30 +6,30 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-DONE = "[DONE]"  # data of the event that ends a stream of OpenAI's API
-# What JSON of another form than expected raises when it is read.
+DONE = "[DONE]"  # data of the last event of a stream in OpenAI's API
+# The exceptions that reading JSON may raise if its structure is not the expected one.
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class StreamEvent(NamedTuple):
-    """A server-sent event; kind is "message" if the stream names no other."""
+    """A server-sent event. kind: its type, "message" unless the stream names another."""
 
     kind: str
     data: str
 
 
 class EventStream:
-    """The events of one response, whose bytes may arrive in any pieces."""
+    """A parser of one response's events; the response's bytes may be split at any place."""
 
     def __init__(self) -> None:
-        self._parts = list[bytes]()  # of the line that is still incomplete
+        self._parts = list[bytes]()  # pieces of the line that is still incomplete
         self._is_first = True  # whether no line has ended yet
-        self._ends_in_return = False  # whether the last bytes ended in CR, to which LF may belong
+        self._ends_in_return = False  # After a final CR, an LF in the next bytes ends no line.
         self._kind = "message"
         self._data = list[str]()
 
     def push(self, new: bytes) -> Iterator[StreamEvent]:
-        """Takes the next bytes; yields the events that they complete."""
+        """Takes the response's next bytes; yields the events that are complete with them."""
         if not new:
             return
         if self._ends_in_return:

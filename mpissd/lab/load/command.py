@@ -1,6 +1,6 @@
-"""The command `load`: requests that arrive by a seed at a server.
+"""The command `load`: sends Poisson arrivals of requests to a server and measures latencies.
 
-It prints a table with a line a rate, and writes a row each to OUT/loads.jsonl.
+It prints a table with one line per request rate, and writes one row per rate to OUT/loads.jsonl.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 
@@ -37,14 +37,14 @@ ANSWERED = 200
 REFUSED = 429
 Times = Mapping[str, float]
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
-# Keys of a server's description of itself, with their types.
+# Keys of the description of itself that an mpissd server gives, and the types of their values.
 _SERVER: dict[str, type] = {
     **dict.fromkeys("draft mode backend device_name draws acceptance hit_law".split(), str),
     **dict.fromkeys("tp num_drafts replicas world_size lookahead max_running".split(), int),
 }
-# Members of a chat's `delta` that hold what the model has generated.
+# Members of a streamed chunk's `delta` that hold generated text.
 _GENERATED = ("content reasoning_content reasoning refusal tool_calls function_call audio").split()
-_FAILED = 599  # status of a connection or an answer that broke off
+_FAILED = 599  # status recorded for a connection or an answer that broke off
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -53,9 +53,9 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class LoadRow:
-    """One rate of arrivals at one server, schema 1; times count from a request's arrival.
-    OUT/loads/<load_id>.npz has, by request: at_s, ttft_s, latency_s (NaN: none), num_tokens,
-    prompt_tokens and status (200: answered)."""
+    """The result of sending requests to one server at one rate: a line of OUT/loads.jsonl. Times
+    count from a request's arrival. OUT/loads/<load_id>.npz holds for each request at_s, ttft_s,
+    latency_s (NaN: none), num_tokens, prompt_tokens and status (200: answered)."""
 
     schema: int = key("version of the set of keys: 1")
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
@@ -106,8 +106,8 @@ class LoadRow:
 
 
 def load(config: LoadConfig) -> int:
-    """Runs the command; stdout's last line is the last row. Returns the exit code: 5 if the server
-    answered nothing. Raises ConfigError."""
+    """Runs the command `load`; returns the exit code: 0, or 5 if the server answered nothing. The
+    last line on stdout is the row of the last rate, as JSON. Raises ConfigError for wrong flags."""
     check_output(config.out)
     planned = list(loads(config))
     try:
@@ -134,9 +134,11 @@ async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow
 def _kept(
     config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
 ) -> LoadRow:
-    """Returns a load's row; prints its line, and writes it and its requests' numbers to OUT."""
+    """Returns the row of one rate, after printing its line of the table and writing the row and the
+    numbers of each request to OUT. served: how each request ended. about: the server's description
+    of itself."""
     mode = about.get("mode")
-    kind = mode if mode in (AUTO, *MODES) else "server"  # a file is named after it
+    kind = mode if mode in (AUTO, *MODES) else "server"  # safe in a file name
     named = {
         "load_id": f"load-{kind}-{secrets.token_hex(6)}",
         "server": about["server"],
@@ -186,7 +188,7 @@ def _kept(
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: its arrival (seconds from the start), body, and most tokens of its answer."""
+    """A request. at_s: its arrival in s from the load's start. entry: its prompt or messages."""
 
     at_s: float
     entry: Entry
@@ -195,7 +197,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of one rate."""
+    """The requests to send at one rate (requests a second), over duration_s seconds."""
 
     rate: float
     duration_s: float
@@ -203,8 +205,8 @@ class Load:
 
 
 def loads(config: LoadConfig) -> Iterator[Load]:
-    """Yields a load for each rate, the same for the same flags. Prompts are taken in a random
-    order, each once before any is taken again. Raises ConfigError."""
+    """Yields the requests to send at each rate, the same for the same flags. Prompts are taken in
+    random order, each once before any is taken again. Raises ConfigError for a wrong max_tokens."""
     assert config.prompts is not None, "checked"
     entries: list[tuple[Entry, int]] = []
     for where, entry in read_entries(config.prompts):
@@ -224,8 +226,9 @@ def loads(config: LoadConfig) -> Iterator[Load]:
 
 
 def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
-    """Returns the times of Poisson arrivals: `count` of them, or those within the duration, at
-    least one. At another rate a seed's gaps are the same, stretched."""
+    """Returns the times in s of Poisson arrivals: `count` arrivals if given, else those within
+    duration_s, at least one. With one seed, the gaps at another rate are the same up to a factor.
+    """
     random = np.random.default_rng(seed)
     times = list[float]()
     at = 0.0
@@ -239,9 +242,10 @@ def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> lis
 
 @dataclass(frozen=True)
 class Served:
-    """How a request ended; times are seconds from its arrival. status: 200 answered, 429 refused,
-    others failed. late_s: how late it was sent. speculation: the server's counts of drafted,
-    accepted, hits and rounds, if any. why: reason of a failure."""
+    """How one request ended. at_s: its arrival, from the start of the load; other times count from
+    its arrival. status: 200 answered, 429 refused, others failed. late_s: delay of sending it.
+    speculation: the server's counts of drafted and accepted tokens, cache hits and rounds, if any.
+    why: the reason of a failure."""
 
     at_s: float
     status: int
@@ -255,7 +259,7 @@ class Served:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token after the first; NaN for answers of one token."""
+        """Mean time per output token after the first, in s; NaN for answers of one token."""
         if self.num_tokens < 2:
             return np.nan
         return (self.latency_s - self.ttft_s) / (self.num_tokens - 1)
@@ -268,7 +272,8 @@ def row_of(
     about: Mapping[str, Any],
     named: Mapping[str, Any],
 ) -> LoadRow:
-    """Returns the row of a load. about: the server's description of itself. named: further keys."""
+    """Returns the result row of one rate. served: how each request ended. about: the server's
+    description of itself. named: keys of the row that are copied into it, such as load_id."""
     answered = [e for e in served if e.status == ANSWERED]
     refused = sum(e.status == REFUSED for e in served)
     good = sum(e.ttft_s <= config.ttft and not e.tpot_s > config.tpot for e in answered)
@@ -317,10 +322,10 @@ def row_of(
 
 
 class Client:
-    """An HTTP client of one server, for an `async with` block."""
+    """An HTTP client that sends a load's requests to one server; used in `async with`."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Raises ConfigError without httpx, and for an invalid URL."""
+        """Raises ConfigError if httpx is not installed, or if the URL is invalid."""
         try:
             import httpx
         except ImportError as error:
@@ -338,7 +343,7 @@ class Client:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=config.deadline_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # a proxy would be measured as well
+            trust_env=False,  # A proxy named in the environment would add its own latency.
         )
         self.model = config.model or ""
 
@@ -349,8 +354,8 @@ class Client:
         await self._http.aclose()
 
     async def about(self) -> Mapping[str, Any]:
-        """Asks for the server's model; returns its description of itself if it is mpissd, else {}.
-        Raises FaultError if no server answers."""
+        """Asks the server for its model; returns the server's description of itself if it is an
+        mpissd server, else {}. Raises FaultError if no server answers."""
         try:
             answer = await self._http.get("models")
             models = answer.raise_for_status().json()["data"]
@@ -365,13 +370,15 @@ class Client:
         return {n: about[n] for n, kind in _SERVER.items() if type(about.get(n)) is kind}
 
     async def send_all(self, load: Load) -> list[Served]:
-        """Sends each request of a load when it is due; returns how they ended."""
+        """Sends each request of a load at its arrival time; returns how each ended, in order."""
         start = time.monotonic()
         arrivals = enumerate(load.arrivals)
         return await asyncio.gather(*(self._send(start, n, arrival) for n, arrival in arrivals))
 
     async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
-        """Sends a request when it is due, with its own seed: equal seeds would draw alike."""
+        """Sends one request at its arrival time and returns how it ended. start: the load's
+        beginning on the monotonic clock. number: the request's index, which is added to the
+        sampling seed, so that requests with equal prompts draw different tokens."""
         due = start + arrival.at_s
         await asyncio.sleep(due - time.monotonic())
         late = time.monotonic() - due
@@ -410,7 +417,8 @@ class Client:
         )
 
     async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Reply) -> int:
-        """Sends a request and reads its streamed answer to the end; returns the HTTP status."""
+        """Sends a request and adds its streamed chunks to `answer`; returns the HTTP status, or
+        _FAILED if the stream broke off. due: the arrival time, from which times count."""
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return response.status_code
@@ -418,13 +426,14 @@ class Client:
             async for part in response.aiter_bytes():
                 for event in stream.push(part):
                     answer.add(event, time.monotonic() - due)
-        return ANSWERED if answer.has_ended else _FAILED  # a stream without an end is cut off
+        return ANSWERED if answer.has_ended else _FAILED  # No end marker: it was cut off.
 
 
 class Reply:
-    """A streamed answer so far; times are seconds from the request's arrival. last_s: of the last
-    token, or of the chunk that ends the answer. num_chunks: chunks with tokens. usage: as the
-    server reports it. is_done: whether nothing follows."""
+    """The part of a streamed answer that has arrived. first_s, last_s: seconds from the request's
+    arrival to the first and the last chunk with tokens (or to the chunk that ends the answer).
+    num_chunks: number of chunks with tokens. usage: the server's token counts. has_ended: whether
+    the answer is complete. is_done: whether the stream is over, too."""
 
     def __init__(self) -> None:
         self.first_s = self.last_s = np.nan
@@ -433,7 +442,8 @@ class Reply:
         self.usage: Mapping[str, Any] = {}
 
     def add(self, event: StreamEvent, now_s: float) -> None:
-        """Takes an event; raises one of DAMAGED if it is no chunk or reports an error."""
+        """Adds one event of the stream, which arrived at now_s. Raises an exception of DAMAGED if
+        the event is no chunk of an answer, or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True
@@ -458,6 +468,7 @@ class Reply:
 
 
 def _counts(values: Any) -> dict[str, int]:
-    """Returns an object's members that are counts, below 2^31 as the row's arrays need them."""
+    """Returns the members of a JSON object that are integers from 0 to 2^31 − 1; {} if `values` is
+    no object. (The counts are stored as int32.)"""
     members = values.items() if isinstance(values, dict) else ()
     return {name: n for name, n in members if type(n) is int and 0 <= n < 1 << 31}

@@ -1,4 +1,4 @@
-"""The flags of `load`: the arrivals, their server, and the objective of a good request."""
+"""The flags of the command `load`: arrivals, server, and the latencies that a request must keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 def rates(name: str, text: str) -> tuple[float, ...]:
-    """Parses rates separated by commas: numbers above 0, or inf (all at once)."""
+    """Parses `text`, the value of flag `name`: request rates in 1/s, separated by commas; "inf" is
+    all requests at once. Raises ConfigError for other values."""
     parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
     values = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
     if not values or 0 in values:

@@ -1,5 +1,5 @@
-"""Records a real pair's choices, and measures acceptance and hit models ("laws") from them.
+"""Records how two real models decode, and fits models of acceptance and cache hits ("laws").
 
 record  answers prompts with the target and records the draft's continuations
-laws    measures sources, prints their laws, writes the file that --laws reads (docs/laws.md)
+laws    fits the laws to recordings, prints them, and writes the file for --laws (docs/laws.md)
 """

@@ -1,4 +1,4 @@
-"""The flags of `pair`: models and prompts to record, or sources to measure."""
+"""The flags of the command `pair`: models and prompts to record, or recordings to evaluate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, contained, flag, integer, words
 
-_RECORDED = 8  # the default K of a recording
-_PRINTED = 4  # the default K whose laws are printed
+_RECORDED = 8  # default number of draft tokens K in a recording
+_PRINTED = 4  # default K for which acceptance and hit models are printed
 
 
 @dataclass(frozen=True)
 class PairConfig(Checked):
-    """Flags of `pair`; a flag with the name of one of `run` means the same."""
+    """Flags of the command `pair`; a flag that `run` also has means the same in both."""
 
     sources: str | None = flag(
         None,
@@ -47,11 +47,12 @@ class PairConfig(Checked):
 
     @property
     def steps(self) -> int:
-        """K that is recorded, or whose laws are printed."""
+        """The number of draft tokens K to record or, with sources, the K whose models to print."""
         return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
 
     def check(self) -> None:
-        """Raises ConfigError unless the flags name one pair with prompts, or only sources."""
+        """Raises ConfigError unless the flags name either a pair and prompts to record, or
+        recordings (sources) to evaluate."""
         super().check()
         run = self.run
         named = (run.target is not None) + (run.draft is not None)  # none, one or both

@@ -1,16 +1,18 @@
-"""Measures a pair's acceptance and hit models from recordings and rows; writes --laws files.
+"""Fits a model pair's acceptance and cache-hit models ("laws") and writes files for --laws.
 
-A recording at temperature 0 determines every round of K tokens (docs/recordings.md), so one file
-has the outcomes of each K. A row of text has the outcomes of its own K and temperature; the ranks
-of its bonus tokens are counted in its key `learned`.
+The data are recordings or result rows. A recording at temperature 0 (docs/recordings.md) determines
+the rounds of SD at each K, the number of tokens drafted a round. A result row of text has only the
+rounds of its own K and temperature; its key `learned` counts the ranks of its bonus tokens (the
+token that the target emits after the accepted ones) among the draft's candidates.
 
-Intervals are of 95%, by a jackknife over groups of whole sequences: rounds of one text are no
-independent draws. The file keeps the models without each group, so that `plan` can carry the
-sampling error to its verdict.
+Rounds of one text are not independent. Therefore the 95% intervals come from a jackknife over
+groups of whole sequences. The file also holds the models fitted without each group, from which
+`plan` computes the sampling error.
 
-miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor]. The floor is the
-measured share of tokens that the draft does not know, and (A, r) are the maximum-likelihood fit to
-the others, whose ranks are known up to the candidates kept (mpissd/engine/law/fit.py).
+The probability that the bonus token is not among the draft's top F candidates is modelled as
+miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor added]. floor is
+the measured share of tokens outside the draft's vocabulary; A and r are fitted by maximum
+likelihood to the ranks of the others (mpissd/engine/law/fit.py).
 """
 
 from __future__ import annotations
@@ -44,41 +46,44 @@ from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]
-BEYOND = 0  # in place of a rank: beyond the candidates kept
-OUTSIDE = -1  # outside the draft's vocabulary
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # fan-outs at which misses are listed
-GROUPS = 20  # the most groups of sequences that are left out in turn
-_FAILS = 0.1  # relative error of the fitted miss rate beyond which the fit counts as failed
+BEYOND = 0  # stands for the rank of a token that is not among the recorded candidates
+OUTSIDE = -1  # stands for the rank of a token outside the draft's vocabulary
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates F whose miss rates are listed
+GROUPS = 20  # largest number of groups of sequences in the jackknife
+_FAILS = 0.1  # A larger relative error of the fitted miss rate is reported as a failed fit.
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 
 class Ranks(NamedTuple):
-    """Ranks of bonus tokens among the draft's candidates, counted by sequence. counts: [S, F + 2]:
-    rank 1 … F, beyond the F candidates kept, outside the draft's vocabulary. knows_vocabulary:
-    whether the last two columns are told apart."""
+    """Counts of the ranks that bonus tokens (the target's tokens after the accepted ones) have
+    among the draft's candidates. counts: int64 [sequences, F + 2], with columns for rank 1 … F, for
+    tokens not among the F recorded candidates, and for tokens outside the draft's vocabulary.
+    knows_vocabulary: whether these last two kinds are distinguished."""
 
     counts: Array
     knows_vocabulary: bool
 
     @classmethod
     def of(cls, sequence: Array, rank: Array, num_sequences: int, limit: int, knows: bool) -> Ranks:
-        """Counts ranks [n] (from 1, or BEYOND, or OUTSIDE) by sequence [n]; limit: F."""
+        """Counts the ranks of n tokens by sequence. sequence: index of each token's sequence, [n].
+        rank: from 1, or BEYOND, or OUTSIDE, [n]. limit: the number F of recorded candidates."""
         counts = np.zeros((num_sequences, limit + 2), np.int64)
         np.add.at(counts, (sequence, np.where(rank > 0, rank - 1, limit - rank)), 1)
         return cls(counts, knows)
 
 
 class Outcomes(NamedTuple):
-    """The rounds of one source at one K. accepted: counts of k = 0 … K by sequence, [S, K + 1].
-    ranks: of bonus tokens after a rejection, and after K accepted tokens; None if unknown. fast: by
-    kind of lookup, `accepted` if only that lookup drafts; {} if unknown."""
+    """Counts of the rounds of one recording or row with K drafted tokens. accepted: for each
+    sequence, the number of rounds that accepted 0 … K tokens, [sequences, K + 1]. ranks: of bonus
+    tokens after a rejection, and after K accepted tokens; None if unknown. fast: {kind of lookup:
+    the same counts as `accepted` if that lookup alone drafts}; {} if unknown."""
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
     fast: Mapping[str, Array] = {}
 
     def without(self, group: int, groups: int) -> Outcomes:
-        """Returns the rounds of all sequences but group, group + groups, group + 2 · groups, …"""
+        """Returns the counts without the sequences n for which n mod `groups` = `group`."""
 
         def kept(table: Array) -> Array:
             return np.compress(np.arange(len(table)) % groups != group, table, axis=0)
@@ -92,14 +97,15 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A recording, or the rounds of one row: where it is from, and its outcomes by K."""
+    """A recording, or one result row: about describes its origin (file, models, temperature), and
+    outcomes holds the counts of its rounds for each K."""
 
     about: dict[str, Any]
     outcomes: Mapping[int, Outcomes]
 
 
 def new_file(out: str) -> Path:
-    """Returns the path of --out; raises ConfigError if it exists or cannot be written."""
+    """Returns the path of the file `out`; raises ConfigError if it exists or cannot be written."""
     check_file("out", out)
     if Path(out).exists():
         raise ConfigError(f"out={out}: exists: allowed: a new file")
@@ -107,7 +113,8 @@ def new_file(out: str) -> Path:
 
 
 def print_laws(config: PairConfig) -> None:
-    """Prints the laws of the sources at K; writes the laws of every K if `out` is given."""
+    """Prints the acceptance and hit models fitted to config.sources, at one K; if config.out is
+    given, writes those of every K to that file. Raises ConfigError."""
     path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
@@ -122,12 +129,13 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Dataset]:
-    """Yields the sources that a name stands for; raises ConfigError if there is none."""
+    """Yields the data in a recording (.npz), or of each row of text in a file or folder. Raises
+    ConfigError if there are none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
-        # Tokens before a forward, in the mean over the answers.
+        # The mean number of tokens before an answered token becomes the source's "context".
         total = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
         file["tokens"] = sum(p.end for p in recording.sequences)
         file["context"] = round(total / file["tokens"])
@@ -155,7 +163,8 @@ def read(name: str) -> Iterator[Dataset]:
 
 
 def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
-    """Returns the rounds of SD and SSD in which the draft model drafts K tokens."""
+    """Counts the rounds that SD would have on this recording with K = lookahead tokens drafted by
+    the draft model, and with K tokens drafted by each kind of lookup."""
     vocabulary = None if recording.known is None else set(recording.known.tolist())
     widest = recording.widest
     num = len(recording.sequences)
@@ -166,7 +175,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             accepted[n, k] += 1
             at = c + k
             if at + 1 >= part.end:
-                continue  # the answer ends: its bonus token is not looked up
+                continue  # The answer ends here, so that no cache lookup follows.
             token = part.tokens[at]
             kept = part.top[at]
             if k < lookahead:
@@ -190,8 +199,9 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
-    """Yields (c, k) of each round of an answer: c tokens come before it, and it accepts k of the
-    drafts. drafts: [≥ end, K], by the number of tokens before them."""
+    """Yields (c, k) of each round of an answer: the round begins after c answered tokens and
+    accepts k drafted tokens. drafts: the K tokens drafted after each number of tokens, [≥ end, K].
+    """
     end = part.end
     same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(drafts.shape[1])]
     runs = np.cumprod(same, axis=1).sum(axis=1).tolist()
@@ -202,14 +212,16 @@ def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
 
 
 def _of_row(row: Row, rounds: Path) -> Outcomes:
-    """Returns the measured rounds of a row of text; raises ConfigError if they were not kept."""
+    """Counts the measured rounds of a row of text. rounds: the file with the row's raw rounds.
+    Raises ConfigError if the file cannot be read or has no round with K drafted tokens."""
     try:
         check_regular(rounds)
         with np.load(rounds, allow_pickle=False) as archive:
             lines = archive["sequences"]
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
-    # Shorter speculations, and in SSD those from a fast backup, have other acceptance rates.
+    # Only rounds with K drafted tokens count, in SSD only if the draft model drafted them: shorter
+    # drafts, and those of a lookup, have other acceptance rates.
     is_full = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
         is_full &= lines[:, 5] != Source.FAST
@@ -221,7 +233,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     accepted = np.zeros((len(ids), row.lookahead + 1), np.int64)
     np.add.at(accepted, (sequence.reshape(-1), lines[:, 3]), 1)
     ranks = []
-    for end in ("rejected", "all_accepted"):  # (F, rank, count); one outcome a sequence
+    for end in ("rejected", "all_accepted"):  # Each entry of `learned` is (F, rank, count).
         counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
         if len(np.unique(counts[:, 0])) != 1:
             return Outcomes(accepted, None)
@@ -231,7 +243,8 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
 
 
 def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
-    """Returns the content of a --laws file; raises ConfigError for unlike sources or another K."""
+    """Returns the JSON content of a --laws file, fitted to all sources together. Raises ConfigError
+    if the sources differ in models or sampling, or if none has rounds of K = lookahead."""
     for name in ("target_sha256", "draft_sha256"):
         files = {source.about[name]: source.about["file"] for source in sources}
         if len(files) > 1:
@@ -241,7 +254,7 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
     for about in (source.about for source in sources):
         warmth = about["temperature"] or 0.0
         c = about.get("saguaro_c")
-        # Saguaro's C has no effect at temperature 0.
+        # Saguaro sampling's constant C has no effect at temperature 0.
         shaped = f", C = {1.0 if c is None else c:g}" if warmth else ""
         sampled.setdefault(f"T = {warmth:g}{shaped}", about["file"])
     if len(sampled) > 1:
@@ -268,8 +281,8 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
 
 
 def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
-    """Returns the laws at one K: acceptance by position, hits, and lookups. alpha: accepted /
-    (accepted + rejected), the mean acceptance rate of judged tokens."""
+    """Returns the counts and models at one K: acceptance by position, cache hits, and lookups. Its
+    member alpha is accepted / (accepted + rejected) over all tokens that the target judged."""
     total = np.sum([of.accepted.sum(axis=0) for of in outcomes], axis=0)
     accepted = int(total @ np.arange(lookahead + 1))
     rounds = int(total.sum())
@@ -294,8 +307,8 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
 
 
 def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
-    """Returns counts of ranks, the miss rate by fan-out, and the fitted law; F is that of the
-    source that kept the fewest candidates."""
+    """Returns the counts of bonus tokens' ranks, the measured and fitted miss rates by number of
+    candidates, and the fitted A, r and floor. Ranks count up to the smallest F of any table."""
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2
@@ -324,12 +337,13 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
 
 
 def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the counts and laws at one K as lines of text. variants: the laws of all sequences,
-    then those without each group, for the intervals."""
+    """Yields the lines that print the models at one K. about: what the data are. variants: the
+    models fitted to all sequences, then those without each group, which give the intervals."""
     at = variants[0]
 
     def read(*keys: str | int) -> tuple[float, float]:
-        """Returns the number at this path, and the half-width of its interval (nan: unknown)."""
+        """Returns the number at a path of keys, and the half-width of its 95% interval (nan:
+        unknown)."""
         values = list[Any](variants)
         for key in keys:
             values = [value and value[key] for value in values]

@@ -1,4 +1,4 @@
-"""`pair`: records a pair at temperature 0, its target's answers and its draft's continuations."""
+"""The command `pair`: records the target's greedy answers and the draft's continuations."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.pair.laws import new_file, print_laws
 
-_CHUNK = {"numpy": 32, "cupy": 128}  # rows of the largest forward
+_CHUNK = {"numpy": 32, "cupy": 128}  # most tokens in one forward, by backend
 _TELL_S = 2.0
 
 Tokens = Sequence[int]
 
 
 def pair(config: PairConfig) -> int:
-    """Writes a recording and prints a summary, or prints the laws measured from `sources`. Raises
-    ConfigError if a model, the prompts or a source cannot be read, or if the file exists."""
+    """Runs the command `pair`; returns the exit code 0. It records a pair to config.out, or prints
+    the acceptance and hit models fitted to config.sources. Raises ConfigError if a model, the
+    prompts or a source cannot be read, or if the output file exists."""
     if config.sources is not None:
         print_laws(config)
         return 0
@@ -59,7 +60,8 @@ def pair(config: PairConfig) -> int:
 
 
 def make(config: PairConfig) -> Recording:
-    """Records a pair; raises ConfigError if its models or prompts cannot be read."""
+    """Answers the prompts with the target, drafts after every answered token, and returns both.
+    Raises ConfigError if the models or prompts cannot be read."""
     given = replace(config.run, workload="text")
     target, draft = split_pair(given.pair) if given.pair else (given.target, given.draft)
     assert target is not None and draft is not None, "a pair without a model"
@@ -138,7 +140,8 @@ def _opened(
 
 @contextmanager
 def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
-    """Shows a model's rows in a progress bar on stderr. rows: their largest number."""
+    """Shows a progress bar on stderr that counts the tokens in the model's forwards. verb: label of
+    the bar. rows: the number of tokens at its end."""
     with tqdm(
         total=rows, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
     ) as bar:
@@ -147,7 +150,8 @@ def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
 
 
 class Model:
-    """A whole model on one device. advance: is called with the number of rows of each forward."""
+    """A whole model on one device, with a KV cache. advance: a function that is called after each
+    forward with the forward's number of tokens."""
 
     advance: Callable[[int], Any] = staticmethod(lambda rows: None)
 
@@ -161,7 +165,8 @@ class Model:
         slots: int,
         seed: int,
     ) -> None:
-        """Reads the weights. rows: of the largest forward. slots: sequences in the KV cache."""
+        """Reads the weights. rows: most tokens in a forward. slots: most sequences in the KV cache.
+        seed: of random weights."""
         self.rows = rows
         self._waiter = Waiter(math.inf, spin=False)
         self._stepper = Stepper(
@@ -178,7 +183,8 @@ class Model:
         self.close = self._stepper.close
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
-        """Runs a forward of these rows; returns the likeliest next tokens of each, [n, top_k]."""
+        """Runs a forward over n tokens; returns the likeliest next tokens after each, best first,
+        [n, top_k]. places: each token's position in the KV cache."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
@@ -187,7 +193,8 @@ class Model:
         return ids
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
-        """Fills a slot; returns the likeliest next tokens from position `first` on, [n, top_k]."""
+        """Writes a sequence to slot `slot` of the KV cache; returns the likeliest next tokens after
+        each of tokens[first:], best first, [len(tokens) − first, top_k]."""
         likeliest = []
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
@@ -201,8 +208,8 @@ class Model:
 def answered(
     model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], extra: int
 ) -> list[tuple[list[int], int]]:
-    """Returns (tokens, end) of the greedy answer to each prompt; each prompt has a slot of the KV
-    cache. end: tokens up to a stop token or `limit`; `extra` tokens follow."""
+    """Decodes the prompts greedily as one batch; returns (tokens, end) of each answer. end: number
+    of tokens up to a stop token or `limit`. After them, tokens has `extra` further ones."""
     answers: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
 
@@ -225,8 +232,9 @@ def answered(
 
 
 def drafted(model: Model, prompt: Tokens, answer: Tokens, lookahead: int) -> tuple[Ints, Ints]:
-    """Returns (rollout [n, K], top [n, top_k]): the draft's continuation, and its likeliest next
-    tokens, after each proper prefix of an answer of n tokens. A prefix has a cache row."""
+    """Returns (rollout [n, K], top [n, top_k]): the K tokens that the draft decodes greedily, and
+    its likeliest next tokens, after each proper prefix of an answer of n tokens. All prefixes are
+    continued as one batch; the sequence's keys and values are shared."""
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):

@@ -1,11 +1,11 @@
-"""The command `probe`: measures a pair of models on this machine, in one job.
+"""The command `probe`: measures how long the steps of a model pair take on this machine.
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
-The result is a table on stdout, one JSON object, and a device profile in OUT/profiles, which `plan`
-and `--backend=emulated --device=FILE` read (docs/profile.md). Ranks measure in turns, unless they
-have to act together, so that they do not disturb each other. For host work and link time, each
-configuration that the ranks allow decodes some rounds, as a run's warm-up does.
+The result is a table on stdout, a JSON object, and a device profile in OUT/profiles: a file of
+durations that `plan` and `--backend=emulated --device=FILE` read (docs/profile.md). Ranks measure
+one after the other, so that they do not disturb each other, except where they must act together. To
+time host work and messages, some rounds are decoded in each mode that these ranks can run.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save_profile
 
-_GPU_ROWS = (40, 128, 256)  # of transformers: a GPU's kernel for more than 32 rows is another one
-MORE_SEQUENCES = 8  # Factor from the first batch size to the second; host work grows with it.
+_GPU_ROWS = (40, 128, 256)  # further row counts on GPUs, which use another kernel above 32 rows
+MORE_SEQUENCES = 8  # Host work is also measured at this multiple of the batch size.
 _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
-_SHARDS = (2, 3, 4)  # numbers of ranks whose share one rank measures, without all-reduces
+_SHARDS = (2, 3, 4)  # values of T for which one rank alone times its share of the model
 
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
-    """Probes on all ranks and returns the exit code; `name` names the profile (default: generated).
-    mode selects the models: ar means no draft, sd and ssd a draft (on the lead with D=0). brief:
-    measures a transformer for a plan of its T and batch size only. Raises Refused on every rank for
-    an impossible configuration or wrong sums (exit code 3)."""
+    """Runs the command `probe` on all ranks; returns the exit code.
+
+    config: its mode selects the models: with "ar" only the target, else also the draft (on rank 0
+    if there is no draft rank). name: of the profile (default: generated). brief: measures a
+    transformer only at the given T and batch size, and at two contexts. Raises Refused on every
+    rank if the configuration is impossible, or if an all-reduce gives wrong sums (exit code 3)."""
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
@@ -57,17 +59,18 @@ def execute_probe(config: RunConfig, name: str | None = None, brief: bool = Fals
 
 
 def kinds(backend: Backend) -> list[int | None]:
-    """Returns the row limit (most_rows) of each kernel that jobs may run, smallest first."""
+    """Returns the largest row count (None: no limit) of each matrix kernel that a job may use,
+    smallest first; some backends have a kernel for small batches."""
     return [backend.few_rows, None] if backend.few_rows else [None]
 
 
 class Prober:
-    """One rank's part in every stage, and its measurements."""
+    """One MPI rank's part in a probe: it runs all stages and collects the measurements."""
 
     def __init__(
         self, session: Session, show: Callable[[Callable[[float], str]], None], *, brief: bool
     ) -> None:
-        """show: of `progress_line`. brief: as `execute_probe` takes it."""
+        """show: prints a progress line, made from the seconds so far. brief: see execute_probe."""
         self._show_line = show
         self._stage = ""
         self._brief = brief
@@ -75,7 +78,7 @@ class Prober:
         self._topology = session.topology
         self._job = session.job
         self._kind = session.backend.info.kind
-        self._faults: list[str] = []  # in this rank's data
+        self._faults: list[str] = []  # wrong sums of all-reduces that this rank found
         self._tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
         self._peak: float | None = None
         self._notes: list[str] = []
@@ -86,14 +89,15 @@ class Prober:
             self._source = f"modelled: profile {session.job.config.device}"
 
     def run(self, name: str | None) -> None:
-        """Runs all stages, then writes the profile on the lead; collective over the world."""
+        """Runs all stages; then rank 0 writes the profile. All ranks of the job must call this.
+        name: of the profile (None: generated)."""
         begun = perf_counter()
         before = counters()
         stages = (self.rates, self.forwards, self.all_reduces, self.hosts)
         for number, stage in enumerate(stages, 1):
             self._stage = f"{number} of {len(stages)} ({stage.__name__.replace('_', '-')})"
             stage()
-            # The barrier naps; a blocking collective would occupy cores that others measure on.
+            # This barrier sleeps; MPI's own would spin on cores on which other ranks measure.
             self._session.barrier()
             wrong = GateError(f"probe: {self._faults[0]}") if self._faults else None
             agree(self._session.topology.world, wrong)
@@ -105,8 +109,8 @@ class Prober:
                 self._conclude(gathered, name, perf_counter() - begun)
 
     def _conclude(self, gathered: list[Any], name: str | None, seconds: float) -> None:
-        """Writes the table, the profile and the JSON line; on the lead. gathered: tables, notes and
-        place of each rank. seconds: that the probe took."""
+        """Prints the table, writes the profile, and prints the JSON line; called on rank 0 only.
+        gathered: (tables, notes, place) of each rank. seconds: duration of the probe."""
         session = self._session
         job = self._job
         backend = session.backend
@@ -138,8 +142,8 @@ class Prober:
         print(json_line({**summary, "seconds": seconds}), flush=True)
 
     def rates(self) -> None:
-        """Measures every rank's read bandwidth over as many bytes as its weights have, and on the
-        lead the peak of a large product and an empty launch."""
+        """Measures each rank's memory bandwidth by reading as many bytes as its weights have. Rank
+        0 also measures the flop/s of a large matrix product and the launch of an empty program."""
         backend = self._session.backend
         rank = self._topology.world.rank
         size = self._job.rank_bytes(backend.itemsize)[self._topology.is_draft]
@@ -155,7 +159,7 @@ class Prober:
             self._turn(turn, read)
 
     def forwards(self) -> None:
-        """Measures the target's forwards on its ranks, then the draft's, with each kernel."""
+        """Measures the target's forwards on the target ranks, then the draft's on one rank."""
         topology = self._topology
         needs = self._job.needs
         if not topology.is_draft:
@@ -164,17 +168,18 @@ class Prober:
             self._model(self._probe(topology.group), self._session.group, target)
         if len(needs) > 1:
             probe = partial(self._probe, MPI.COMM_SELF)
-            # It is measured on the lead if the draft is inline, or on the first draft rank.
+            # The first draft rank measures the draft model; without draft ranks, rank 0 does.
             where = topology.tp if topology.num_drafts else 0
             self._turn(where, lambda: self._model(probe(), SoloGroup(), needs[DRAFT]))
 
     def _model(self, probe: GroupProbe, group: Group, need: Need) -> None:
-        """Measures one model's forwards; need: its weights, options and rows. Products are measured
-        with the kernel of small jobs if it differs, and with the common one; the weights are made
-        anew for each, because their order differs. A transformer is measured at the probe's batch
-        size and at the batch size of its second host costs. A probe with one target rank also
-        measures the share of the target that rank 0 of T > 1 would hold, without all-reduces:
-        derive.py adds them, so that `plan` knows these T."""
+        """Measures one model's forwards. need: the model's weights, options and row counts.
+
+        A model of matrix products is measured with each of the backend's kernels; weights are made
+        anew for each kernel, because their memory layout differs. A transformer is measured at
+        several batch sizes. If T = 1, the share of the target that one rank of T > 1 would hold is
+        measured, too, without all-reduces: derive.py adds these, so that `plan` can judge such T.
+        """
         config = self._job.config
         shard = need.shard
         options = need.options
@@ -210,21 +215,22 @@ class Prober:
         self._tables["read_outs"] += probe.read_outs
 
     def all_reduces(self) -> None:
-        """Measures the job's all-reduce over the target ranks; none with one rank."""
+        """Measures the job's all-reduce over the target ranks; nothing if there is only one."""
         if not self._topology.is_draft and self._topology.tp > 1:
             probe = self._probe(self._topology.group)
             entry = probe.all_reduces(self._session.group, self._job.target.hidden)
             self._tables["all_reduces"] += [entry] if self._topology.is_lead else []
 
     def hosts(self) -> None:
-        """Measures host work and link time for every configuration that these ranks allow."""
+        """Measures the host's work in a round and the time of messages, by decoding some rounds in
+        each configuration that these ranks can run."""
         session = self._session
         probed = self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
         for config in ways(probed.config, on_host=self._kind == "cpu", brief=self._brief):
             if self._topology.is_lead:
                 self._show()
-            if config.pair is None and config.target is None:  # another pair would be its default
+            if config.pair is None and config.target is None:  # The default pair depends on T.
                 draft = None if probed.draft is None else probed.draft.name
                 config = replace(config, target=probed.target.name, draft=draft)
             try:
@@ -247,18 +253,20 @@ class Prober:
         self._show_line(lambda seconds: f"probing: stage {self._stage}, {seconds:.0f} s so far")
 
     def _turn(self, rank: int, work: Callable[[], Any]) -> None:
-        """Runs `work` on one rank, while the others nap."""
+        """Calls `work` on one rank only; the other ranks sleep in the next barrier."""
         self._session.barrier()
         if self._topology.world.rank == rank:
             work()
 
 
 def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> Iterator[RunConfig]:
-    """Yields the configurations for the probe's draft ranks: AR and inline SD without any, or SD
-    and SSD. Each is measured at the probe's batch size and at eight times that size; brief: only
-    SSD, whose host work grows with the branches of all sequences. on_host: forwards run on the
-    host's cores; a transformer's then disturb the caches more at longer contexts, so two are
-    measured."""
+    """Yields the configurations in which `probe` times host work: SD and SSD if there are draft
+    ranks, else AR and SD with the draft on the target's ranks.
+
+    Each comes at the probe's batch size and at eight times that size. brief: only SSD comes at the
+    larger size, because its host work grows with the branches of all sequences. on_host: whether
+    forwards run on the host's cores; a transformer then comes at two contexts, because a longer
+    context leaves less of the CPU's caches to the host's work."""
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
         contexts = [NEAR, config.context]
@@ -272,8 +280,9 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
 
 
 def _measured(session: Session, source: str) -> Entry | None:
-    """Times one configuration's forwards and runs its rounds; returns its entry on the lead. Raises
-    Refused on every rank if its models do not fit in memory."""
+    """Times one configuration's forwards, decodes some rounds, and computes the host costs; returns
+    them as an entry of the profile on rank 0, None elsewhere. source: text that says how they were
+    measured. Raises Refused on every rank if the models do not fit in memory."""
     job = session.job
     world = session.topology.world
     count = 0
@@ -281,7 +290,7 @@ def _measured(session: Session, source: str) -> Entry | None:
         rank = Rank(session)
         profile = calibrate(rank)
         if profile is not None:
-            # The forwards' times limit the rounds: a large model takes seconds a round on a CPU.
+            # Slow forwards limit the number of rounds: a large model takes seconds each on a CPU.
             round_s = float(profile.device.verify(job.verify_rows))
             if profile.device.draft is not None:
                 step_s = float(profile.device.draft_s(job.config.batch_size))

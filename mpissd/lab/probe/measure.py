@@ -1,8 +1,8 @@
-"""Measures forwards by rows, and all-reduces by bytes, whose sums it checks.
+"""Times forwards by row count and all-reduces by size, and checks the sums of the all-reduces.
 
-Launches are sampled within a time budget. A rank that finds a wrong sum continues, so that the
-others are not left waiting in a collective: it adds a line to `faults`, and all ranks stop together
-at the end of the stage.
+Each program is launched repeatedly within a time budget. A rank that finds a wrong sum notes it in
+`faults` and continues, because other ranks wait for it in collectives; all ranks stop together at
+the end of the probe's stage.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
-TRANSFORMER_ROWS = (*ROWS, 24)  # fewer, because each is measured after several contexts
+TRANSFORMER_ROWS = (*ROWS, 24)  # fewer row counts, because each is timed at several contexts
 LARGE_BYTES = 1 << 20
-NEAR, FAR = 64, 1024  # contexts of transformers; --context may be longer than FAR
-_LISTS = (1, 4, 16, 32, 64)  # candidates a row
-_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # operations of one program, one after the other
-# (seconds of warm-up, seconds of timed launches, the fewest and the most of these): GPUs are warmed
-# up, as an H200 reads slowly for some ms after an allocation, and modelled durations never vary.
+NEAR, FAR = 64, 1024  # shortest and longest timed context; a longer --context replaces FAR
+_LISTS = (1, 4, 16, 32, 64)  # numbers of top candidates per row whose selection is timed
+_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # Operations in one timed program, in sequence.
+# By device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches). An
+# H200 reads slowly for some ms after an allocation, so GPUs are warmed up.
 _PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
 _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
-    """Returns the contexts after which transformers are measured: near, far and two between. Time
-    grows in straight lines while all sequences' KV caches fit in one level of memory. ends: no
-    others."""
+    """Returns the context lengths at which a transformer is timed: the shortest, the longest, and
+    two between them. With the `ends` flag, the two between are left out. Times at other contexts
+    are interpolated linearly."""
     far = max(longest, FAR)
     return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
 
 
 def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
-    """Makes one entry of a profile's table from the seconds of each launch, by rows or bytes. It
-    has their number, their median, and their interquartile range over it (None if it is 0)."""
+    """Makes one entry of a profile's table: median seconds, spread and number of launches by point.
+
+    identity: keys that say what was measured. source: how. times: {point: seconds of each launch},
+    where a point is a row count or a number of bytes. spread: interquartile range / median (None if
+    the median is 0)."""
     seconds, spread = dict[str, float](), dict[str, float | None]()
     for at, taken in times.items():
         low, seconds[str(at)], high = (float(q) for q in np.percentile(taken, [25, 50, 75]))
@@ -61,8 +64,10 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 
 
 class GroupProbe:
-    """Measures on all ranks of `comm`; every method is collective. faults: receives a line for each
-    error in this rank's data. show: called between launches."""
+    """Times programs on all ranks of an MPI communicator; all its ranks must call each method.
+
+    faults: a list to which each wrong sum found on this rank is added. source: text that says how
+    entries were measured. show: a function called between launches, to show progress."""
 
     show: Callable[[], None] = staticmethod(lambda: None)
 
@@ -73,19 +78,21 @@ class GroupProbe:
         self._faults, self._source = faults, source
         self._kind = backend.info.kind
         self._real = self._kind != "emulated"
-        self.read_outs: list[Entry] = []  # of the first model measured that reads out lists
+        self.read_outs: list[Entry] = []  # times of top-k selection after the LM head
 
     def times(
         self, onces: Mapping[int, Callable[[], float]], per: int = 1
     ) -> dict[int, NDArray[np.float64]]:
-        """Returns the seconds of each launch; once() launches `per` operations and returns its
-        seconds. They take turns, so that a disturbance hits all of them and no median. The ranks
-        launch equally often, and each launch counts with the time of the rank that began last,
-        because the others' times include waiting for it."""
+        """Returns {point: seconds per operation of each launch}.
+
+        onces: {point: a function that launches `per` operations once and returns the seconds}. The
+        points are launched in turn, so that a short disturbance shifts no median. All ranks launch
+        equally often, and a launch counts with the shortest time of any rank: that rank began last,
+        and the other ranks' times include waiting for it."""
         warm_s, budget_s, least, most = _PACE[self._kind]
         counts, seconds = {}, dict[int, list[float]]()
         for at, once in onces.items():
-            once()  # The first launch also loads libraries, so its time is dropped.
+            once()  # The first launch also loads libraries, so it is not timed.
             first = max(self._comm.allreduce(once(), op=MPI.MAX), 1e-6)
             counts[at] = int(min(max(budget_s / first, least), most))
             for _ in range(int(min(warm_s / first, 200))):
@@ -101,7 +108,7 @@ class GroupProbe:
         return by_point
 
     def _once(self, program: Program) -> float:
-        """Launches a program and waits; returns the device's seconds."""
+        """Launches a program and waits for its end; returns its seconds on the device."""
         program.launch()
         program.wait(self._waiter)
         return program.elapsed_s()
@@ -116,9 +123,10 @@ class GroupProbe:
         most_rows: int | None = None,
         model: tuple[ModelSource, Weights | None] = (ModelSource(), None),
     ) -> Entry:
-        """Measures one model; returns its "forwards" entry by rows. most_rows: row limit of the
-        jobs that run this kernel (None: no limit). model: weights to use, and their source
-        (default: bare products, made here)."""
+        """Times one model's forwards at each row count; returns the entry for the profile's table
+        "forwards". sequences: batch size. most_rows: row limit of the jobs that use this kernel
+        (None: no limit). model: the source of the weights, and the weights (default: random
+        matrices of the model's shapes, made here)."""
         stepper = Stepper(
             self._backend,
             group,
@@ -143,9 +151,9 @@ class GroupProbe:
         return entry(which, self._source, taken)
 
     def _lists(self, stepper: Stepper) -> list[Entry]:
-        """Measures the choice and copy of 1 … 64 candidates a row, of the last forward's logits.
-        They run in a chain, one after the other in one program, so that its launch does not matter.
-        """
+        """Times how long the selection of the top 1 … 64 tokens per row and their copy to the host
+        take, on the logits of the last forward; returns an entry for each number of tokens. Each
+        program repeats the selection, so that launch overhead hardly counts."""
         kind = stepper.shard.key(1, stepper.options).forward
         length, columns, entries = _CHAIN[self._kind], stepper.cost(1).columns, list[Entry]()
         for k in (k for k in _LISTS if k <= columns):
@@ -169,7 +177,7 @@ class GroupProbe:
         return entries
 
     def empty(self) -> Entry:
-        """Measures the device's time of an empty program."""
+        """Times an empty program on the device; returns the entry for the table "launches"."""
         program = self._backend.program(lambda: None, _NOTHING)
         taken = self.times({1: partial(self._once, program)})[1]
         program.close()
@@ -186,9 +194,9 @@ class GroupProbe:
         *,
         ends: bool = False,
     ) -> list[Entry]:
-        """Measures a transformer for each number of sequences after each of `contexts`. ends: as
-        `contexts` takes it. Returns the "forwards" entries, without those that do not fit in
-        memory."""
+        """Times a transformer's forwards at each batch size and context length; returns the entries
+        for the table "forwards", without those whose KV cache does not fit in memory. ends: only
+        the shortest and the longest context are timed."""
         most, itemsize = rows[-1], self._backend.itemsize
         weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
         entries = []
@@ -205,7 +213,8 @@ class GroupProbe:
         return entries
 
     def all_reduces(self, group: Group, hidden: int) -> Entry:
-        """Returns the "all_reduces" entry of ROWS hidden vectors and of 1 MB."""
+        """Times all-reduces of 1 … 64 hidden vectors of length `hidden`, and of 1 MiB; returns the
+        entry for the table "all_reduces"."""
         itemsize = self._backend.itemsize
         shapes = sorted(
             [*((rows, hidden) for rows in ROWS), (1, LARGE_BYTES // itemsize)], key=prod
@@ -216,8 +225,9 @@ class GroupProbe:
         return entry({"name": name, "ranks": self._comm.size, "graph": graph}, self._source, taken)
 
     def _all_reduce(self, group: Group, rows: int, width: int) -> Any:
-        """Returns the seconds of all-reduces, launched in a chain over separate buffers. The
-        buffers are filled anew before every launch: repeated sums would exceed float16."""
+        """Times one all-reduce of [rows, width] values and checks its sums; returns the seconds of
+        each launch. A program reduces several buffers in sequence. They are refilled before
+        every launch, because sums of sums would overflow float16."""
         count, backend = _CHAIN[self._kind], self._backend
         buffers = [backend.activation(rows, width) for _ in range(count)]
 
@@ -228,8 +238,8 @@ class GroupProbe:
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
         program = backend.program(body, cost, capturable=group.capturable)
-        # Multiples of 1/64 within ±1/4, in another order on each rank: sums over up to 32 ranks are
-        # exact in float16, in any order of summation.
+        # The values are multiples of 1/64 within ±1/4, in another order on each rank. Then sums
+        # over up to 32 ranks are exact in float16, whatever the order of summation.
         place, ranks = np.arange(rows * width).reshape(rows, width), range(self._comm.size)
         parts = [((place * 7 + r * 13) % 33 - 16).astype(np.float32) / 64 for r in ranks]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)

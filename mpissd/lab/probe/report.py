@@ -1,6 +1,7 @@
-"""Reports a probe's measurements: a table in µs on stdout, and a device profile, saved atomically.
+"""Reports the measurements of the command `probe`: a table on stdout, and a device profile.
 
-docs/profile.md describes the file and how its numbers are fitted to its tables.
+A device profile is a JSON file with measured durations of forwards, all-reduces and host work, and
+numbers fitted to these tables. docs/profile.md describes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Tables = Mapping[str, Sequence[Entry]]
 
 
 def profile_name(job: Job, info: DeviceInfo) -> str:
-    """Returns DEVICE-TARGET-DRAFT-T#D#[-fuse][-head][-ctx#x#], which distinguishes profiles."""
+    """Returns the default name of a profile: DEVICE-TARGET-DRAFT-T#D#, followed by "-transformer",
+    "-fuse", "-head" and "-ctxCONTEXTxBATCH" where they apply."""
     config = job.config
     parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
     parts.append(f"T{job.tp}D{config.drafts}")
@@ -52,9 +54,10 @@ def fit(
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Fits the "numbers" and the "all_reduce" of a profile to its tables. itemsize: bytes of a
-    weight. peak: flop/s of a large product. memory: free bytes of each rank. source: how all were
-    measured."""
+    """Returns the members "numbers" and "all_reduce" of a profile, fitted to its tables.
+
+    itemsize: bytes of one weight. peak: flop/s of a large matrix product. memory: free bytes of
+    each rank's device. source: text that says how everything was measured."""
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
@@ -87,7 +90,8 @@ def fit(
 
 
 def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
-    """Fits an all-reduce's latency and rate to the first entry of its table; ranks: T."""
+    """Fits latency + bytes / rate to the all-reduces of the table's first entry, measured over
+    `ranks` target ranks; returns the profile's member "all_reduce"."""
     if not entries:
         unknown = f"{source}: not known, there was one target rank"
         return {"from": unknown, "latency_s": None, "bytes_per_s": None}
@@ -99,7 +103,7 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
     origin = f"{source}: {entry['name']} {how}, {small} B and {large} B"
     if not seconds_at[large]:
         return {"from": origin, "latency_s": {}, "bytes_per_s": {}}
-    # Noise may make a small all-reduce slower than a large one; then the large one sets the rate.
+    # If noise made the small all-reduce slower than the large one, the large one sets the rate.
     slope = (seconds_at[large] - seconds_at[small]) / (large - small)
     rate = 1 / slope if slope > 0 else large / seconds_at[large]
     latency = max(0.0, seconds_at[small] - small / rate)
@@ -107,8 +111,9 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
 
 
 def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
-    """Writes OUT/profiles/NAME.json atomically, replacing an older one of that name. Raises
-    ConfigError if the folder cannot be written, or the profile could not be read back."""
+    """Writes a profile to OUT/profiles/NAME.json and returns the path. A file of that name is
+    replaced atomically. Raises ConfigError if the folder cannot be written, or if the profile
+    could not be read back."""
     path = Path(out) / "profiles" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -125,10 +130,11 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
 def print_table(
     tables: Tables, notes: Sequence[str], host: Sequence[Entry], places: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Prints all measurements; `places`: of the ranks, from Topology.place."""
+    """Prints all measurements to stdout. notes: what could not be measured. host: entries of host
+    work and link time. places: rank, host and device of each rank, from Topology.place."""
     lines = [*_lines(tables)]
     lines += [("not known", note) for note in notes]
-    for entry in host:  # the lead's part of a round, the link one way
+    for entry in host:  # host work on rank 0 in a round, and the time of one message to the draft
         costs = HostCosts.from_dict(entry["seconds"])
         way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
@@ -141,7 +147,8 @@ def print_table(
 
 
 def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
-    """Yields the names and texts of the lines about rates, forwards, all-reduces and launches."""
+    """Yields (name, text) of each printed line on memory bandwidth, forwards, all-reduces and
+    launches."""
     for entry in tables["bandwidths"]:
         rate = entry["read_bytes_per_s"]
         text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"
@@ -164,7 +171,8 @@ def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
 
 
 def _times(name: str, entry: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yields points and times; ~ marks an interquartile range above a tenth of the median."""
+    """Yields two lines: the measured points (`name` says what they count) and their times in µs. A
+    time is marked ~ if its interquartile range is more than a tenth of the median."""
     yield name, "".join(f"{point:>9}" for point in shown)
     marks = ["~" * ((entry["spread"][point] or 0) > 0.1) for point in shown]
     times = zip(marks, shown.values(), strict=True)

@@ -1,1 +1,1 @@
-"""Sweeps: read a grid, order its configurations, measure them, and rank methods."""
+"""The command `sweep`: measures all configurations of a grid in one job, and ranks methods."""

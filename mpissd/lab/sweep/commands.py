@@ -1,4 +1,4 @@
-"""Sweep commands that need no MPI: check and list a plan."""
+"""Checks and lists the configurations of a sweep, without starting MPI."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from mpissd.lab.sweep.plan import Point, SweepConfig, SweepPlan, planned, read_g
 def check_sweep(
     config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None
 ) -> SweepPlan:
-    """Checks a sweep before MPI starts and a device is opened; returns its plan. Raises ConfigError
-    for a wrong flag or grid, a flag in both, too few ranks, or if no configuration can be measured.
-    given: names of the given flags. num_ranks: of the job (None: from world_size or the launcher).
-    """
-    # --num_drafts is the job's D; a grid may vary it.
+    """Checks a sweep's flags before MPI starts; returns its configurations and their order.
+
+    given: names of the flags on the command line. num_ranks: the job's number of ranks (None: as in
+    world_size or by the launcher). Raises ConfigError for a wrong flag or grid, a flag that is in
+    both, too few ranks, or if no configuration can be measured."""
+    # --num_drafts may be in both: there it is the largest D, and the grid may vary D.
     twice = {name for block in read_grid(str(config.grid)) for name in block} - {"num_drafts"}
     if both := given & twice:
         raise ConfigError(f"{min(both)}: in the grid and on the command line: say it once")
@@ -44,8 +45,8 @@ def _tp(config: SweepConfig, plan: SweepPlan, num_ranks: int | None = None) -> i
 
 
 def why_not(point: Point, tp: int) -> str | None:
-    """Returns why a configuration cannot be measured on T = tp ranks, or None; only its flags and
-    prompts are checked, not the machine."""
+    """Returns the reason why a configuration cannot be measured on T = tp ranks, or None. Only its
+    flags and prompts are checked, not the machine."""
     if point.config is None:
         return point.error
     try:
@@ -58,7 +59,7 @@ def why_not(point: Point, tp: int) -> str | None:
 
 
 def list_plan(config: SweepConfig) -> None:
-    """Prints the configurations of a sweep, and why some cannot be measured."""
+    """Prints each configuration of a sweep, with the reason if it cannot be measured."""
     plan = planned(config)
     tp = _tp(config, plan)
     count = len(plan.points)

@@ -1,7 +1,7 @@
-"""Plans a sweep: reads a grid, makes every configuration once, and orders all measurements.
+"""Plans a sweep: reads a grid, makes each configuration once, and orders all measurements.
 
-A grid lists, block by block, the values of each flag. It is inline, or a file of blocks.
-`lookahead` below takes seven values, `alpha` takes two:
+A grid lists the values of each flag; every combination is a configuration. It is given inline, or
+as a file of blocks, each a grid of its own. `lookahead` below has seven values, `alpha` has two:
 
     mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
 
@@ -15,9 +15,9 @@ A grid lists, block by block, the values of each flag. It is inline, or a file o
 
 A value that contains a comma must be in single or double quotes.
 
-Combinations that differ only in flags that the method ignores are merged: AR has no alpha and SD no
-hit rate, so each is measured once, however many values those flags have. Each repeat measures every
-configuration once, in a random order of its own, so that a drift of the machine favours none.
+Combinations that differ only in flags that the mode ignores are measured once: AR has no alpha, SD
+has no hit rate. Each repeat measures all configurations in a new random order, so that a drift of
+the machine's speed favours none.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from mpissd.common.flags import (
 )
 
 _FLAGS = flags_of(RunConfig)
-# Flags that the whole job shares, so that a grid may not vary them.
+# All configurations of a job share these flags, so that a grid may not vary them.
 _ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
 _SWEEPS_OWN = ("dry_run", "trace", "progress")
-_MOST_VALUES = 10_000  # in one range
+_MOST_VALUES = 10_000  # most values of one range FIRST..LAST
 _MOST_COMBINATIONS = 100_000
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches outside quotations
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches a place that is not inside quotes
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 Block = dict[str, tuple[str, ...]]  # a block's flags and their values
@@ -62,7 +62,7 @@ Block = dict[str, tuple[str, ...]]  # a block's flags and their values
 
 @dataclass(frozen=True)
 class SweepConfig(Checked):
-    """Flags of `sweep`: the grid, and the flags of a run that all its configurations share."""
+    """Flags of the command `sweep`: the grid, and flags of `run` for all its configurations."""
 
     run: RunConfig = contained(RunConfig, is_unchecked=True)
     grid: str | None = flag(
@@ -76,8 +76,8 @@ class SweepConfig(Checked):
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
 
     def check(self) -> None:
-        """Refuses a sweep without a grid, and flags of single runs. Other contradictions are
-        refused for each configuration that has them."""
+        """Raises ConfigError for a missing grid, a wrong shard, and flags that only `run` accepts.
+        Conflicts between other flags are reported later, for each configuration."""
         super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
@@ -85,16 +85,16 @@ class SweepConfig(Checked):
             raise ConfigError(f"{name} with sweep: allowed: with run, of one configuration")
         if self.run.on_draft_loss != "abort":
             raise ConfigError(f"on_draft_loss={self.run.on_draft_loss} with sweep: allowed: abort")
-        self.shard_of  # noqa: B018  (raises a wrong shard before MPI starts)
+        self.shard_of  # noqa: B018  (A wrong shard raises here, before MPI starts.)
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags implied by a prompt, or by a pair with weights."""
+        """Returns `flags` and those they imply: a prompt or a pair with weights means text."""
         return with_text(super().completed(flags))
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """The shard (I, N), with 1 <= I <= N; raises ConfigError."""
+        """(I, N) of the flag --shard=I/N; raises ConfigError unless 1 <= I <= N."""
         first, _, count = self.shard.partition("/")
         shard = (int(first), int(count)) if first.isdigit() and count.isdigit() else (0, 0)
         if not 1 <= shard[0] <= shard[1]:
@@ -103,11 +103,12 @@ class SweepConfig(Checked):
 
 
 def read_grid(grid: str) -> list[Block]:
-    """Returns the blocks of an inline grid, or of the file that `grid` names. Raises ConfigError
-    for a missing file, an unknown or repeated flag, no or wrong values, or an open quotation."""
+    """Returns the blocks {flag: values} of an inline grid, or of the file that `grid` names. Raises
+    ConfigError for a missing file, an unknown or repeated flag, a flag with no or wrong values, or
+    a quotation without an end."""
     try:
         is_file = Path(grid).is_file()
-    except OSError:  # e.g. an inline grid that is too long for a file name
+    except OSError:  # for example, an inline grid that is too long for a file name
         is_file = False
     if "=" in grid and not is_file:
         axes: dict[str, str] = {}
@@ -156,7 +157,8 @@ def _block(axes: Mapping[str, str]) -> Block:
 
 
 def _expanded(name: str, item: str) -> list[str]:
-    """Returns the values of a range such as 2..8, or another text as the only value."""
+    """Returns the values of `item`: all numbers of a range such as 2..8, or any other text alone.
+    name: the flag, for error messages."""
     if item[0] in "\"'":
         return [item[1:-1]]
     match = _RANGE.fullmatch(item)
@@ -171,7 +173,8 @@ def _expanded(name: str, item: str) -> list[str]:
 
 
 def _split(text: str, separator: str, what: str) -> list[str]:
-    """Splits text at separators outside quotes; drops empty parts. what: named in messages."""
+    """Splits text at separators outside quotes and drops empty parts. what: the text's name in
+    error messages."""
     if not re.search(f"^{_QUOTED}", text):
         raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
     parts = (part.strip() for part in re.split(separator + _QUOTED, text))
@@ -197,14 +200,14 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One measurement: a configuration, and which repeat of it."""
+    """One measurement of a sweep: a configuration, and the number of its repeat."""
 
     point: Point
     repeat: int  # counted from 0
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Returns the task's name in files: a digest of configuration, repeat and machine. Two
-        tasks of equal digests need one measurement."""
+        """Returns a digest of configuration, repeat and machine, under which the measurement is
+        stored. If two tasks have equal digests, one measurement serves both."""
         return _digest([self.point.digest, self.repeat, tp, backend, device_name])
 
 
@@ -214,16 +217,16 @@ def _digest(named: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The configurations of a sweep, or of one shard of it, in the grid's order."""
+    """The configurations to measure: those of a grid, or one shard's part, in the grid's order."""
 
     points: tuple[Point, ...]
     repeats: int
     seed: int
-    num_drafts: int  # D of the job: the largest D of any configuration
+    num_drafts: int  # number of draft ranks of the job, enough for every configuration
 
     def tasks(self) -> Iterator[SweepTask]:
-        """Yields the measurements: repeat by repeat, each in a random order."""
-        import numpy as np  # not at import: --help needs no NumPy
+        """Yields all measurements; each repeat visits all configurations in a new random order."""
+        import numpy as np  # imported late, because --help should start fast without NumPy
 
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
@@ -231,15 +234,15 @@ class SweepPlan:
 
     @property
     def drafts(self) -> list[int]:
-        """The numbers of draft ranks of the configurations, increasing."""
+        """The distinct numbers of draft ranks D that the configurations use, increasing."""
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
 def planned(config: SweepConfig) -> SweepPlan:
-    """Returns the plan of a sweep, the same on every rank. Other flags of `config` hold where a
-    block does not set them; --num_drafts is D of the whole job. Raises ConfigError if the grid is
-    wrong, needs more draft ranks than the job has or more combinations than a sweep could measure,
-    or if the shard has no configuration."""
+    """Returns the configurations of a sweep and their order, the same on every rank. A flag of
+    `config` applies where a block of the grid does not set it. Raises ConfigError if the grid is
+    wrong, needs more draft ranks than --num_drafts, has too many combinations, or leaves this shard
+    without a configuration."""
     blocks = read_grid(str(config.grid))
     first, step = config.shard_of
     count = sum(math.prod(map(len, block.values())) for block in blocks)
@@ -247,7 +250,7 @@ def planned(config: SweepConfig) -> SweepPlan:
         raise ConfigError(f"grid: {count} combinations: allowed: at most {_MOST_COMBINATIONS}")
     given = said(config.run)
     job = {n: text for n, text in given.items() if n in _ONE_A_JOB and n not in _SWEEPS_OWN}
-    job["progress"] = "off"  # the sweep shows a bar of its own
+    job["progress"] = "off"  # The sweep prints a line per measurement instead.
     num_drafts = given.pop("num_drafts", None)
     shared = {name: text for name, text in given.items() if name not in _ONE_A_JOB}
     by_digest: dict[str, Point] = {}
@@ -269,7 +272,8 @@ def planned(config: SweepConfig) -> SweepPlan:
 
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
-    """Makes a configuration of flags that affect its method. job: flags of the whole job."""
+    """Makes a configuration from `flags`, without those that have no effect in its mode. job: flags
+    of all configurations. Flags that contradict each other are kept with the error's text."""
     try:
         mode = flags.get("mode", RunConfig.mode)
         unseen = set[str]()

@@ -1,8 +1,8 @@
-"""The command `sweep`: measures many configurations in one job, each as `run` would.
+"""The command `sweep`: measures many configurations in one MPI job, each as `run` would.
 
-Ranks, devices, weights, programs and calibrations are kept from one configuration to the next. If
-one fails, its ranks agree on the error, record it, and the sweep continues; a fault (a rank is
-lost) ends the whole job.
+Devices, weights, programs and timings are kept from one configuration to the next. If a
+configuration fails, its ranks agree on the error, record it, and the sweep continues. The loss of a
+rank ends the whole job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpissd.lab.tables.uses import unit
 
 
 def execute_sweep(config: SweepConfig) -> int:
-    """Runs a sweep on all ranks; returns 0, or the worst failure's exit code (3 before 2)."""
+    """Runs a sweep on all ranks; returns the exit code: 0, or the highest code of any failure."""
     sharpen_sleep()
     plan = planned(config)
     with opened_machine(config.run, plan.num_drafts) as machine:
@@ -38,10 +38,11 @@ def execute_sweep(config: SweepConfig) -> int:
 
 
 class Sweep:
-    """One rank's part in a sweep."""
+    """One MPI rank's part in a sweep: it measures the tasks that have no result row yet."""
 
     def __init__(self, machine: Machine, plan: SweepPlan, config: SweepConfig) -> None:
-        """Divides the ranks, and makes the models of all configurations; collective."""
+        """Divides the machine's ranks into target and draft ranks, and announces the models of all
+        configurations. All ranks of the job must call this."""
         self._machine = machine
         self._plan = plan
         self._config = config
@@ -59,14 +60,15 @@ class Sweep:
                 self._jobs[point.digest] = job
             except ConfigError as refused:
                 self._jobs[point.digest] = refused
-        # Only the lead reads prompts, so its refusals hold for all ranks.
+        # Only rank 0 reads prompts, so a refusal by rank 0 holds for all ranks.
         refusals = {name: job for name, job in self._jobs.items() if isinstance(job, ConfigError)}
         self._jobs |= machine.topology.world.bcast(refusals)
         machine.divide(plan.drafts)
         machine.models.expect(job for job in self._jobs.values() if isinstance(job, Job))
 
     def measure(self) -> int:
-        """Measures the tasks that have no row yet, in the plan's order; returns the exit code."""
+        """Measures the tasks that have no result row yet, in the plan's order; returns the exit
+        code: the highest code of any failure, else 0."""
         tasks = list(self._plan.tasks())
         world = self._machine.topology.world
         digests: set[str] = world.bcast({*self._rows()} if self._is_lead else None)
@@ -85,54 +87,57 @@ class Sweep:
         return int(world.bcast(max([0, *codes])))
 
     def _digest(self, task: SweepTask) -> str:
-        machine = self._machine  # infos[0] is the lead's device; a draft's may be of another kind
+        machine = self._machine  # infos[0] is rank 0's device; drafts may run on another kind.
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
     def _rows(self) -> dict[str, Row]:
-        """Returns {task: row} of OUT/runs.jsonl, which several jobs may share."""
+        """Returns {task's digest: row} of OUT/runs.jsonl, in which other jobs' rows may be, too."""
         file = self._out / "runs.jsonl"
         with LeftOut() as left_out:
             rows = load_rows([file], left_out) if file.exists() else []
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: SweepTask) -> Row | MpissdError | None:
-        """Measures one task; returns its row (None except on the lead) or its error."""
+        """Measures one task; returns its row on rank 0 and None elsewhere, or the error."""
         job = self._jobs[task.point.digest]
         if isinstance(job, ConfigError):
             return job
         rest(self._machine.topology)
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
-        if session is None:  # this configuration does not use this rank
+        if session is None:  # This configuration does not use this rank.
             return None
         try:
             row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
-            if refused.exit_code == FaultError.exit_code:  # no later row can be written, either
+            if refused.exit_code == FaultError.exit_code:  # Later rows cannot be written, either.
                 raise
-            return Refused(str(refused), refused.exit_code)  # whose traceback holds no buffers
+            # A new exception has no traceback, which would keep device buffers alive.
+            return Refused(str(refused), refused.exit_code)
         session.resources.close()
         return row
 
     def _named(self, task: SweepTask) -> dict[str, Any]:
-        """Returns a task's digest, repeat and flags, which rows and failed.jsonl have."""
+        """Returns the keys that identify a task in runs.jsonl and failed.jsonl."""
         return {"task": self._digest(task), "repeat": task.repeat, "flags": dict(task.point.flags)}
 
     def _record(self, task: SweepTask, result: Row | MpissdError | None) -> str:
-        """Writes a failure to failed.jsonl; returns a line on the task's outcome. On the lead."""
+        """Returns a line that says how a task ended; writes a failure to failed.jsonl. Called on
+        rank 0. result: the task's row, or its error."""
         name = f"{task.point}  #{task.repeat + 1}"
         if not isinstance(result, MpissdError):
             assert result is not None, "a lead without a row"
             rates = f"{result.tok_per_s:>10.1f} tok/s {result.tok_per_s_per_gpu:>9.1f}"
             return f"{rates} a {unit(result)}  {name}"
-        if result.exit_code != GateError.exit_code:  # after a GateError its row is in flagged.jsonl
+        if result.exit_code != GateError.exit_code:  # A GateError's row is in flagged.jsonl.
             failed = {"error": str(result), "exit_code": result.exit_code, "sweep": self._id}
             append_row(self._out / "failed.jsonl", {**self._named(task), **failed})
         return f"    FAILED  {name}: {result}"
 
     def _print_card(self, todo: int, done: int) -> None:
-        """Prints the sweep, the machine, and how many measurements are left or already there."""
+        """Prints the sweep's size, how many measurements are left (todo) or already exist (done),
+        and the machine's ranks."""
         machine = self._machine
         plan = self._plan
         there = f", {done} there already" if done else ""
@@ -145,8 +150,8 @@ class Sweep:
         print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
     def _print_end(self, tasks: list[SweepTask], codes: list[int], seconds: float) -> None:
-        """Prints the best methods of all rows of this plan, then a JSON object as the last line.
-        codes: exit codes of the measurements."""
+        """Prints a table of all rows of this sweep, then a JSON object as the last line. codes: the
+        exit codes of this job's measurements. seconds: how long they took."""
         by_digest = self._rows()
         rows = [by_digest[name] for task in tasks if (name := self._digest(task)) in by_digest]
         if comparisons := compare_methods(rows):
