@@ -46,8 +46,7 @@ class Places:
         return self.slots, self.positions, self.lanes, self.trunks
 
     def part(self, rows: slice) -> Places:
-        """Returns the places of this range of a prompt's rows, marked as rows whose outputs are not
-        read."""
+        """Returns the places of this range of rows of a prompt, whose outputs are not read."""
         slots, positions, lanes, trunks = (column[rows] for column in self.columns)
         return Places(slots, positions, lanes, trunks, reads=False)
 
@@ -116,9 +115,9 @@ class Forwards(Protocol):
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
-    """Merges the candidates of T shards of the vocabulary into the k best of all, [heads, n, k].
-    ids, values: the k best tokens of each shard and their logits, [heads, T, n, k]. Among equal
-    logits the lower token id comes first."""
+    """Merges the k best candidates of each of T shards of the vocabulary into the k best of all,
+    [heads, n, k]. ids, values: [heads, T, n, k]. Among equal logits the lower token id comes
+    first."""
     heads, shards, count, k = ids.shape
     tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
@@ -168,10 +167,10 @@ class Judging:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The target's verdict on a drafted token. token: the accepted token, or its replacement, or
-    the target's own sample if nothing was drafted. is_replaced: whether the drafted token was
-    rejected and `token` replaces it. needs_row: whether it was rejected, but Judging.kept was
-    missing, so that no replacement was sampled."""
+    """The target's verdict on a drafted token. token: the accepted token, its replacement, or the
+    target's own sample if nothing was drafted. is_replaced: whether `token` replaces a rejected
+    token. needs_row: whether the token was rejected, but not replaced because Judging.kept was
+    missing."""
 
     token: int
     is_replaced: bool = False

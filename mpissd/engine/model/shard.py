@@ -78,8 +78,7 @@ class _Costs:
         )
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of partial attention sums that a forward keeps: 0, as bare products
-        have no attention."""
+        """Returns the bytes of partial attention sums of a forward; bare products have none."""
         return 0
 
     @property
@@ -88,8 +87,7 @@ class _Costs:
         return int(self.shape.num_layers)
 
     def kv_bytes(self: Any, context: int, sequences: int, itemsize: int = 2) -> int:
-        """Returns the bytes on this rank of the keys and values of `sequences` sequences of
-        `context` tokens."""
+        """Returns the bytes of `sequences` sequences' keys and values, `context` tokens each."""
         return int(sequences * context * self.kv_layers * 2 * self.kv_width * itemsize)
 
     def weight_bytes(self: Any, options: ForwardOptions, itemsize: int) -> int:
@@ -149,18 +147,15 @@ class Shard(_Costs):
         return layer * self.shape.num_layers + around
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of the product that joins an EAGLE or MTP draft's inputs: a
-        list of one, or of none for other models."""
+        """Returns the (in, out) size of the product that joins an EAGLE or MTP draft's inputs."""
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of the product of each head of a Medusa or MLPSpeculator
-        draft."""
+        """Returns the (in, out) size of each head's product in Medusa and MLPSpeculator."""
         return [(self.shape.hidden, width) for width in self.shape.head_widths]
 
     def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) sizes of this rank's part of each LM head, in the order in which a
-        draft uses the heads."""
+        """Returns the (in, out) size of this rank's part of each LM head, in drafting order."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def num_params(self, options: ForwardOptions) -> int:
@@ -259,8 +254,7 @@ class TransformerShard(_Costs):
 
     @property
     def num_heads_used(self) -> int:
-        """The number of tokens that one forward drafts for a sequence; above 1 for Medusa heads
-        only."""
+        """The tokens that one forward drafts for a sequence; more than 1 for Medusa heads only."""
         return 1
 
     @property
@@ -279,8 +273,7 @@ class TransformerShard(_Costs):
         return shape.hidden * (columns + 2) + biases + 2 * shape.head_dim * self.config.qk_norm
 
     def num_params(self, options: ForwardOptions) -> int:
-        """Returns how many weights a forward reads on this rank; rows of the embedding are not
-        counted."""
+        """Returns how many weights a forward reads on this rank, embeddings not counted."""
         return self.shape.num_layers * self.layer_params() + self.shape.hidden * (self.vocab + 1)
 
     def num_products(self, options: ForwardOptions) -> int:
@@ -300,8 +293,7 @@ class TransformerShard(_Costs):
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)
 
     def weight_bytes(self, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the weights that this rank holds in memory, the whole embedding
-        included."""
+        """Returns the bytes of weights in this rank's memory, the whole embedding included."""
         embedding = (self.shape.vocab_size + self.config.masks) * self.shape.hidden * itemsize
         return super().weight_bytes(options, itemsize) + embedding
 
@@ -369,8 +361,7 @@ class StateShard(TransformerShard):
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the KV cache, and of the hidden states that the draft and its target
-        keep for each position."""
+        """Returns the bytes of the KV cache, and of both models' hidden states at each position."""
         states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
         return super().cache_bytes(rows, sequences, options, itemsize) + states
 

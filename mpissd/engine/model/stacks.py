@@ -63,17 +63,15 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets where the next forward's rows lie in the KV cache. None: they neither write nor
-        attend."""
+        """Sets where the next forward's rows lie in the KV cache; None: they do not use it."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the KV cache of these slots, because their sequences have ended."""
 
     @abstractmethod
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that enqueues one forward of `rows` rows. k: how many candidates
-        (likeliest tokens) of each row the forward reads out, 1 or ForwardOptions.top_k (None:
-        top_k)."""
+        """Returns a function that enqueues one forward of `rows` rows. k: candidates (likeliest
+        tokens) that it reads out per row, 1 or ForwardOptions.top_k (None: top_k)."""
 
     @abstractmethod
     def best(self, rows: int) -> Find:
@@ -82,20 +80,19 @@ class Stack(ABC):
 
     @abstractmethod
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Any | None]:
-        """Returns the ids and the logits of the candidates that the last forward read out, [heads,
-        T ranks, rows, k]. The logits are None without ForwardOptions.values. rows, k: as they were
-        passed to `body`."""
+        """Returns the ids and logits of the last forward's candidates, [heads, T ranks, rows, k].
+        The logits are None without ForwardOptions.values. rows, k: as they were passed to
+        `body`."""
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's share of the logits of some rows of the last forward, float32
-        [len(rows), columns]."""
+        """Returns this rank's share of the last forward's logits of some rows, float32 [n, …]."""
 
 
 @dataclass(frozen=True)
 class Best:
     """Device buffers for the k likeliest tokens of each row. ids, values: their ids (int32) and
-    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: those of all T ranks, [T ·
+    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: on all T ranks, [T ·
     max_rows, k]."""
 
     ids: Any
@@ -105,10 +102,9 @@ class Best:
 
 
 class ReadOut:
-    """Gathers the likeliest tokens of each row from all T ranks of a group and copies them to the
-    host, for forwards of up to max_rows rows. ids, values: ids and logits of the last forward on
-    the host, flat arrays of [heads, T, rows, k]. by_k: the device buffers for each number k of
-    tokens per row."""
+    """Brings the likeliest tokens of each row from all T ranks of a group to the host. ids, values:
+    ids and logits of the last forward, flat arrays of [heads, T, rows, k]. by_k: the device buffers
+    for each number k of tokens per row."""
 
     def __init__(
         self,
@@ -120,9 +116,8 @@ class ReadOut:
         heads: int = 1,
         values: bool = True,
     ) -> None:
-        """Allocates buffers for forwards that read out 1 or top_k tokens per row. heads: the number
-        of outputs (LM heads) of a forward. values: whether the tokens' logits are read out as
-        well."""
+        """Allocates buffers for forwards of up to max_rows rows, with 1 or top_k tokens per row.
+        heads: LM heads of a forward. values: whether the tokens' logits are read out as well."""
         self._backend = backend
         self._group = group
         self._heads = heads
@@ -136,8 +131,7 @@ class ReadOut:
 
     def issue(self, find: Find, rows: int, k: int, head: int = 0) -> None:
         """Enqueues `find`, which writes this rank's k likeliest tokens of each row, and the copy of
-        all ranks' results to the host. head: the number of the output to which the results
-        belong."""
+        all ranks' tokens to the host. head: the number of the LM head."""
         view = self._backend.view
         memory = self.by_k[k]
         total = self._group.size * rows
@@ -190,8 +184,8 @@ class GemmWeights:
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> None:
-        """Makes random weights. max_rows: rows of the largest forward, by which a GPU chooses the
-        layout of its weights."""
+        """Makes random weights. max_rows: rows of the largest forward, which decide a GPU's
+        layout."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -228,8 +222,7 @@ class GemmWeights:
         return "+".join(sorted({self.backend.kernel(product.weight) for product in products}))
 
     def key(self, matrix: int) -> int:
-        """Returns the seed of a matrix's random elements. matrix: the matrix's number in the
-        model."""
+        """Returns the seed of the random elements of matrix number `matrix` of the model."""
         return (self._seed * 0x9E3779B9 + matrix * 0x85EBCA77) & 0xFFFFFFFF
 
     def _layer(self, n: int) -> list[Product]:
@@ -265,9 +258,8 @@ class GemmWeights:
         return products
 
     def _product(self, matrix: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
-        """Makes a product outside the layers, of which this rank holds all rows and its share of
-        the columns. matrix: the matrix's number, which decides its elements. size: its (inputs,
-        outputs on this rank)."""
+        """Makes product number `matrix`, outside the layers: this rank has all rows and a share of
+        columns. size: (rows, columns on this rank)."""
         rows, width = size
         columns = self.shard.rank * width, (self.shard.rank + 1) * width
         part = WeightPart(self.key(matrix), 0, rows, *columns, rows**-0.5)

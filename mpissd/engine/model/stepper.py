@@ -142,8 +142,7 @@ class Stepper(Forwards):
 
     @property
     def sizes(self) -> list[int]:
-        """The row counts to which forwards are padded, in rising order; empty if forwards are not
-        padded."""
+        """The row counts to which forwards are padded, rising; empty if they are not padded."""
         ops = getattr(self.stack.weights, "ops", None)
         return list(self.buckets) if ops is None or ops.computes_padding else []
 
@@ -221,7 +220,6 @@ class Stepper(Forwards):
         self.stack.release(slots)
 
     def close(self) -> None:
-        """Destroys the programs. A CUDA graph that outlives its NCCL communicator would hang the
-        teardown."""
+        """Destroys the programs: a CUDA graph that outlives its communicator hangs the teardown."""
         for program in () if self._shares else self._programs.values():
             program.close()

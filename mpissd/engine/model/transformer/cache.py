@@ -47,15 +47,14 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """The number of all pages: enough for all slots at their capacity, or for `pool` tokens if
-        those need fewer."""
+        """The number of pages: enough for all slots' capacity, or for `pool` tokens if that is
+        less."""
         total = self.slots * self.pages_per_slot
         return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
     @property
     def num_positions(self) -> int:
-        """The number of positions that a row can have, including drafted tokens behind the last
-        page."""
+        """The number of possible positions, including drafted tokens behind the last page."""
         return self.pages_per_slot * self.page + self.steps
 
 
@@ -127,8 +126,7 @@ class PageTable:
         return count
 
     def hold(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Reserves pages for each slot up to its position in `positions`, that position
-        included."""
+        """Reserves pages for each slot up to (and including) its position in `positions`."""
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             if position >= self.held[slot] * self.sizes.page:
                 self._grow(slot, position)
@@ -177,8 +175,7 @@ class PageTable:
         return len(pages) * self.sizes.page
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Names a slot's pages by the tokens that fill them, so that later sequences can share the
-        pages."""
+        """Names a slot's pages by the tokens that fill them, so that other sequences share them."""
         name = _START
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part

@@ -1,23 +1,24 @@
-"""Rounds of greedy decoding that the device decides by itself (`DeviceRounds`).
+"""Rounds of greedy decoding that the GPU runs without the host (`DeviceRounds`).
 
-A round is K forwards of the draft (none in AR) and one of the target on the same device. Between
-two of them a small kernel, a *stage*, writes the next forward's tokens and places, and after the
-last one it applies the acceptance rule. So a whole round is launched at once, and the next round
-before this one is over; nothing waits for the host.
+A round is K forwards of the draft (none in AR) and one of the target on the same GPU. Between two
+forwards a small kernel, a *stage*, writes the next forward's tokens and their places in the KV
+cache; after the last forward a stage applies the acceptance rule. So a whole round is launched at
+once, and the next round before this one is over; nothing waits for the host.
 
 A draft is a tree of N nodes (tokens) in K levels; a chain has one node a level, and AR none. Stage
-0 places the rows of the draft's first forward, two a sequence, and of the target's. The first of
-the two computes the token before the last committed one: the draft may lack its keys and values,
-and where it has them it gets equal ones, since a row's numbers never depend on other rows. Stage j
-= 1 … K takes the tokens that the draft proposes for level j. Stage K + 1 walks the tree along
-accepted tokens and begins the next round. Then the accepted path's keys and values are copied from
-its lane (forwards.Places) into the sequence's cache slot.
+0 places the rows of the draft's first forward, two a sequence, and of the target's forward. The
+first of the two computes the token before the last committed one: the draft may lack its keys and
+values, and where it has them it gets equal ones, since a row's numbers never depend on other rows.
+Stage j = 1 … K takes the tokens that the draft proposes for level j. Stage K + 1 walks the tree
+along accepted tokens and begins the next round. Then the accepted path's keys and values are copied
+from its lane (scratch memory) into the sequence's cache slot.
 
 The device may decide the tree's shape as well (trees.py). Then stages 1 … K find its nodes, stage
 PLANT places the chosen ones before the target's forward, and the host sees the accepted path only.
 
-With T ranks the lead alone drafts, and its drafted tokens are sent to the other ranks before the
-target's forward; the stages around that forward run on every rank, over the candidates of all.
+With T target ranks only rank 0 drafts. It sends its drafted tokens to the other ranks before the
+target's forward; the stages before and after that forward run on every rank, which gathers the
+likeliest tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -41,22 +42,23 @@ from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
-NOT_FINITE = -2  # in place of the accepted node, for a sequence with a logit that is not finite
-RING = 3  # rounds whose numbers are kept: the one that runs, the one before and the one after it
-_IN_FLIGHT = 2  # rounds that may be launched and not yet read
+NOT_FINITE = -2  # replaces the accepted node if a logit of the sequence is not finite
+RING = 3  # rounds with their own buffers: the running one, the one before, and the one after it
+_IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
 
 
 class Sheet:
-    """Host arrays that stages read and write, views of one int32 buffer; NOBODY: no value.
+    """Host arrays that the host and the kernels between forwards (stages) share; NOBODY: no value.
 
-    state: [S, 4], each sequence's cache slot, the position of its last committed token, that token,
-    and the token before it (NOBODY: the draft has its keys and values). moves: [2, S, 4], for the
-    draft's cache and the target's, the lane of the path that was accepted last (NOBODY: it is in
-    the slot already), the slot, the position of the lane's first node, and the number of nodes to
-    copy. parents: [S, N], of a dynamic tree. forced: [RING, S, N + K + 1], by round modulo RING,
-    the imposed tokens of the draft's nodes, then the target's by level. decided: [RING, S, N + 2],
-    by round, the accepted node, the bonus token and the drafted tokens. Of a dynamic tree, `forced`
-    and `decided` have K in place of N, the number of accepted tokens, and these tokens.
+    state: [S, 4], for each of S sequences its cache slot, the position of its last committed token,
+    that token, and the token before it (NOBODY: the draft has its keys and values). moves: [2, S,
+    4], how to copy the last accepted path in the draft's cache and in the target's: from which lane
+    (scratch memory; NOBODY: nothing to copy), to which slot, the first position, and how many
+    tokens. parents: [S, N], the parents of a dynamic tree's nodes. forced: [RING, S, N + K + 1], by
+    round modulo RING, prescribed tokens of the draft's nodes, then of the target by level (NOBODY:
+    the model decides). decided: [RING, S, N + 2], by round, the accepted node, the bonus token and
+    the drafted tokens. Of a dynamic tree, `forced` and `decided` have K in place of N; `decided`
+    has the number of accepted tokens, the bonus token and the accepted tokens.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class Sheet:
         tree: Tree,
         dynamic: Size | None = None,
     ) -> None:
-        """host_ints: returns a buffer of so many elements. dynamic: the sizes of a dynamic tree, of
-        which `tree` is the longest chain."""
+        """Makes all arrays as views of one buffer. host_ints: allocates a buffer of so many int32.
+        dynamic: the sizes of trees that change each round; `tree` is then a chain of as many
+        levels."""
         self.sequences = sequences
         self.tree = tree
         self.dynamic = dynamic
@@ -92,9 +95,10 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stages write and read of one model: the next forward's input, the last one's output.
-    tokens: int32 [max_rows] on the host. row_places: of these tokens. best: the candidates of each
-    row on the device, rank after rank; ids count from each rank's first column."""
+    """One model's buffers that stages (the kernels between forwards) use: the next forward's input
+    and the last one's output. tokens: input tokens, int32 [max_rows] on the host. row_places: where
+    they lie in the KV cache. best: the likeliest tokens of each row on the device, rank after rank;
+    ids count from the first column of each rank's logits."""
 
     tokens: HostArray
     row_places: RowPlaces
@@ -102,7 +106,7 @@ class Ends:
 
     @classmethod
     def of(cls, stack: TransformerStack, k: int = 1) -> Ends:
-        """Returns the ends of a stack whose last forward reads out k candidates a row."""
+        """Returns the buffers of a model whose last forward reads out k candidates per row."""
         best = stack.candidates.by_k[k]
         if stack.group.size > 1:
             best = replace(best, ids=best.all_ids, values=best.all_values)
@@ -111,13 +115,12 @@ class Ends:
 
 @dataclass(frozen=True)
 class RoundStage:
-    """One stage of a round, with all that Ops.run_stage needs to compute it.
-
-    number: 0 … K + 1, or PLANT. turn: the round modulo RING. draft: None where nothing is drafted.
-    On the device: table, as Sheet.table; firsts, int32 [T], each rank's first token of the target's
-    vocabulary; ids, the token of each output of the draft (None: output n is token n); shapes, of
-    dynamic trees (None: all rounds have sheet.tree).
-    """
+    """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
+    run it. number: 0 … K + 1, or PLANT (see this module's docstring). turn: the round modulo RING.
+    draft: None on a rank that does not draft. On the device: table, as Sheet.table; firsts, int32
+    [T], the first token of each rank's share of the target's vocabulary; ids, the token of each
+    column of the draft's logits (None: column n is token n); shapes, the dynamic trees (None: all
+    rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -131,8 +134,8 @@ class RoundStage:
 
     @property
     def level(self) -> tuple[int, int, int, int]:
-        """What the stage handles of one sequence: its first node, how many nodes, and the rows of
-        the draft's forwards before and after the stage."""
+        """The level that the stage handles, of one sequence: its first node, its number of nodes,
+        and the number of rows of the draft's forward before the stage and of that after it."""
         tree = self.sheet.tree
         number = self.number
         if number == 0 or number > tree.depth:
@@ -142,7 +145,7 @@ class RoundStage:
         return first, tree.ends[number] + 1 - first, rows[number - 1], rows[number]
 
     def run(self) -> None:
-        """Computes the stage on host arrays, as chained.cu and dynamic.cu do on a device."""
+        """Runs the stage on host arrays, as chained.cu and dynamic.cu do on a GPU."""
         steps = {0: self._begin, trees.PLANT: self._plant, self.sheet.tree.depth + 1: self._walk}
         step = steps.get(self.number, self._take if self.shapes is None else self._find)
         count = self.sheet.nodes + 1
@@ -156,7 +159,8 @@ class RoundStage:
     def _put(
         self, ends: Ends, row: int, s: int, node: int, token: int, slot: int, position: int
     ) -> None:
-        """Sets a row of the next forward to a node of sequence s; position: of node 0."""
+        """Sets row `row` of a model's next forward to a tree node of sequence s: its token, and its
+        place in the KV cache. position: the position of the tree's root, node 0."""
         fields = [trees.LEVEL, trees.LANE, trees.SPANS, trees.FORK]
         level, lane, spans, fork = self._table(s)[fields, node].tolist()
         lane = NOBODY if lane < 0 else slot * self.sheet.lanes + lane + spans
@@ -164,7 +168,8 @@ class RoundStage:
         ends.row_places.rows[:, row] = slot, position + level, lane, position + fork
 
     def _begin(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Places the rows of the draft's first forward, and the target's (`rows`) at its nodes."""
+        """Stage 0: sets the rows of the draft's first forward for sequence s, and a row of the
+        target's forward for each tree node (`rows`)."""
         _, _, last, before = self.sheet.state[s].tolist()
         if self.draft is not None:
             stored = NOBODY if before < 0 else slot
@@ -175,7 +180,8 @@ class RoundStage:
             self._put(self.target, rows.start + node, s, node, token, slot, position)
 
     def _take(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Takes a level's tokens to the target's forward, and its inner nodes to the draft's."""
+        """Stages 1 … K: copies the tokens drafted for a level to the target's forward, and those of
+        nodes that have children to the draft's next forward."""
         assert self.draft is not None
         first, width, reads, puts = self.level
         for node in range(first, first + width):
@@ -189,8 +195,9 @@ class RoundStage:
                 self._put(self.draft, s * puts + row, s, node, token, slot, position)
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Finds a level of a dynamic tree and takes some of its nodes to the draft's forward; after
-        the last level, gives the target's forward the chosen tokens of all levels."""
+        """Stages 1 … K of a dynamic tree: finds the nodes of a level and puts the likeliest into
+        the draft's next forward; after the last level, writes the N chosen tokens to the target's
+        forward."""
         level = self.number
         draft = self.draft
         shapes = self.shapes
@@ -216,7 +223,7 @@ class RoundStage:
             shapes.copies[row] = source, lane, level - 1
 
     def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Places the chosen nodes of a dynamic tree in the target's forward."""
+        """Sets the target's rows to the chosen nodes of the dynamic tree of sequence s."""
         assert self.shapes is not None
         trees.plant(self.shapes.tables[s], self.sheet.parents[s])
         tokens = [int(self.sheet.state[s, LAST]), *self.target.tokens[rows][1:]]
@@ -224,17 +231,19 @@ class RoundStage:
             self._put(self.target, rows.start + node, s, node, token, slot, position)
 
     def _best(self, rows: slice) -> tuple[Ints, bool]:
-        """Returns the target's likeliest token of each row, and whether all logits are finite."""
+        """Returns the target's likeliest token after each of these rows, over the logits of all
+        ranks, and whether the largest logits are finite."""
         ranks = len(self.firsts)
         count = ranks * self.sheet.sequences * (self.sheet.nodes + 1)
         best = self.target.best.ids, self.target.best.values
         ids, values = (part[:count, 0].reshape(ranks, -1)[:, rows] for part in best)
-        rank = values.argmax(axis=0)[None]  # of equal logits the lowest rank's
+        rank = values.argmax(axis=0)[None]  # Of equal logits the lowest rank's wins.
         tokens = np.take_along_axis(ids + self.firsts[:, None], rank, axis=0)[0]
         return tokens, bool(np.isfinite(values).all())
 
     def _walk(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Applies the acceptance rule, and begins sequence s's next round."""
+        """Stage K + 1: follows the accepted tokens down the tree, writes the outcome of sequence s,
+        and sets its state for the next round."""
         sheet = self.sheet
         table = self._table(s)
         decided = sheet.decided[self.turn, s]
@@ -246,7 +255,7 @@ class RoundStage:
         decided[2:] = 0 if sheet.dynamic else drafts[1:]
         before = sheet.state[s, LAST]
         node = 0
-        for child in range(1, sheet.nodes + 1):  # a node's children are behind it
+        for child in range(1, sheet.nodes + 1):  # children have larger numbers than their parent
             if table[trees.PARENT, child] == node and drafts[child] == best[node]:
                 node = child
                 before = drafts[child]
@@ -264,14 +273,12 @@ class RoundStage:
 
 
 class DeviceRounds:
-    """The compiled programs of rounds that the device decides.
-
-    Two rounds may be under way; the second takes its state from the first. Meanwhile the steppers
-    must not be used otherwise. is_on: whether the device decides the present round. nodes,
-    lookahead: drafted tokens of a round that the host sees, and levels of the tree; 0 in AR.
-    stored: drafted tokens whose keys and values the target stores in the slot, not in a lane.
-    goes_ahead: whether a launch returns before its round is over.
-    """
+    """Compiled programs of greedy rounds that the GPU runs without the host. Two rounds may be
+    under way; the second takes its state from the first. Meanwhile the steppers must not be used
+    otherwise. is_on: whether the GPU runs the present round. nodes, lookahead: the drafted tokens
+    of a round that the host sees, and the levels of the draft's tree; 0 in AR. stored: how many
+    drafted tokens the target stores in the sequence's cache slot, not in scratch memory (a lane).
+    goes_ahead: whether a launch returns before its round is over."""
 
     is_on = False
 
@@ -283,9 +290,10 @@ class DeviceRounds:
         tree: Tree,
         dynamic: Size | None = None,
     ) -> None:
-        """Compiles the programs for `sequences` sequences; all target ranks must call it. draft: of
-        the same backend; None in AR, and on a rank that does not draft. Both models are
-        transformers. dynamic: the sizes of a dynamic tree, of which `tree` is the longest chain."""
+        """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
+        draft: on the same backend; None in AR, and on a rank that does not draft. Both models are
+        transformers. dynamic: the sizes of trees that change each round; `tree` is then a chain of
+        as many levels."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
@@ -302,15 +310,16 @@ class DeviceRounds:
         self._ids = None if ids is None else ops.ids(ids)
         self._firsts = ops.ids(self._target.firsts)
         self.goes_ahead = target.backend.chains
-        self._begin = tree.depth if draft is None else 0  # the first program of a round
+        self._begin = tree.depth if draft is None else 0  # number of a round's first program
         self._programs: list[list[Program]] = [
             [self._program(number, turn) for number in range(self._begin, tree.depth + 1)]
             for turn in range(RING)
         ]
-        self._flying: list[int] = []  # rounds that are launched and not yet read
+        self._flying: list[int] = []  # rounds that are launched and whose outcome is not yet read
 
     def _program(self, number: int, turn: int) -> Program:
-        """Compiles the draft's forward `number`, or the target's if it is K, with its stages."""
+        """Compiles one forward of a round with the stages around it: the draft's forward `number`,
+        or the target's if `number` is K. turn: the round modulo RING, which selects the buffers."""
         sheet = self.sheet
         tree = self.tree
         shapes = self._shapes
@@ -354,22 +363,24 @@ class DeviceRounds:
         return stepper.backend.program(body, stepper.cost(rows, k))
 
     def enter(self, sequences: int) -> None:
-        """Begins a round of so many sequences, which the device decides if its batch is full."""
+        """Begins a round of so many sequences. The GPU runs it only if all sequences for which the
+        programs were compiled take part."""
         self.is_on = sequences == self.sheet.sequences
 
     def begin(self, state: Ints) -> None:
-        """Sets the sequences' state, [S, 4] like Sheet.state; no round may be under way."""
+        """Sets the state of all sequences, [S, 4] as in Sheet.state, before the first round."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 
     def hold(self, slots: Index, positions: Index) -> None:
-        """Reserves the slots' pages of both caches up to these positions, those included."""
+        """Reserves the slots' pages in both models' KV caches, up to and including `positions`."""
         for stack in (self._draft, self._target):
             if stack is not None:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches a round after the rounds under way; forced: [S, N + K + 1] like Sheet.forced."""
+        """Launches a round behind the rounds under way. forced: prescribed tokens, [S, N + K + 1],
+        as in Sheet.forced."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:
@@ -377,7 +388,7 @@ class DeviceRounds:
         self._flying.append(round_)
 
     def is_flying(self, round_: int) -> bool:
-        """Returns whether a round was launched, and neither read nor dropped."""
+        """Returns whether a round is under way: launched, and neither read nor dropped."""
         return round_ in self._flying
 
     def last_of(self, round_: int) -> Program:
@@ -385,20 +396,21 @@ class DeviceRounds:
         return self._programs[round_ % RING][-1]
 
     def outcome(self, round_: int) -> Ints:
-        """Returns a copy of Sheet.decided of a finished round, [S, N + 2]."""
+        """Returns a finished round's outcome, int32 [S, N + 2] as in Sheet.decided: per sequence
+        the accepted node, the bonus token and the drafted tokens. Rounds must be read in order."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         outcome: Ints = self.sheet.decided[round_ % RING].copy()
         return outcome
 
     def dropped(self) -> list[Program]:
-        """Forgets all rounds under way; returns the programs to wait for."""
+        """Forgets all rounds under way; returns their last programs, for which the caller waits."""
         programs = [self.last_of(round_) for round_ in self._flying]
         self._flying.clear()
         return programs
 
     def draft_s(self, round_: int) -> float:
-        """Returns the device time of a finished round before its target's forward, in seconds."""
+        """Returns the device time of a finished round before the target's forward, in seconds."""
         programs = self._programs[round_ % RING]
         return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
 

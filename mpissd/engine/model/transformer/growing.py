@@ -128,8 +128,7 @@ class DeviceGrowth:
         self._stepper.current = self._programs[first]
 
     def collect(self) -> None:
-        """Appends to the branches the tokens of the older program under way, which must have
-        finished."""
+        """Appends to the branches the tokens of the older program, which must have finished."""
         number = self._collected
         lanes = self._lanes
         tokens = self.sheet.tokens[number, : len(lanes)]

@@ -28,8 +28,8 @@ _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakerne
 
 @dataclass
 class LayerWeights:
-    """One layer's weights on this rank. A field is None if the model family, or this kind of draft,
-    has no such weight."""
+    """One layer's weights on this rank; None: the model family or this kind of draft has no such
+    weight."""
 
     attention_norm: Array = None
     qkv: Array = None  # q, k and v as one product
@@ -50,8 +50,7 @@ class Ops(Protocol):
     computes_padding: bool  # whether padding rows are computed, too, as in a captured graph
 
     def matrix(self, parts: Sequence[Part]) -> Array:
-        """Packs the weight of one matrix product, in which the outputs of `parts` lie side by
-        side."""
+        """Packs the weight of one matrix product; the outputs of `parts` lie side by side."""
 
     def qkv_matrix(self, parts: Sequence[Part]) -> Array:
         """Packs the weights of q, k and v into one matrix, which the operation `qkv` reads."""
@@ -91,15 +90,14 @@ class Ops(Protocol):
         Each forward reads in `row_places` where its rows lie in the cache."""
 
     def clear(self, cache: Array) -> None:
-        """Sets all keys and values to 0: attention may multiply unused ones by 0, and 0 · NaN is
-        NaN."""
+        """Sets all keys and values to 0: attention may multiply them by 0, and 0 · NaN is NaN."""
 
     def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
         """Copies an accepted branch into its sequence: the first stop − start keys and values of a
         lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Allocates zeros, [slots, positions, hidden], for the last hidden state before each
+        """Allocates zeros, [slots, positions, hidden], for the hidden state before each
         position."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
@@ -112,15 +110,14 @@ class Ops(Protocol):
         branch), and from `draft` after the trunk."""
 
     def begin(self, cache: Array, rows: int) -> None:
-        """Copies to the device where a forward's rows lie in the KV cache; the forward's first
-        operation."""
+        """Copies to the device where the rows lie in the KV cache, as the first operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries]. The modulo is for drawn or replayed
-        tokens, which may have any value."""
+        """Sets hidden[m] = table[tokens[m] mod entries]; drawn or replayed tokens may have any
+        value."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
-        """Adds delta (if any) to the residual stream `hidden`, and sets x = RMSNorm(hidden) ·
+        """Adds delta (if any) to `hidden`, the residual stream; sets x = RMSNorm(hidden) ·
         weight."""
 
     def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
@@ -128,8 +125,8 @@ class Ops(Protocol):
         heads if the model family has them; rotates q and k, and writes k and v to the cache."""
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
-        """Sets out = softmax(q·kᵀ/√head_dim)·v over the positions that each row may attend, in
-        layer `number`."""
+        """Sets out = softmax(q·kᵀ/√head_dim)·v, in layer `number`, over the positions a row may
+        attend."""
 
     def product(self, x: Array, weight: Array, out: Array, rows: int) -> None:
         """Sets out = x·weightᵀ."""
@@ -162,8 +159,7 @@ class Ops(Protocol):
         stage.run()
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
-        """Appends one token to each branch of a draft, between two forwards and without the host.
-        The arguments are those of GrowthSheet.run."""
+        """Appends one token to each branch of a draft without the host, as GrowthSheet.run does."""
         sheet.run(rows, draft, ids)
 
     def spread(self, group: Group, ints: HostArray, count: int) -> None:
@@ -173,26 +169,22 @@ class Ops(Protocol):
         ints[:count] = parts[0]
 
     def adopt(self, cache: Array, moves: Ints) -> None:
-        """Copies accepted branches from lanes (scratch KV memory) into their sequences' slots.
-        moves: int32 [S, 4], rows of (lane, slot, first position, number of tokens); lane < 0:
-        nothing to copy."""
+        """Copies accepted branches from lanes (scratch memory) to slots. moves: int32 [S, 4], rows
+        of (lane, slot, first position, number of tokens); lane < 0: nothing to copy."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
                 self.move(cache, lane, slot, start, start + count)
 
     def inherit(self, cache: Array, copies: Array) -> None:
-        """Copies keys and values from parents' to children's lanes (scratch memory of branches).
-        copies: int32 [n, 3], rows of (parent's lane, child's lane, number of tokens); parent's lane
-        < 0: nothing to copy."""
+        """Copies keys and values from lane to lane (scratch memory of a branch). copies: int32 [n,
+        3], rows of (source, destination, number of tokens); source < 0: nothing to copy."""
 
     def draws(self, logits: Array) -> Any:
-        """Returns an object that samples tokens from `logits` on the device; None if the host
-        samples."""
+        """Returns what samples tokens from `logits` on the device; None if the host samples."""
         return None
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
-        """Copies some rows of the last forward's logits to the host, float32 [len(rows),
-        columns]."""
+        """Copies these rows of the last forward's logits to the host, float32 [n, columns]."""
 
 
 def ops_of(
@@ -204,9 +196,9 @@ def ops_of(
     page: int | None = None,
 ) -> Ops | None:
     """Makes the operations of a transformer on this backend; None for the emulated one, which
-    computes nothing. heads, kv_heads: the query and KV heads on this rank. page: positions of a
-    page of the KV cache (None: the backend's default). Raises ConfigError if a library is missing,
-    or for a backend that has no such operations."""
+    computes nothing. heads, kv_heads: heads on this rank. page: positions of a page of the KV cache
+    (None: the backend's default). Raises ConfigError if a library is missing, or for another
+    backend."""
     if backend.name == "emulated":
         return None
     if backend.name not in _MADE_BY:

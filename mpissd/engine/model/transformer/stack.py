@@ -81,9 +81,9 @@ def load_weights(
     max_rows: int,
     page: int | None = None,
 ) -> TransformerWeights:
-    """Reads and packs one rank's share of a model's weights. shard: the share; it also gives the
-    number of layers. max_rows: rows of the largest forward. page: positions of a page of the KV
-    cache (None: the backend's default). Raises ConfigError for a checkpoint that lacks a part, and
+    """Reads and packs one rank's share of a model's weights. shard: the share, and the number of
+    layers. max_rows: rows of the largest forward. page: positions of a page of the KV cache (None:
+    the backend's default). Raises ConfigError for a checkpoint that lacks a part, and
     MemoryError."""
     config = checkpoint.config
     ops = ops_of(backend, config, heads=shard.heads, kv_heads=shard.kv_heads, page=page)
@@ -111,8 +111,7 @@ def load_weights(
 
 
 def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: str) -> LayerWeights:
-    """Packs one layer's weights, those of its attention only if it has one. prefix: the beginning
-    of the names of the layer's tensors."""
+    """Packs one layer, with its attention if it has one; its tensors' names begin with `prefix`."""
     config = checkpoint.config
     part = checkpoint.part
 

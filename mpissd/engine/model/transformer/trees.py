@@ -68,13 +68,12 @@ class Size:
 
     @property
     def draft_lanes(self) -> int:
-        """The number of lanes (scratch KV memory) that a sequence has in the draft's cache: one for
-        each node that the draft computes."""
+        """Lanes (scratch KV memory) per sequence in the draft's cache, one for each computed
+        node."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
-        """Returns the index of a level's first node among all candidate nodes; levels count from
-        1."""
+        """Returns the index of a level's first node among all candidates; levels count from 1."""
         return 0 if level == 1 else CHOICES * (1 + WIDTH * (level - 2))
 
 
@@ -95,8 +94,7 @@ class Shapes:
 
     @classmethod
     def made(cls, size: Size, sequences: int, put: Callable[[Ints], Any]) -> Shapes:
-        """Allocates the arrays for the trees of `sequences` sequences. put: copies an array to the
-        device."""
+        """Allocates the arrays for `sequences` trees. put: copies an array to the device."""
         nodes = np.zeros((sequences, NEXT_ROW + 1, size.most_found), np.int32)
         copies = np.full((sequences * WIDTH, 3), NOBODY, np.int32)
         tables = np.zeros((sequences, KEPT + 1, size.nodes + 1), np.int32)

@@ -1,4 +1,4 @@
-"""Samples tokens on a GPU, so that only ids and a few numbers cross to the host (draw.cu)."""
+"""Samples tokens on a GPU by draw.cu, so that only ids and a few numbers cross to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports CuPy
 
 _THREADS = 512
 _SHARED_BYTES = 512
-_LISTED = 64  # the most that the backend's top_k lists
+_LISTED = 64  # the largest k of the backend's top_k
 _REPLACED = 1
 _UNKNOWN = 2
 _NOT_FINITE = 3
@@ -32,21 +32,22 @@ _TELL = np.dtype([("value", "f8"), ("total", "f8"), ("token", "i4"), ("verdict",
 
 @dataclass(eq=False)
 class KeptRow:
-    """A distribution on the device, float32 [columns], whose sum is `total`."""
+    """A sampled token's distribution on the device: weights, float32 [columns], with the sum
+    `total`."""
 
     backend: Any
     values: Any
     total: float = 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Copies the row to the host."""
+        """Returns a copy of the weights on the host."""
         return np.asarray(self.backend.to_host(self.values), dtype)
 
 
 class CupyDraws:
-    """Samples from the logits of a model's last finished forward, which the next one overwrites.
-    logits: a buffer, float32 [rows, columns]. most_damped: the largest `top` of a Drafting. The
-    methods raise DivergedError for a row with a logit that is not finite."""
+    """Samples tokens on the GPU from the logits of a model's last finished forward, a buffer that
+    the next forward overwrites. most_damped: the largest allowed Drafting.top. The methods raise
+    DivergedError for a row with a logit that is not finite."""
 
     def __init__(self, backend: Any, launcher: Launcher, logits: Any) -> None:
         self._backend = backend
@@ -57,12 +58,12 @@ class CupyDraws:
         self._asks = backend.host_ints(rows * _ASK.itemsize // 4).view(_ASK)
         self._tells = backend.host_ints(rows * _TELL.itemsize // 4).view(_TELL)
         self._tops: dict[int, tuple[Any, Any]] = {}  # buffers of top_k, by k
-        self._free: dict[int, list[Any]] = {}  # rows that are no longer held, by columns
+        self._free: dict[int, list[Any]] = {}  # memory of unused distributions, by size
         self._places: Any = None
 
     def propose(self, asked: Sequence[Drafting], scale: float) -> list[Proposed]:
-        """Samples draft tokens, and keeps their distributions; scale: what reduced weights
-        (Drafting.top) are multiplied by, 0 … 1."""
+        """Samples a draft token for each request, and keeps the distributions. scale: the factor, 0
+        … 1, on the weights of the Drafting.top likeliest tokens."""
         kept = [self._new(self._logits.shape[1]) for _ in asked]
         for ask, drafting, row in zip(self._asks, asked, kept, strict=False):
             for name in ("temperature", "u", "row", "top"):
@@ -70,7 +71,7 @@ class CupyDraws:
             ask["kept"] = address(row.values)
         top = max((drafting.top for drafting in asked), default=0)
         tops = None
-        if top:  # the backend keeps memory for each number of rows: only powers of two are used
+        if top:  # a power of two, because the backend keeps memory for each number of rows
             rows = 1 << max(drafting.row for drafting in asked).bit_length()
             rows = min(rows, len(self._logits))
             if top not in self._tops:
@@ -85,8 +86,8 @@ class CupyDraws:
         return drawn
 
     def judge(self, asked: Sequence[Judging], ids: Ints | None = None) -> list[Judgement]:
-        """Judges drafted tokens; ids: the token of each entry of the draft's distributions (None:
-        entry t is token t)."""
+        """Accepts or rejects drafted tokens, and samples replacements. ids: the token of each entry
+        of the draft's distributions (None: entry t is token t)."""
         for ask, judging in zip(self._asks, asked, strict=False):
             for name in ("temperature", "u", "coin", "q", "row", "token"):
                 ask[name] = getattr(judging, name)
@@ -96,7 +97,7 @@ class CupyDraws:
                 ask["kept"] = address(judging.kept.values)
                 ask["q_total"] = judging.kept.total
         if ids is not None and self._places is None:
-            entries = np.full(self._logits.shape[1], -1, np.int32)  # −1: a token without an entry
+            entries = np.full(self._logits.shape[1], -1, np.int32)  # −1: the draft lacks the token
             entries[ids] = np.arange(len(ids), dtype=np.int32)
             self._places = self._launcher.uploaded(entries, np.int32)
         places = None if ids is None else self._places
@@ -105,7 +106,7 @@ class CupyDraws:
         return [Judgement(token, kind == _REPLACED, kind == _UNKNOWN) for token, kind in decided]
 
     def keep(self, row: Row, total: float) -> KeptRow:
-        """Copies a distribution from the host, whose sum is `total`, to be a Judging.kept."""
+        """Copies a distribution whose sum is `total` to the GPU, to be used as Judging.kept."""
         kept = self._new(len(row))
         self._launcher.upload(row, kept.values)
         kept.total = total
@@ -114,7 +115,7 @@ class CupyDraws:
     def _answers(
         self, count: int, proposes: int, scale: float, tops: Any, top: int, places: Any
     ) -> Any:
-        """Launches the kernel over `count` asks and waits for its answers."""
+        """Runs the kernel for the first `count` requests, waits, and returns its answers."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         options = np.int32(proposes), np.float64(scale), tops, np.int32(top), places
@@ -128,7 +129,7 @@ class CupyDraws:
         return answers
 
     def _new(self, columns: int) -> KeptRow:
-        """Allocates a row, whose memory is used again when nobody refers to the row."""
+        """Allocates a distribution, whose memory is reused once nobody refers to it."""
         free = self._free.setdefault(columns, [])
         values = free.pop() if free else self._launcher.empty((columns,), np.float32)
         row = KeptRow(self._backend, values)
@@ -137,7 +138,7 @@ class CupyDraws:
 
 
 def address(array: Any) -> int:
-    """Returns the address of a device array, or of the emulator's NumPy array; 0 for None."""
+    """Returns the address of an array on the device (or of a NumPy array, in tests); 0 for None."""
     if array is None:
         return 0
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

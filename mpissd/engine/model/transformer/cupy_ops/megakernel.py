@@ -1,9 +1,11 @@
-"""All layers and the LM head of a forward of up to 32 rows as one persistent kernel, a megakernel.
+"""One persistent kernel (a megakernel) for all layers and the LM head, for forwards of up to 32
+rows.
 
-kernels/whole.cu reads a table of operations. It needs compute capability 9.0, a model on one GPU,
-and no norm of q and k. RMSNorm is split in two: a product's input is multiplied by the norm's
-weight, and its sums by 1 / rms. With q and k stored in the order of their rotation, no operation is
-needed between two products. Larger forwards use separate kernels that give the same bits.
+The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0, a model
+on one GPU, and no norm of q and k. RMSNorm is split in two: a product's input is multiplied by the
+norm's weight, and the product's sums by 1 / rms. q and k are stored in the order of their rotation,
+so that no operation is needed between two products. Larger forwards use separate kernels that give
+the same bits.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from mpissd.engine.model.transformer.cupy_ops.ops import (
 )
 
 OPERATIONS = 5  # of a layer
-_LIMIT_NS = 2 * 10**9  # how long blocks wait for one another before they give up
+_LIMIT_NS = 2 * 10**9  # how long blocks of the kernel wait for one another before they give up
 _NORM_THREADS = 512
-_NORM_BYTES = 4 * 16384 // 16  # the tiles' sums of squares of the widest row
+_NORM_BYTES = 4 * 16384 // 16  # memory for the sum of squares of each tile of the widest row
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
-FFN_NORM = 1  # the FFN's norm; 0: attention's, or the head's
+FFN_NORM = 1  # number of the FFN's norm; 0: attention's or the LM head's
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
@@ -58,14 +60,14 @@ _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
 _ROW_BYTES = 28
 _SUM_BYTES = 8 * 4 * 129 * 4
-# By row tiles: teams that attend in a block, slots of x ahead, and copies of weights under way. One
-# team leaves two slots more in the ring; more rows have more tasks to attend.
+# By tiles of 8 rows: a block's teams for attention, slots of x ahead, copies of weights in flight.
+# More rows have more attention tasks; with one team fewer, two more slots of weights fit.
 _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
 class MegakernelGeometry(NamedTuple):
-    """How whole.cu is compiled for some number of rows; slots: of the ring in which a block has
-    weights ahead."""
+    """Compile-time parameters of the megakernel whole.cu for a number of rows. slots: slots of the
+    ring into which a block loads weights ahead. macros: constants for the preprocessor."""
 
     slots: int
     shared_bytes: int
@@ -73,13 +75,14 @@ class MegakernelGeometry(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the ring has enough slots to bridge waits."""
+        """Whether the ring has enough slots of weights to keep loading while blocks wait."""
         return self.slots >= 8
 
 
 def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometry:
-    """Returns the geometry for `rows` rows, with up to 12 slots, as many as fit. head: head_dim.
-    page: positions of a page. room: bytes of shared memory that a block may have."""
+    """Returns the megakernel's parameters for `rows` rows, with as many ring slots as fit, at most
+    12. head: head_dim. page: positions of a KV page. room: bytes of shared memory that a block may
+    have."""
     row_tiles = -(-rows // ROW_TILE)
     teams, ahead, flying = _TEAMS[row_tiles]
     team_bytes = teams * task_bytes(head)
@@ -109,8 +112,8 @@ _OF_CACHE = ("keys", "values", "lane_keys", "lane_values", "turns", "partial", "
 
 
 def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
-    """Yields the operations of a forward in order, as the fields of struct Operation by name;
-    weights, memory: TransformerWeights and Buffers."""
+    """Yields a forward's operations in order, each as the fields of the kernel's struct Operation
+    by name. weights, memory: the model's TransformerWeights and Buffers."""
 
     def product(
         kind: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
@@ -146,21 +149,21 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 
 @dataclass(frozen=True)
 class MegakernelCache(GpuCache):
-    """A cache with the counters and tables of the kernel `whole`. counters: uint32, of blocks that
-    finished each operation, and of tasks that are finished for each layer and KV head; a forward's
-    first norm sets them to 0. tables: the (operations, model) on the device, by rows."""
+    """The KV cache, with counters and tables of the megakernel. counters: how many blocks have
+    finished each operation, then how many attention tasks of each layer and KV head are finished; a
+    forward's first norm sets them to 0. tables: by number of rows, the operations and struct Model
+    on the device."""
 
     counters: Any = None
     tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class MegakernelOps(CupyOps):
-    """Operations of one model on one GPU of compute capability 9.0 or more.
-
+    """A transformer's operations on one GPU (compute capability 9.0 or more), with the megakernel.
     least_hidden: narrower models use separate kernels, because all blocks of the megakernel wait
     for one another five times a layer. wide: narrower models use the megakernel for up to few_rows
-    rows only: 24 rows of 1B (hidden 2,048) took 1.34 ms with it and 1.30 ms with separate kernels.
-    """
+    rows only: 24 rows of 1B (hidden 2,048) took 1.34 ms with it and 1.30 ms with separate
+    kernels."""
 
     kernel = "whole"
     least_hidden = 2048
@@ -170,12 +173,12 @@ class MegakernelOps(CupyOps):
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
-        """Returns whether these operations can compute `heads` heads of a model on this GPU."""
+        """Returns whether the megakernel can run a model with `heads` query heads on this GPU."""
         shape = config.shape
         if heads < shape.num_heads or shape.hidden < cls.least_hidden:
             return False
-        # The kernel's blocks wait for one another, so all of them have to be on the GPU at once,
-        # which a daemon of CUDA's MPS does not promise: it gives parts to other processes.
+        # The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
+        # A daemon of CUDA's MPS does not promise that: it gives parts to other processes.
         mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
         is_shared = Path(mps, "control").exists()
         if config.qk_norm or config.kind or capability_of(backend) < 90 or is_shared:
@@ -184,7 +187,8 @@ class MegakernelOps(CupyOps):
         return geometry_of(1, shape.head_dim, 0, room).fits
 
     def qkv_matrix(self, parts: Sequence[Part]) -> PackedWeight:
-        """Packs q, k and v; see PackedWeight.head."""
+        """Packs q, k and v. A tile holds 8 columns of a head's first half, then those 8 of its
+        second half that RoPE rotates with them."""
         head = self._head
         depth = parts[0].shape[1]
         outputs = sum(part.shape[0] for part in parts)
@@ -210,7 +214,9 @@ class MegakernelOps(CupyOps):
     def norm(
         self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int, zeroed: Any = None
     ) -> None:
-        """Adds delta to hidden, and sets x as Normed describes; sets the counters `zeroed` to 0."""
+        """Adds delta (if any) to the residual stream `hidden`. Sets x to the rows times the norm's
+        weight, with 1 / rms as a factor apart (see Normed). zeroed: counters, which are set to
+        0."""
         sizes = np.int32(hidden.shape[1]), np.float32(self._config.norm_eps)
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)
@@ -222,7 +228,7 @@ class MegakernelOps(CupyOps):
         return geometry_of(rows, self._head, self.page, self.launcher.shared_bytes)
 
     def takes(self, rows: int) -> bool:
-        """Returns whether a forward of `rows` rows can be one kernel."""
+        """Returns whether the megakernel computes a forward of `rows` rows."""
         is_wide = self._config.shape.hidden >= self.wide
         limit = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
         return rows <= limit and self._geometry(rows).fits
@@ -245,7 +251,7 @@ class MegakernelOps(CupyOps):
         return True
 
     def _tables(self, weights: Any, memory: Any, cache: Any, rows: int) -> tuple[Any, Any]:
-        """Returns the kernel's table of operations and its struct Model, on the device."""
+        """Returns the kernel's table of operations and its struct Model, copied to the device."""
         steps = [*_steps(weights, memory)]
         model = np.zeros(1, MODEL)
         operations = np.zeros(len(steps), OPERATION)
@@ -288,6 +294,7 @@ class MegakernelOps(CupyOps):
 
 
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:
-    """Returns the operations that suit a model's share of heads; raises as CupyOps."""
+    """Makes a model's operations on a GPU, with the megakernel if it can run the model. Raises
+    ConfigError for a GPU or a model that no kernels support."""
     kind = MegakernelOps if MegakernelOps.suits(backend, config, heads) else CupyOps
     return kind(backend, config, heads=heads, **sizes)

@@ -1,7 +1,7 @@
-"""The operations of a transformer's forward on a GPU (see ops.Ops).
+"""The operations of a transformer's forward on a GPU, which implement ops.Ops.
 
-Weights are packed by pack.cu in the order that skinny.cu reads, whose products have the same bits
-for any number of rows. The KV cache is paged; attention.cu reads it.
+The kernel pack.cu packs weights in the order that skinny.cu reads. Products by skinny.cu have the
+same bits for any number of rows. The KV cache is paged; attention.cu reads it.
 """
 
 from __future__ import annotations
@@ -30,36 +30,35 @@ if TYPE_CHECKING:  # it imports CuPy
 TILE = 16
 PAIR = 32
 ROW_TILE = 8
-_FEW_ROW_TILES = 4  # Row tiles of a block with few columns; more rows form groups.
+_FEW_ROW_TILES = 4  # The most tiles of 8 rows in a block with few columns.
 _THREADS = 256
-_STAGES = {  # Copies under way, by (tiles of columns, tiles of rows): two or three blocks fit.
+_STAGES = {  # A block's copies in flight, by (tiles of columns, tiles of rows).
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
-_WIDE_TILES = 1024  # From so many tiles on a block has two, which halves its reads of x.
-# Blocks for more than 32 rows: (tiles of columns, tiles of rows, stages). Then the L2 cache's rate
-# limits: a block loads data for (columns + rows), and does the work of (columns · rows).
+_WIDE_TILES = 1024  # With so many tiles, a block computes two, and reads x half as often.
+# Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
+# L2 bandwidth limits then: a block loads (columns + rows) data for (columns · rows) work.
 _LARGE = ((4, 8, 3), (2, 8, 4))
-_MIN_BLOCKS = 96  # The fewest large blocks: fewer leave much of a GPU idle.
+_MIN_BLOCKS = 96  # Fewer large blocks would leave much of a GPU idle.
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
-SPLIT = 128  # A split of the attention covers this many positions.
-QUERY_TILES = 1  # A task holds this many tiles of 16 query rows.
+SPLIT = 128  # Attention is split into ranges of so many positions.
+QUERY_TILES = 1  # An attention task holds so many tiles of 16 query rows.
 _ATTEND_THREADS = 128
 _BEGIN_THREADS = 256
-# The most blocks that share the tasks of a KV head; more would wait for a free multiprocessor.
+# The most blocks for a KV head's attention; more would wait for a free multiprocessor.
 _BLOCKS = 264
 _STAGING_ELEMENTS = 1 << 26  # Elements of a checkpoint's matrix that are copied at once.
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in the order of skinny.cu: `depth` inputs, and `columns` outputs in tiles of 16.
-
-    gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim of q
-    and k if each tile has 8 columns of a head's first half and the 8 that rotate with them; else 0.
-    """
+    """A weight matrix packed for the kernel skinny.cu: `depth` inputs, `columns` outputs in tiles
+    of 16. gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim,
+    if each tile has 8 columns of a head's first half and the 8 that RoPE rotates with them; else
+    0."""
 
     values: Any
     depth: int
@@ -69,20 +68,18 @@ class PackedWeight:
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
+        """The number of tiles of 16 outputs."""
         return int(self.values.size) // (self.depth * TILE)
 
 
 @dataclass(frozen=True)
 class Normed:
-    """Rows of the residual stream times a norm's weight, and the factors that complete the norm.
-
-    values: float16 [rows, width], the rows times the weight and a power of two that keeps them in
-    float16's range. squares: float32 [2, rows, width / 16], each tile's sum of squares. norms:
-    float32 [rows], 1 / rms. powers: float32 [2, rows], the powers of two. factors: float32 [rows],
-    what sums over `values` are multiplied by. The megakernel uses both halves of squares and powers
-    in turn; separate kernels use the first.
-    """
+    """An RMSNorm's output, without the factor 1 / rms, which is applied to the next product's sums.
+    values: float16 [rows, width], rows of the residual stream times the norm's weight and a power
+    of two that keeps them in float16's range. squares: float32 [2, rows, width / 16], each tile's
+    sum of squares. norms: float32 [rows], 1 / rms. powers: float32 [2, rows], the powers of two.
+    factors: float32 [rows], what sums over `values` are multiplied by. The megakernel uses both
+    halves of squares and powers in turn; separate kernels use the first."""
 
     values: Any
     squares: Any
@@ -92,7 +89,7 @@ class Normed:
 
     @classmethod
     def over(cls, launcher: Launcher, values: Any) -> Normed:
-        """Allocates the factors of these values."""
+        """Makes a Normed whose values are this buffer, and allocates its factors."""
         rows, width = values.shape
         shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
         return cls(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
@@ -103,17 +100,17 @@ class Normed:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays that the kernels `late_norm_…` write beside the values."""
+        """The arrays that the norm's kernels (late_norm_…) write beside the values."""
         return self.squares, self.norms, self.powers, self.factors
 
 
 def values_and_factors(x: Any) -> tuple[Any, Any]:
-    """Returns the array of a product's operand, and what its sums are multiplied by (None: 1)."""
+    """Splits a product's input into its array and the factors [rows] on its sums (None: 1)."""
     return (x.values, x.factors) if isinstance(x, Normed) else (x, None)
 
 
 def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
-    """Sets out[:rows] = x[:rows] @ weight, in out's type; gated weights give silu(gate) · up."""
+    """Sets out[:rows] = x[:rows] @ weight, or silu(x @ gate) · (x @ up) if the weight is gated."""
     x, factors = values_and_factors(x)
     row_tiles = min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
     tiles = 2 if weight.tiles >= _WIDE_TILES and weight.tiles % 2 == 0 else 1
@@ -140,13 +137,15 @@ def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class GpuCache:
-    """Keys and values in pages and lanes, and the scratch memory of attention.
+    """The KV cache, in pages and lanes (scratch memory of branches), and attention's scratch
+    memory.
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
-    same for [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32
-    [position, pair, 2]. words: the row places on the device. qkv: a forward's q, k and v, float32.
-    count, tasks: the list of what attention has to compute. partial, tops: each split's weighted
-    sums, and its largest score with the sum of its weights. splits: the most splits of a sequence.
+    same, [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32 [position, pair,
+    2]. words: RowPlaces.ints on the device. qkv: a forward's q, k and v, float32. count, tasks: the
+    number and the list of attention tasks. partial, tops: each split's weighted sums of values, and
+    its largest score with the sum of its weights. splits: the most splits (ranges of positions) of
+    a sequence.
     """
 
     sizes: CacheSizes
@@ -166,21 +165,23 @@ class GpuCache:
 
     @property
     def places(self) -> tuple[Any, Any]:
-        """The row places on the device, and how many rows they have room for."""
+        """Kernel arguments: where the rows lie in the cache, and for how many there is room."""
         return self.words, np.int32(self.row_places.rows.shape[1])
 
 
 def task_bytes(head: int) -> int:
-    """Returns attend.cu's ATTEND_BYTES, a block's shared memory; head: head_dim."""
+    """Returns an attention block's bytes of shared memory (ATTEND_BYTES, attend.cu). head:
+    head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
 
 
 class CupyOps(Ops):
-    """Operations of one model's share of heads on one GPU. Kernels are enqueued on the backend's
-    stream, so that a graph may capture a forward. early: whether a kernel may start before the one
-    before it ends. Raises ConfigError for a GPU or a model that the kernels do not support."""
+    """A transformer's operations on one GPU, for this rank's share of heads. Kernels are enqueued
+    on the backend's stream, so that a graph may capture a forward. early: whether a kernel may
+    start before the one before it ends. Raises ConfigError for a GPU or a model that the kernels do
+    not support."""
 
     kernel = "cuda"
     computes_padding = True
@@ -221,7 +222,7 @@ class CupyOps(Ops):
         return PackedWeight(values, depth, sum(widths))
 
     def gate_up(self, gate: Part, up: Part) -> PackedWeight:
-        """Packs gate and up so that a tile has 8 columns of each."""
+        """Packs gate and up so that each tile of 16 columns has 8 of each."""
         outputs, depth = gate.shape
         self._check_widths(depth, [])
         values = self.launcher.empty((ceil_div(outputs, TILE // 2) * TILE * depth,), np.float16)
@@ -229,7 +230,7 @@ class CupyOps(Ops):
         return PackedWeight(values, depth, outputs, gated=True)
 
     def table(self, embedding: Part) -> Any:
-        """Returns the embedding, float16 [entries, width]."""
+        """Returns the embedding on the device, float16 [entries, width]."""
         entries, width = embedding.shape
         table = self.launcher.empty((entries, width), np.float16)
         recipe = embedding.recipe()
@@ -246,15 +247,16 @@ class CupyOps(Ops):
         return table
 
     def _fill(self, out: Any, left: Part, right: Part) -> None:
-        """Fills tiles of 16 columns: 8 of `left`, then 8 of `right`; one part may be both, and then
-        a tile has 16 of its columns."""
+        """Packs weights into tiles of 16 columns, 8 of `left`, then 8 of `right`. If both are the
+        same part, each tile has 16 of its columns."""
         outputs, depth = left.shape
         step = TILE if left is right else TILE // 2
-        shift = step - TILE // 2  # the right half's first column
+        shift = step - TILE // 2  # the first column of the tiles' right half
 
         def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            """Returns two groups of the kernels' arguments, for `count` outputs: the 16-byte units
-            and depths of their tiles; the columns from each half's first one on, and their step."""
+            """Returns kernel arguments for `count` outputs in two groups: (16-byte units, depth /
+            32, depth) and (columns from the left half's first one on, from the right half's first
+            one on, columns per tile)."""
             units = np.int64(ceil_div(count, step) * TILE * depth // 8)
             columns = np.int32(count), np.int32(count - shift), np.int32(step)
             return (units, np.int32(depth // PAIR), np.int32(depth)), columns
@@ -269,7 +271,7 @@ class CupyOps(Ops):
             args = (out, *around, *halves, *columns, np.float32(random.scale))
             self._pack("pack_random", int(around[0]), args)
             return
-        # A stored matrix is copied to the device some columns at a time.
+        # A stored matrix is copied to the device in pieces of `count` outputs.
         count = max(1, _STAGING_ELEMENTS // (depth * step)) * step
         for start in range(0, outputs, count):
             stop = min(start + count, outputs)
@@ -288,7 +290,7 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.PACK, grid, (256,), args)
 
     def _check_widths(self, depth: int, inner_widths: list[int]) -> None:
-        """Raises ConfigError if tiles do not fit the depth, or the widths of all parts but one."""
+        """Raises ConfigError unless 32 divides the depth, and 16 the widths of inner parts."""
         where = f"{self._config.shape.name} on a GPU"
         if depth % PAIR:
             raise ConfigError(f"{where}: a width of {depth}: allowed: multiples of {PAIR}")
@@ -299,7 +301,7 @@ class CupyOps(Ops):
         return self.launcher.uploaded(values, np.float32)
 
     def overwrite(self, old: Any, new: Any) -> None:
-        """Copies `new` over `old`, which keeps its address: captured graphs read it."""
+        """Copies `new` over `old` in place. The address stays, because captured graphs read it."""
         if isinstance(old, PackedWeight):
             old = old.values
             new = new.values
@@ -315,7 +317,8 @@ class CupyOps(Ops):
         return self.launcher.empty((rows, width), np.float32)
 
     def delta(self, rows: int) -> Any:
-        """Returns a buffer of sums over ranks: float16 if there are several ranks, else float32."""
+        """Allocates the sum over ranks that is added to the residual stream: float16 if there are
+        several ranks, else float32."""
         if self._is_shard:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
@@ -359,11 +362,11 @@ class CupyOps(Ops):
 
     @property
     def scale(self) -> float:
-        """What queries are multiplied by, so that 2 to the power of a score is its weight."""
+        """The factor on queries, log2(e) / √head_dim, with which softmax takes powers of 2."""
         return float(self._head**-0.5 * 1.4426950408889634)  # log2 e
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> GpuCache:
-        """Allocates the cache, zeroed: masked positions are multiplied by 0, and 0 · NaN is NaN."""
+        """Allocates the KV cache, zeroed: masked values are multiplied by 0, and 0 · NaN is NaN."""
         layers = sizes.layers
         heads = sizes.kv_heads
         width = sizes.head_dim
@@ -404,7 +407,7 @@ class CupyOps(Ops):
             self.launcher.copy(cache.lane_values[:, lane, :, step], cache.values[:, page, :, at])
 
     def begin(self, cache: GpuCache, rows: int) -> None:
-        """Copies the row places to the device, and lists the tasks of the forward's attention."""
+        """Copies to the device where the rows lie in the cache, and lists attention's tasks."""
         table = int(cache.row_places.pages.size)
         host = np.uintp(cache.row_places.ints.ctypes.data)
         sizes = map(np.int32, (table, rows, self._heads // self._kv_heads))
@@ -413,7 +416,7 @@ class CupyOps(Ops):
         self._attention("begin", grid, (_BEGIN_THREADS,), args, 4 * (5 * rows + 1))
 
     def attend(self, cache: GpuCache, number: int, q: Any, out: Any, rows: int) -> None:
-        """Attends each split of the positions by itself, then adds the splits up."""
+        """Computes attention over each split (range of positions), then combines the splits."""
         heads = np.int32(self._heads)
         splits = np.int32(cache.splits)
         sums = cache.partial, cache.tops
@@ -425,7 +428,7 @@ class CupyOps(Ops):
         self._attention("combine", (rows, self._heads), (self._head,), parts)
 
     def arguments(self, cache: GpuCache, number: int) -> tuple[Any, ...]:
-        """Returns the arguments CACHE of attention.cu for layer `number`."""
+        """Returns the kernel arguments for a layer's KV cache (the macro CACHE of attention.cu)."""
         assert (cache.sizes.kv_heads, cache.sizes.head_dim) == (self._kv_heads, self._head)
         arrays = (cache.keys, cache.values, cache.lane_keys, cache.lane_values)
         table = cache.words[4 * cache.row_places.rows.shape[1] :]
@@ -442,7 +445,8 @@ class CupyOps(Ops):
         multiply(self.launcher, x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
-        """Sums in rank order: by the group's own kernel; without one, gathers and adds."""
+        """Sums delta over the ranks in place, in rank order: by the group's one-shot kernel, or
+        else by gathering all parts and adding them."""
         part = delta[:rows]
         if group.name == "oneshot":
             group.all_reduce(part)
@@ -462,11 +466,11 @@ class CupyOps(Ops):
         return self.launcher.uploaded(ids, np.int32)
 
     def run_stage(self, stage: Any) -> None:
-        """Computes a stage by chained.cu or dynamic.cu, which use page-locked host memory."""
+        """Runs chained.cu or dynamic.cu between two forwards, on page-locked host memory."""
         sheet = stage.sheet
         target = stage.target
         shapes = stage.shapes
-        draft = stage.draft or target  # without a draft, nothing is read of it
+        draft = stage.draft or target  # Without a draft, no kernel reads these buffers.
         number = stage.number
         nodes = sheet.nodes
         depth = sheet.tree.depth
@@ -501,7 +505,7 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.STAGES, (blocks,), (_STAGE_THREADS,), args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
-        """Computes a stage by grow.cu, which reads and writes page-locked host memory."""
+        """Runs grow.cu between two steps of a draft's branches, on page-locked host memory."""
         best = draft.best.ids
         host = np.uintp(sheet.ints.ctypes.data)
         sizes = np.int32(rows), np.int32(sheet.places.shape[1])
@@ -537,14 +541,15 @@ class CupyOps(Ops):
 
 
 def _input_of(ends: Any) -> tuple[Any, Any, Any]:
-    """Returns the host addresses of a forward's tokens and row places, and their most rows."""
+    """Returns three kernel arguments of a model's next forward: the host addresses of its tokens
+    and of its row places, and the most rows."""
     places = ends.row_places
     tokens = np.uintp(ends.tokens.ctypes.data)
     return tokens, np.uintp(places.ints.ctypes.data), np.int32(places.rows.shape[1])
 
 
 def capability_of(backend: Any) -> int:
-    """Returns a GPU's compute capability, 80 for 8.0."""
+    """Returns a GPU's compute capability as an integer, 80 for 8.0."""
     return int(str(backend.info.compute_capability).replace(".", ""))
 
 
