@@ -1,2 +1,2 @@
-"""Compute devices with one small interface: numpy (the reference), cupy (GPUs), emulated (a
-model)."""
+"""Compute devices behind one interface: numpy (the reference), cupy (GPUs), and emulated (waits for
+modelled times)."""

@@ -1,8 +1,8 @@
-"""The interface of a backend: arrays, products, and programs (one forward, run asynchronously).
+"""The interface of a backend: arrays, matrix products, and programs (asynchronous forwards).
 
-A program's body enqueues the operations of a forward. NumPy calls the body at each launch, CuPy
-replays a CUDA graph that it captured once, and the emulated backend lets the modelled duration pass
-without calling the body.
+A program is made from a Python function, its body, which calls the operations of a forward. NumPy
+calls the body at each launch; CuPy replays a CUDA graph captured from it; the emulated backend
+waits for the modelled duration and never calls it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from mpissd.common.wait import Waiter
 
 Array = Any  # A numpy.ndarray, a cupy.ndarray, or the emulated backend's placeholder.
 HostArray = Any  # A numpy.ndarray; page-locked on a GPU.
-# Multipliers of the row and of the column; constants of fmix32, the last step of MurmurHash3.
+# Multipliers for row and column numbers, and the constants of fmix32, MurmurHash3's last step.
 ROW_PRIME = 0x9E3779B1
 COLUMN_PRIME = 0x85EBCA77
 MIX_1 = 0x85EBCA6B
 MIX_2 = 0xC2B2AE35
 _SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.
-_CACHED = 1 << 17  # elements made at once, which stay in a core's cache
+_CACHED = 1 << 17  # elements that are made at once, few enough for a core's cache
 
 
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Returns elements of the random matrix `key`, float32 [rows, columns], uniform, variance 1."""
+    """Returns elements of the random matrix number `key`, float32 [len(rows), len(columns)]:
+    uniform with mean 0 and variance 1. Each depends only on key, row and column, by a hash."""
     r = rows.astype(np.uint32) * np.uint32(ROW_PRIME) ^ np.uint32(key & 0xFFFFFFFF)
     c = columns.astype(np.uint32) * np.uint32(COLUMN_PRIME)
     values = np.empty((len(r), len(c)), np.float32)
@@ -41,7 +42,7 @@ def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> ND
             h ^= h >> np.uint32(shift)
             h *= np.uint32(factor)
         h ^= h >> np.uint32(16)
-        # 24 bits are exact in float32, so host and device agree to the last bit.
+        # float32 represents 24 bits exactly, so that host and device agree to the last bit.
         np.multiply(h >> np.uint32(8), np.float32(2.0**-24), out=out, casting="unsafe")
         out -= np.float32(0.5)
         out *= _SQRT_12
@@ -50,32 +51,32 @@ def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> ND
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The device of one rank; a field is None where it is unknown."""
+    """What is known about the device of one rank; unknown fields are None."""
 
     name: str
     kind: str  # "cpu", "gpu" or "emulated"
     uuid: str | None = None
     bus_id: str | None = None
-    memory_bytes: int | None = None  # Bytes that are free for weights at start-up.
-    cache_bytes: int | None = None  # The last-level cache.
+    memory_bytes: int | None = None  # the free memory at start-up
+    cache_bytes: int | None = None  # the size of the last-level cache
     compute_capability: str | None = None
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A slice of the random matrix `key`, [in_features, out_features], of all ranks. Element (i, o)
-    depends only on (key, i, o), so that T ranks together hold exactly the values of the whole
-    matrix (see `element`). A fused weight is a list of parts side by side."""
+    """A slice of the random matrix number `key`, [in_features, out_features]. Element (i, o)
+    depends only on (key, i, o), so that T ranks with different slices together hold exactly the
+    values of the whole matrix (see `element`). A fused weight is a list of parts side by side."""
 
     key: int
     in_start: int
     in_stop: int
     out_start: int
     out_stop: int
-    scale: float  # Standard deviation of the elements.
+    scale: float  # the standard deviation of the elements
 
     def values(self) -> NDArray[np.float32]:
-        """Returns the elements, float32 [in, out]."""
+        """Returns the elements of the slice, float32 [in, out]."""
         rows = np.arange(self.in_start, self.in_stop, dtype=np.int64)
         columns = np.arange(self.out_start, self.out_stop, dtype=np.int64)
         return np.asarray(element(self.key, rows, columns) * np.float32(self.scale), np.float32)
@@ -83,23 +84,24 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class ForwardKey:
-    """Identifies a forward in tables of measured times, where equal keys differ in rows only."""
+    """Identifies a kind of forward in tables of measured times. Forwards with equal keys differ
+    only in the number of rows."""
 
-    model: str  # The shape's name; a depth-scaled shape has its own.
+    model: str  # the shape's name, which also tells a changed number of layers, as in 70b@8L
     tp: int
     fuse: bool
     lm_head: bool
-    kv_tokens: int  # Tokens of context read, summed over all sequences.
-    sequences: int = 0  # Those that have these tokens; 0: the model is bare matrix products.
+    kv_tokens: int  # the tokens of context that are read, summed over all sequences
+    sequences: int = 0  # the number of sequences; 0 if the model is bare matrix products
 
     @property
     def context(self) -> int:
-        """Tokens of context of one of a transformer's sequences."""
+        """The context of each sequence of a transformer's forward, in tokens."""
         return self.kv_tokens // self.sequences
 
     @property
     def forward(self) -> str:
-        """The kind of forward, as a value of --forward."""
+        """The kind of forward, "transformer" or "gemm" (bare products), as a value of --forward."""
         return "transformer" if self.sequences else "gemm"
 
     def __str__(self) -> str:
@@ -112,7 +114,7 @@ class ForwardKey:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one forward on one rank: the bytes that it moves and the work that it does."""
+    """What one forward costs a rank: the bytes that it moves and the operations that it does."""
 
     rows: int
     weight_bytes: int
@@ -120,71 +122,72 @@ class Cost:
     flops: int
     num_products: int
     num_all_reduces: int
-    all_reduce_bytes: int  # Bytes of each all-reduce.
+    all_reduce_bytes: int  # the bytes of each all-reduce
     tp: int
-    key: ForwardKey | None = None  # The forward's key in measured tables; None for a lone product.
-    most_rows: int | None = None  # Of the job's largest forward (None: this), decides the kernel.
-    params: int = 0  # Weights that the forward reads; 0 for a lone product.
-    candidates: int = 1  # Ids that are read out of each row.
-    columns: int = 0  # Logits of a row on this rank, from which they are chosen; 0: no LM head.
+    key: ForwardKey | None = None  # the forward's key in measured tables; None for a lone product
+    most_rows: int | None = None  # rows of the job's largest forward (None: rows); selects kernels
+    params: int = 0  # the number of weights that the forward reads; 0 for a lone product
+    candidates: int = 1  # k of the top-k token ids that are returned for each row
+    columns: int = 0  # the logits of a row on this rank, from which top-k chooses; 0: no LM head
 
 
 class Program(ABC):
-    """A compiled forward. Launches on one backend run one after the other, as on a stream."""
+    """A compiled forward. Launches on one backend run one after the other, as on a CUDA stream."""
 
     @abstractmethod
     def launch(self) -> None:
-        """Starts the forward; may return before it is over."""
+        """Starts the forward; may return before the forward is over."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Returns whether the last launch is over; never blocks."""
+        """Returns whether the last launch has finished, without blocking."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Returns when the last launch is over; raises FaultError at the waiter's deadline."""
+        """Waits until the last launch has finished; raises FaultError at the waiter's deadline."""
         waiter.until(self.done, "forward")
 
     @abstractmethod
     def elapsed_s(self) -> float:
-        """Returns the device time of the last finished launch, in seconds."""
+        """Returns the seconds that the last launch took on the device; it must have finished."""
 
     def after_s(self, earlier: Program) -> float:
-        """Returns the seconds from the end of `earlier`'s last launch to this one's start."""
+        """Returns the seconds from the end of `earlier`'s last launch to the start of its own."""
         raise NotImplementedError(f"{type(self).__name__} keeps no clock")
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
-        """Frees the program's graph, which must not outlive the group's communicator."""
+        """Frees the CUDA graph, which must not outlive the communicator of its all-reduces."""
 
 
 class Backend(ABC):
-    """The interface of all backends. Operations of arrays are called in a program's body, which
-    enqueues them. The methods that are not abstract hold and compute nothing, as on an emulated
+    """The interface of all backends. Array operations are called in the body of a program, which
+    enqueues them. Methods that are not abstract compute nothing here, as suits an emulated
     device."""
 
     name: str
     info: DeviceInfo
-    itemsize: int  # Bytes of one weight or activation element.
+    itemsize: int  # bytes of an element of a weight or an activation
     dtype_name: str
-    chains: bool = False  # Whether the device decides rounds where it can (DeviceRounds).
-    few_rows: int = 0  # The most rows for which weights are stored in a special order; 0: never.
-    capture: bool = False  # Whether programs are replayed as captured graphs.
+    chains: bool = False  # whether the device can run several rounds without the host
+    few_rows: int = 0  # weights of jobs with at most so many rows get a special layout; 0: none do
+    capture: bool = False  # whether programs are captured as CUDA graphs and replayed
 
     def use_here(self) -> None:  # noqa: B027  (few have a current device)
-        """Makes this backend's device the current one of the calling thread."""
+        """Makes this backend's device the current one in the calling thread."""
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
-        """Announces the most rows of products with weights made from now on; None: unknown."""
+        """Announces the most rows of any product with the weights that are made from now on (None:
+        unknown), by which a backend may choose their layout."""
 
     def kernel(self, weight: Array) -> str:
-        """Returns the name of the kernel that multiplies by this weight inside a program."""
+        """Returns the name of the kernel that multiplies by `weight` in programs."""
         return self.name
 
     def weight(self, parts: Sequence[WeightPart]) -> Array:
-        """Returns the parts side by side, [in, Σout], in this backend's own layout."""
+        """Returns the parts side by side as one weight [in, Σout], in this backend's layout."""
         return None
 
     def activation(self, rows: int, width: int) -> Array:
-        """Returns a buffer [rows, width] of NaN, which show elements that were never written."""
+        """Returns a buffer [rows, width] of NaN, which reveals elements that were never written."""
         return None
 
     def view(self, array: Array, rows: int, start: int, stop: int) -> Array:
@@ -192,7 +195,7 @@ class Backend(ABC):
         return None if array is None else array[:rows, start:stop]
 
     def host_ints(self, count: int) -> HostArray:
-        """Returns an int32 buffer on the host, which programs read and write asynchronously."""
+        """Returns an int32 buffer on the host that programs read and write asynchronously."""
         return np.zeros(count, np.int32)
 
     def table(self, entries: int, width: int, key: int) -> Array:
@@ -200,53 +203,54 @@ class Backend(ABC):
         return None
 
     def gather(self, table: Array, tokens: HostArray, out: Array) -> None:  # noqa: B027
-        """Sets out[m] = table[tokens[m] mod entries]; the tokens are read when the program runs."""
+        """Sets out[m] = table[tokens[m] mod entries]; `tokens` is read when the program runs."""
 
     def matmul(self, x: Array, weight: Array, out: Array) -> None:  # noqa: B027
-        """Sets out = x @ weight, accumulated in float32; x may be a column view."""
+        """Sets out = x @ weight, accumulated in float32; x may be a view of some columns."""
 
     def read(self, num_bytes: int) -> Callable[..., None]:
-        """Returns an operation that reads num_bytes, or as many as its argument says, as a forward
-        reads its KV cache."""
+        """Returns an operation that reads memory as a forward reads its KV cache: num_bytes, or as
+        many bytes as its argument says."""
         return lambda count=num_bytes: None
 
     def top_k(  # noqa: B027
         self, values: Array, k: int, out_ids: Array, out_values: Array
     ) -> None:
-        """Writes the k largest values of each row and their columns (int32), [rows, k], in falling
-        order; of equal values the lower column comes first."""
+        """Writes the k largest values of each row to out_values and their columns (int32) to
+        out_ids, both [rows, k], in falling order; of equal values the lower column comes first."""
 
     def top_buffers(self, rows: int, k: int) -> tuple[Array, Array]:
-        """Returns the device buffers for `top_k`: (int32 ids, float32 values), both [rows, k]."""
+        """Returns buffers for the results of `top_k`: int32 ids and float32 values, [rows, k]."""
         return None, None
 
     def read_out(self, ids: Array, host: HostArray) -> None:  # noqa: B027
-        """Copies the int32 device array `ids` to the host buffer."""
+        """Copies the int32 device array `ids` to the buffer `host`."""
 
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
-        """Compiles a body into a program; all ranks must call it if the body has an all-reduce.
-        cost: of the forward. capturable: whether the body may be captured as a graph."""
+        """Compiles a body into a program. All ranks must call this if the body has an all-reduce.
+        cost: of this forward. capturable: whether a CUDA graph may capture the body."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Waits until everything launched is over."""
+        """Waits until all launched work has finished."""
 
     def to_host(self, array: Array) -> Any:
-        """Returns a NumPy copy, float32 for activations; waits for the device."""
+        """Waits for the device; returns a NumPy copy of an array, in float32 for activations."""
         raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
     def from_host(self, values: Any, out: Array) -> None:
-        """Writes NumPy values into a device array; waits for the device."""
+        """Writes NumPy values into a device array, and waits for the device."""
         raise NotImplementedError(f"the {self.name} backend holds no numbers")
 
     @abstractmethod
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures the bytes a second of repeated reads of num_bytes; None if unknown."""
+        """Measures the bytes a second at which num_bytes are read repeatedly; None if unknown."""
 
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Measures the flop a second of a large square product, in at most 0.1 s; None if
-        unknown."""
+        """Measures the operations a second of a large square matrix product, in at most 0.1 s; None
+        if unknown."""
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
-        """Frees programs, then buffers; hangs once the group's communicator is closed."""
+        """Frees programs, then buffers. Must be called before the communicator of all-reduces is
+        closed: graphs that outlive it hang."""

@@ -1,6 +1,7 @@
-"""The chain kernel's inputs (kernels/chain.cu): its table of products and the packing of weights.
+"""Prepares the inputs of the persistent kernel that computes a chain of matrix products
+(kernels/chain.cu): the table of products, and weights in the kernel's layout.
 
-This module does not use CuPy: operands are addresses, so that it can be tested without a GPU.
+The module does not use CuPy: operands are addresses, so that it can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-TILE = 16  # Columns of a tile.
-PAIR = 32  # Rows of weights in a pair of steps.
+TILE = 16  # weight columns in a tile
+PAIR = 32  # weight rows that two steps of 16 rows read
 ROW_TILE = 8
-MAX_ROWS = 4 * ROW_TILE  # The most rows of x in one product.
+MAX_ROWS = 4 * ROW_TILE  # the most rows of x in one product of the kernel
 _WARPS = 8
-THREADS = 32 * (_WARPS + 1)  # Threads of a block.
-PRODUCT = np.dtype(  # The layout of struct Product in plan.cu.
+THREADS = 32 * (_WARPS + 1)  # A block has one more warp, which copies weights.
+PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     [(name, np.uint64) for name in ("weight", "x", "out")]
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-# The axes of a packed weight: tile, pair, step h, lane (r, c), half of the four rows, column block
-# (below 8, or from 8), row of the half. A row of a pair is (c, h, half, row); a column is (block,
-# r).
+# The sizes of a packed weight's axes after (tile, pair): step h, lane (r, c), half of four rows,
+# column block (columns 0-7 or 8-15), row of the half. A row's number within its pair has the
+# digits (c, h, half, row), and a column's number within its tile has the digits (block, r).
 _PACKED = (2, 8, 4, 2, 2, 2)
 _ROW_AXES = (1, 4, 2, 5, 7)
 _COLUMN_AXES = (0, 6, 3)
@@ -34,9 +35,9 @@ _COLUMN_AXES = (0, 6, 3)
 
 @dataclass(frozen=True)
 class ChainGeometry:
-    """The macros that chain.cu is compiled with for a number of row tiles. tiles: of columns in a
-    block's unit of work. slots: of the ring that holds weights ahead. ahead: slots of x. flying:
-    copies of weights under way."""
+    """The macros with which chain.cu is compiled for a number of row tiles (8 rows of x each).
+    tiles: column tiles that a block computes at once. slots: of the ring buffer that holds weights
+    ahead. ahead: slots for which parts of x are prefetched. flying: weight copies in flight."""
 
     row_tiles: int
     tiles: int
@@ -46,8 +47,8 @@ class ChainGeometry:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a block needs."""
-        weights = self.slots * ((16 << 10) + 2 * 8)  # With two barriers a slot.
+        """The bytes of shared memory that a thread block needs."""
+        weights = self.slots * ((16 << 10) + 2 * 8)  # A slot holds 16 KiB and two barriers.
         columns = self.ahead * self.row_tiles * 32 * 32 * _WARPS
         peers = 88
         return weights + columns + _WARPS * 4 * 130 * 4 + peers
@@ -57,7 +58,7 @@ class ChainGeometry:
         return tuple((name.upper(), value) for name, value in vars(self).items())
 
 
-GEOMETRIES = {  # By number of row tiles.
+GEOMETRIES = {  # by the number of row tiles
     1: ChainGeometry(1, tiles=8, slots=11, ahead=4, flying=3),
     2: ChainGeometry(2, tiles=8, slots=10, ahead=3, flying=4),
     3: ChainGeometry(3, tiles=6, slots=8, ahead=3, flying=4),
@@ -66,7 +67,7 @@ GEOMETRIES = {  # By number of row tiles.
 
 
 class Operand(NamedTuple):
-    """A [rows, width] float16 array at an address, with `step` elements from row to row."""
+    """A float16 matrix [rows, width] at a device address; `step` elements separate its rows."""
 
     address: int
     rows: int
@@ -74,23 +75,24 @@ class Operand(NamedTuple):
     step: int
 
     def part(self, first: int, rows: int) -> Operand:
-        """Returns the operand of `rows` rows starting with row `first`."""
+        """Returns `rows` rows of the operand, starting with row `first`."""
         return self._replace(address=self.address + 2 * first * self.step, rows=rows)
 
     def meets(self, other: Operand) -> bool:
-        """Returns whether the two operands may share an element."""
+        """Returns whether the two operands can have an element in common."""
         ends = [o.address + 2 * ((o.rows - 1) * o.step + o.width) for o in (self, other)]
         if self.address >= ends[1] or other.address >= ends[0]:
             return False
         if self.step != other.step:
             return True
-        # Two column ranges of one buffer may lie side by side without sharing an element.
+        # With equal steps they may be column ranges of one buffer that do not overlap.
         apart = (other.address - self.address) // 2 % self.step
         return apart < self.width or apart + other.width > self.step
 
 
 class Multiplication(NamedTuple):
-    """One product, out = x @ the packed weight at an address, `summed` over the ranks or not."""
+    """One product out = x @ weight, with the packed weight at an address. summed: whether the
+    result is then summed over the ranks."""
 
     weight: int
     x: Operand
@@ -98,12 +100,12 @@ class Multiplication(NamedTuple):
     summed: bool = False
 
     def depends_on(self, other: Multiplication) -> bool:
-        """Returns whether the product has to wait for one that comes before it."""
+        """Returns whether the product must wait for `other`, which comes before it."""
         reads = self.x.meets(other.out)
         return reads or self.out.meets(other.x) or self.out.meets(other.out)
 
     def row_groups(self) -> list[Multiplication]:
-        """Splits the product into parts of nearly equal rows that fit the kernel's registers."""
+        """Splits the product into parts of nearly equal rows, at most MAX_ROWS each."""
         count = -(-self.x.rows // MAX_ROWS)
         edges = (self.x.rows * i // count for i in range(count + 1))
         return [
@@ -113,27 +115,27 @@ class Multiplication(NamedTuple):
 
 
 def suits(rows: int, columns: int) -> bool:
-    """Returns whether a weight [rows, columns] can be packed."""
+    """Returns whether a weight has sizes that chain.cu takes: multiples of PAIR and of TILE."""
     return rows > 0 and rows % PAIR == 0 and columns > 0 and columns % TILE == 0
 
 
 def aligned(x: Operand, out: Operand) -> bool:
-    """Returns whether the kernel can read x by 16 bytes and write out by 4 bytes at a time."""
+    """Returns whether the kernel can read x in units of 16 bytes, and write out in 4 bytes."""
     return not (x.address % 16 or x.step % 8 or out.address % 4 or out.step % 2)
 
 
 def row_tiles(table: NDArray[Any]) -> int:
-    """Returns the row tiles of the table's largest product."""
+    """Returns the number of row tiles (8 rows of x each) of the table's largest product."""
     return -(-int(table["rows"].max()) // ROW_TILE)
 
 
 def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
-    """Returns the kernel's table of a chain of products, PRODUCT [n].
+    """Returns the table of a chain of products that the kernel reads: PRODUCT [n].
 
-    A product waits for the last one before it whose output it reads or overwrites, or whose input
-    it overwrites. Sums over ranks keep their order, because two of them may use the same slot of
-    the inboxes. Neighbouring products with the same x and no wait between them are divided among
-    the blocks as one product.
+    A product waits for the last product before it whose output it reads or overwrites, or whose
+    input it overwrites. Sums over ranks keep their order, because two of them may use the same slot
+    of the inboxes (the buffers into which other ranks write). Neighbouring products that have the
+    same x and need not wait for each other are divided among the thread blocks like one product.
     """
     parts = [part for product in chain for part in product.row_groups()]
     table = np.zeros(len(parts), PRODUCT)
@@ -166,7 +168,7 @@ def plan(chain: Sequence[Multiplication]) -> NDArray[Any]:
 
 
 def pack(values: Any) -> Any:
-    """Reorders a weight [rows, columns] into the order of chain.cu; the shape stays."""
+    """Returns a weight [rows, columns] with its elements in the order that chain.cu reads."""
     rows, columns = values.shape
     axes = (rows // PAIR, 4, 2, 2, 2, columns // TILE, 2, 8)
     order = np.argsort(_ROW_AXES + _COLUMN_AXES)
@@ -174,7 +176,7 @@ def pack(values: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Reverses `pack`."""
+    """Reverses `pack`: returns the weight with its elements in row-major order."""
     rows, columns = packed.shape
     axes = (columns // TILE, rows // PAIR, *_PACKED)
     return packed.reshape(axes).transpose(*_ROW_AXES, *_COLUMN_AXES).reshape(rows, columns).copy()

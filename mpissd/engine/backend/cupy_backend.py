@@ -1,12 +1,12 @@
 """The cupy backend: float16 on one NVIDIA GPU, with forwards as captured CUDA graphs.
 
-Products are cuBLAS's, by the bindings of nvmath-python: CuPy refuses cuBLAS while its stream is
-captured (cupy#6290). From compute capability 9.0 on, consecutive products of up to 32 rows run as
-one persistent kernel (ChainRunner), whose weights are stored in a special order.
+Products are computed by cuBLAS, called through nvmath-python, because CuPy refuses cuBLAS while its
+stream is captured (cupy#6290). From compute capability 9.0 on, consecutive products of up to 32
+rows run as one persistent kernel (ChainRunner), for which weights are stored in a special order.
 
-Everything is enqueued on one stream. A program is captured once and replayed; what differs between
-launches (token ids) is in page-locked buffers that its kernels read, never in captured values. A
-backend may be used only by the thread that opened it.
+Everything is enqueued on one stream. A program is captured once and replayed. Data that differ
+between launches (token ids) are in page-locked buffers that the kernels read, never in captured
+values. Only the thread that opened a backend may use it.
 
 Closing order: programs (their graphs) → the group's NCCL communicator → cuBLAS → memory.
 """
@@ -44,35 +44,36 @@ if TYPE_CHECKING:
     from mpissd.engine.comm.mpi_group import OneshotGroup
 
 MAX_TOP_K = 64
-_CHUNK_COLUMNS = 4096  # Columns of one chunk in top_k: 16 warps of 32 lanes with 8 columns each.
-_FILL_COLUMNS = 4096  # The row length of a buffer that is only read.
+_CHUNK_COLUMNS = 4096  # columns of one chunk in top_k: 16 warps of 32 threads, 8 columns each
+_FILL_COLUMNS = 4096  # the row length of a buffer that only serves to be read
 _WORKSPACE_BYTES = 64 << 20
 _HALF = 2  # CUDA_R_16F
 _SINGLE = 0  # CUDA_R_32F
 _COMPUTE_FLOAT = 68  # CUBLAS_COMPUTE_32F
 _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
-# Without this, cuBLAS may add the parts of a split product in float16. It costs at most 1% (H200,
-# 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
+# Without this mode, cuBLAS may add the parts of a split product in float16. The mode costs at most
+# 1% (H200, 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-_MAX_SHARED_BYTES = 97  # The number of the attribute cudaDevAttrMaxSharedMemoryPerBlockOptin.
+_MAX_SHARED_BYTES = 97  # the number of cudaDevAttrMaxSharedMemoryPerBlockOptin
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight: row-major [in, out], or `packed` for chain.cu, in an array of that shape."""
+    """A weight [in, out] on the device: row-major, or `packed` into the order that chain.cu reads
+    (in an array of the same shape)."""
 
     values: Any
     packed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(in, out), packed or not."""
+        """The sizes (in, out), whether packed or not."""
         rows, columns = self.values.shape
         return rows, columns
 
 
 def why_not(device_id: int) -> str | None:
-    """Returns why this GPU cannot run the chain kernel, or None if it can."""
+    """Returns the reason why this GPU cannot run the chain kernel (chain.cu); None if it can."""
     capability = cupy.cuda.Device(device_id).compute_capability  # For example "90".
     if int(capability) < 90:
         return f"compute capability {capability[:-1]}.{capability[-1]}"
@@ -82,12 +83,12 @@ def why_not(device_id: int) -> str | None:
 
 
 class ChainRunner:
-    """Runs consecutive products as one persistent kernel (kernels/chain.cu), on one stream.
+    """Runs consecutive products as one persistent kernel (kernels/chain.cu) on one stream.
 
-    While a program's body runs, products are only recorded; the next other operation, or the end of
-    the body, launches the recorded ones. Outside a body each product is launched by itself. stop: a
-    page-locked int32. While it is set, no kernel waits; kernels set it when a wait lasted `limit_s`
-    seconds.
+    While a program's body runs, products are only recorded; the next operation of another kind, or
+    the end of the body, launches all recorded ones at once. Outside a body each product is launched
+    by itself. stop: a page-locked int32. While it is not 0, no kernel waits; a kernel sets it when
+    it has waited `limit_s` seconds.
     """
 
     def __init__(self, launcher: Launcher, stop: NDArray[np.int32]) -> None:
@@ -97,19 +98,20 @@ class ChainRunner:
         self._noted: list[Multiplication] = []
         self._inboxes: OneshotGroup | None = None
         self._held = False
-        # By products: their table and its counters on the device; how many products, sums over
-        # ranks, and row tiles.
+        # For each chain of products: its table and the counters on the device, and the numbers of
+        # table rows, of sums over ranks, and of row tiles (8 rows of x each).
         self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
-        """Records out = x @ the packed weight at an address."""
+        """Records the product out = x @ the packed weight at device address `weight`."""
         self._noted.append(Multiplication(weight, x, out))
         if not self._held:
             self.flush()
 
     def sum_last(self, out: Operand, inboxes: OneshotGroup) -> bool:
-        """Makes the kernel sum `out` over the ranks; returns False if `out` is not the last
-        recorded product's output, or exceeds the inboxes."""
+        """Makes the kernel also sum `out`, the last recorded product's output, over the ranks.
+        Returns False if `out` is something else, or exceeds the inboxes, where ranks exchange
+        sums."""
         if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
             return False
         if min(out.rows, chain_plan.MAX_ROWS) * out.width > 2 * inboxes.capacity:
@@ -120,7 +122,7 @@ class ChainRunner:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Records products until the block ends, then launches them, or drops them on an error."""
+        """Records products until the block ends, and then launches them; drops them on an error."""
         self._held = True
         try:
             yield
@@ -130,7 +132,7 @@ class ChainRunner:
             self._noted.clear()
 
     def flush(self) -> None:
-        """Launches the recorded products."""
+        """Launches the recorded products as one kernel."""
         if not self._noted:
             return
         key = tuple(self._noted)
@@ -158,24 +160,25 @@ class ChainRunner:
         self._launcher.launch("chain", kernels.CHAIN, grid, (chain_plan.THREADS,), args, *how)
 
     def close(self) -> None:
-        """Frees the tables, after the graphs that read them are destroyed."""
+        """Frees the tables of products; graphs that read them must be destroyed before."""
         self._chains.clear()
 
 
 def operand(array: Any) -> Operand:
-    """Returns a two-dimensional device array as an Operand."""
+    """Returns the address and the sizes of a two-dimensional device array as an Operand."""
     return Operand(int(array.data.ptr), int(array.shape[0]), int(array.shape[1]), step(array))
 
 
 class CupyBackend(Backend):
-    """One GPU and one stream. Raises ConfigError with fewer than local_rank + 1 GPUs."""
+    """The backend of GPU number local_rank, with one stream; raises ConfigError without that
+    GPU."""
 
     name = "cupy"
     itemsize = 2
     dtype_name = "float16"
 
     def __init__(self, local_rank: int, *, graph: bool = True) -> None:
-        """graph: whether programs are captured."""
+        """local_rank: the number of the GPU. graph: whether to capture programs as CUDA graphs."""
         try:
             count = int(runtime.getDeviceCount())
         except runtime.CUDARuntimeError as error:
@@ -197,7 +200,7 @@ class CupyBackend(Backend):
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
         self.info = device_info(local_rank)
-        self.stop = self.host_ints(1)  # Not 0 makes waiting kernels give up.
+        self.stop = self.host_ints(1)  # Any value but 0 makes kernels stop waiting for other ranks.
         self._chain: ChainRunner | None = None
         self._packs = False
         self.no_chain_reason = why_not(local_rank)
@@ -209,13 +212,13 @@ class CupyBackend(Backend):
         cupy.cuda.Device(self.device_id).use()
 
     def _open_cublas(self) -> None:
-        """Raises ConfigError without nvmath-python, or without a cuBLAS that it can load."""
+        """Creates a cuBLAS handle; raises ConfigError if nvmath-python or cuBLAS is not there."""
         try:
             from nvmath.bindings import cublas
 
             self._cublas = cublas
             self._handle = cublas.create()
-        except (ImportError, RuntimeError) as error:  # RuntimeError: a library that does not load
+        except (ImportError, RuntimeError) as error:  # RuntimeError: cuBLAS cannot be loaded
             raise ConfigError(
                 f"backend 'cupy': nvmath-python: {error}; pip install '.[cuda12]' (or cuda13)"
             ) from error
@@ -223,13 +226,13 @@ class CupyBackend(Backend):
         self._zero = np.array(0, np.float32)
         self._workspace = device_empty((_WORKSPACE_BYTES,), np.uint8)
         cublas.set_stream(self._handle, self.stream.ptr)
-        # set_stream resets the workspace, so it is set afterwards; without one, a captured product
-        # would allocate memory.
+        # The workspace is set after set_stream, which resets it. Without a workspace, captured
+        # products would allocate memory.
         cublas.set_workspace(self._handle, self._workspace.data.ptr, _WORKSPACE_BYTES)
         cublas.set_math_mode(self._handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
 
     def plan_rows(self, max_rows: int | None) -> None:
-        """Packs weights for chain.cu if its registers hold the rows of all products."""
+        """Decides to store later weights for chain.cu, if that kernel takes `max_rows` rows."""
         self._packs = max_rows is not None and max_rows <= self.few_rows
 
     def kernel(self, weight: Weight) -> str:
@@ -260,7 +263,7 @@ class CupyBackend(Backend):
     def _fill_packed(self, address: int, part: WeightPart) -> None:
         rows = part.in_stop - part.in_start
         columns = part.out_stop - part.out_start
-        units = rows * columns // 8  # of 16 bytes
+        units = rows * columns // 8  # the number of 16-byte units in the part
         key, (row, column), scale = _numbers(part)
         half = chain_plan.TILE // 2
         halves = key, column, key, np.uint32(column + half)
@@ -284,8 +287,8 @@ class CupyBackend(Backend):
         return values
 
     def gather(self, table: Any, tokens: Any, out: Any) -> None:
-        """Reads the ids from page-locked host memory, anew at every launch: on an H200 faster than
-        a copy to the device and a gather (2.4-3.9 us for 1-64 rows, and 4.3-5.3)."""
+        """Reads the ids from page-locked host memory at every launch, which on an H200 is faster
+        than copying them to the device before (2.4-3.9 us instead of 4.3-5.3 for 1-64 rows)."""
         entries, width = table.shape
         sizes = (np.int32(entries), np.int32(width))
         args = (table, *sizes, np.uintp(tokens.ctypes.data), out, np.int64(step(out)))
@@ -303,7 +306,7 @@ class CupyBackend(Backend):
         self.flush()
         m, k = x.shape
         kind = _SINGLE if out.dtype == np.float32 else _HALF
-        # cuBLAS is column-major, so it computes outᵀ = weightᵀ xᵀ with the operands swapped.
+        # cuBLAS is column-major, so that it is called for outᵀ = weightᵀ xᵀ, with swapped operands.
         self._cublas.gemm_ex(
             self._handle, 0, 0, out.shape[1], m, k, self._one.ctypes.data,
             weight.values.data.ptr, _HALF, step(weight.values), x.data.ptr, _HALF, step(x),
@@ -325,7 +328,7 @@ class CupyBackend(Backend):
         warps = min(16, ceil_div(width, 256))
         kind, words = ("_float32", 2) if values.dtype == np.float32 else ("", 1)
         count = rows * chunks * k * words
-        if count not in self._scratches:  # kept, because a captured graph may hold its address
+        if count not in self._scratches:  # They are kept, as captured graphs hold their addresses.
             self._scratches[count] = device_empty((count,), np.uint32)
         merged = self._scratches[count]
         sizes = (np.int64(step(values)), np.int32(width), np.int32(chunk), np.int32(k))
@@ -341,8 +344,8 @@ class CupyBackend(Backend):
         return self._filled(shape, np.int32, -1), self._filled(shape, np.float32, np.nan)
 
     def read_out(self, ids: Any, host: Any) -> None:
-        """Enqueues a kernel that writes the ids to page-locked host memory: a copy as a graph's
-        last node ends up to 60 us later (H200: 74 us from launch to done, not 15)."""
+        """Enqueues a kernel that writes the ids to page-locked host memory. A copy as the last node
+        of a graph would end up to 60 us later (H200: 74 us from launch to done instead of 15)."""
         assert ids.flags.c_contiguous and ids.size <= host.size, f"{ids.shape} to {host.size}"
         args = (np.uintp(host.ctypes.data), ids, np.int32(ids.size))
         self._launch("copy_ints", (ceil_div(ids.size, 256),), (256,), args)
@@ -380,9 +383,9 @@ class CupyBackend(Backend):
         self.stream.synchronize()
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures the median of seven samples, of at least 4 GiB each, after a warm-up of 50 ms.
-        The buffer has num_bytes, but at most 4 GB or half of the free memory. After memory was
-        allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and then at 4.5."""
+        """Returns the median of seven samples, each of at least 4 GiB, after a warm-up of 50 ms:
+        after memory was allocated or freed, an H200 read at 3.9 TB/s for some milliseconds, and
+        then at 4.5. The buffer has num_bytes, but at most 4 GB or half of the free memory."""
         room = min(4 * 10**9, runtime.memGetInfo()[0] // 2)
         size = max(16, min(num_bytes, room) // 16 * 16)
         passes = ceil_div(4 << 30, size)
@@ -395,9 +398,9 @@ class CupyBackend(Backend):
         return float(size * passes / np.median([self._timed_s(program) for _ in range(7)]))
 
     def peak_flops(self) -> float | None:
-        """Measures the fastest of the launches of a square product in 30 ms, as hot chips slow
-        down; its side is 8192 if memory allows. None if 1024 does not fit."""
-        room = runtime.memGetInfo()[0] // 2  # for x, the weight and the output
+        """Measures the fastest of the square products that fit into 30 ms, because a hot chip slows
+        down. The side is 8192 if memory allows; None if even 1024 does not fit."""
+        room = runtime.memGetInfo()[0] // 2  # the bytes for x, the weight and the output
         sides = (n for n in (8192, 4096, 2048, 1024) if 3 * n * n * HALF.itemsize <= room)
         if (side := next(sides, None)) is None:
             return None
@@ -416,46 +419,47 @@ class CupyBackend(Backend):
         return program.elapsed_s()
 
     def copy_out(self, array: Any, host: Any) -> None:
-        """Starts a copy of a contiguous device array to page-locked `host` (same bytes)."""
+        """Starts to copy a contiguous device array to page-locked `host`, of as many bytes."""
         self._copy(host.ctypes.data, array.data.ptr, array, runtime.memcpyDeviceToHost)
 
     def copy_in(self, host: Any, array: Any) -> None:
-        """Starts a copy of page-locked `host` to a contiguous device array (same bytes)."""
+        """Starts to copy page-locked `host` to a contiguous device array of as many bytes."""
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
     def launcher(self, *, early: bool) -> Launcher:
-        """Returns a launcher of other kernels on this backend's stream (see Launcher)."""
+        """Returns a launcher of further kernels on this stream; early: see Launcher."""
         return Launcher(self.stream, self.device_id, early=early)
 
     def flush(self) -> None:
-        """Launches the products that a program's body has recorded but not launched."""
+        """Launches products that ChainRunner has recorded from a program's body so far."""
         if self._chain is not None:
             self._chain.flush()
 
     def sum_last(self, out: Any, inboxes: OneshotGroup) -> bool:
-        """Sums `out` over the ranks in the product that writes it (ChainRunner.sum_last)."""
+        """Makes the product that computed `out` also sum it over the ranks; returns False if the
+        last recorded product did not compute `out`, or it is too large (see ChainRunner)."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 
     def limit_waits(self, seconds: float) -> None:
-        """Sets how long kernels wait for one another, and for other ranks, before they give up."""
+        """Sets the seconds that kernels wait for each other and for other ranks at most."""
         if self._chain is not None:
             self._chain.limit_s = seconds
 
     def fence(self) -> Callable[[], bool]:
-        """Returns a function that tells whether everything enqueued so far is over."""
+        """Returns a function that returns whether all work enqueued before `fence` has finished."""
         self.flush()
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return lambda: reached(event)
 
     def destroy_graphs(self) -> None:
-        """Destroys the graphs of all programs; a later launch would run its body eagerly."""
+        """Destroys the CUDA graphs of all programs, whose later launches call their bodies."""
         for program in list(self._programs):
             program.close()
 
     def close(self) -> None:
         self.destroy_graphs()
-        if self._handle:  # after the graphs that hold its products
+        if self._handle:  # It is destroyed after the graphs that captured its products.
             self._cublas.destroy(self._handle)
             self._handle = 0
         if self._chain is not None:
@@ -464,7 +468,7 @@ class CupyBackend(Backend):
         self._scratches.clear()
 
     def random_words(self, num_bytes: int) -> Any:
-        """Returns a buffer of at least num_bytes of random data, so that no read is cheap."""
+        """Returns a buffer of num_bytes or more of random data, which no hardware reads faster."""
         return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
 
     def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:
@@ -488,6 +492,6 @@ class CupyBackend(Backend):
 
 
 def _numbers(part: WeightPart) -> tuple[Any, tuple[Any, Any], Any]:
-    """Returns a part's key, its first (row, column) and its scale, as kernels take them."""
+    """Returns a part's key, its (first row, first column) and its scale, typed for kernels."""
     first = (np.uint32(part.in_start), np.uint32(part.out_start))
     return np.uint32(part.key & 0xFFFFFFFF), first, np.float32(part.scale)

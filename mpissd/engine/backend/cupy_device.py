@@ -1,4 +1,4 @@
-"""One GPU as CuPy sees it: its identity and memory, launches of kernels, and captured programs."""
+"""One GPU through CuPy: its identity and memory, kernel launches, and captured programs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import DeviceInfo, Program
 
 HALF = np.dtype(np.float16)
-_NOT_READY = 600  # The error code cudaErrorNotReady.
+_NOT_READY = 600  # the error code cudaErrorNotReady
 
 
 def device_info(device_id: int) -> DeviceInfo:
-    """Returns what CUDA reports of a device; memory_bytes: the bytes that are free now."""
+    """Returns what CUDA reports about a GPU; memory_bytes: the memory that is free now."""
     properties = runtime.getDeviceProperties(device_id)
-    # CuPy reads the UUID as a C string, so a zero byte cuts it short.
+    # CuPy reads the UUID as a C string, which a zero byte ends too early.
     uuid = bytes(properties.get("uuid", b""))[:16]
     return DeviceInfo(
         name=properties["name"].decode(),
@@ -38,8 +38,9 @@ def device_info(device_id: int) -> DeviceInfo:
 
 
 def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns an uninitialised array of its own memory; raises ConfigError if it does not fit."""
-    # CuPy's pool would round sizes up and keep freed blocks.
+    """Returns an uninitialised array with its own allocation; raises ConfigError if out of
+    memory."""
+    # CuPy's memory pool is avoided: it rounds sizes up and keeps freed blocks.
     size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
     try:
         memory = cupy.cuda.Memory(size)
@@ -50,12 +51,12 @@ def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def step(array: Any) -> int:
-    """Returns a matrix's leading dimension: the elements from one row to the next."""
+    """Returns a matrix's leading dimension, the number of elements from one row to the next."""
     return max(int(array.strides[0]) // int(array.itemsize), int(array.shape[1]))
 
 
 def reached(event: Any) -> bool:
-    """Returns whether an event is over; raises FaultError if the device has failed."""
+    """Returns whether the stream has reached an event; raises FaultError if the device failed."""
     status = runtime.eventQuery(event.ptr)
     if status not in (0, _NOT_READY):
         raise FaultError(f"GPU: {runtime.CUDARuntimeError(status)}")
@@ -63,11 +64,11 @@ def reached(event: Any) -> bool:
 
 
 class Launcher:
-    """Compiles kernels at first use, and launches them on one stream.
+    """Compiles CUDA kernels at their first use, and launches them on one stream.
 
-    early: whether a kernel's blocks may start while the kernel before it still runs. Then it must
-    call wait_for_last (ampere.cu) before it reads what others wrote. Below compute capability 9.0,
-    and without cuda-bindings, none starts early.
+    early: whether the blocks of a kernel may start while the kernel before it still runs
+    (programmatic dependent launch). It must then call wait_for_last (ampere.cu) before it reads
+    what others wrote. Below compute capability 9.0, or without cuda-bindings, none starts early.
     """
 
     def __init__(self, stream: Any, device_id: int, *, early: bool) -> None:
@@ -102,22 +103,22 @@ class Launcher:
         return self._functions[key]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns an uninitialised device array (device_empty)."""
+        """Returns an uninitialised device array; raises ConfigError if it does not fit."""
         return device_empty(shape, dtype)
 
     def uploaded(self, values: Any, dtype: Any) -> Any:
-        """Returns a device array of host values."""
+        """Returns a new device array with these host values."""
         array = self.empty(np.shape(values), dtype)
         self.upload(values, array)
         return array
 
     def upload(self, values: Any, array: Any) -> None:
-        """Writes host values into a contiguous device array; returns when the copy is complete."""
+        """Copies host values to a contiguous device array, and waits for the copy."""
         array.set(np.ascontiguousarray(values, array.dtype), stream=self._stream)
         self._stream.synchronize()
 
     def copy(self, source: Any, to: Any) -> None:
-        """Copies a device array, or a scalar, to an array in the stream's order, and waits."""
+        """Copies a device array, or a scalar, to an array in the stream's order; waits for that."""
         with self._stream:
             to[...] = source
         self._stream.synchronize()
@@ -139,9 +140,9 @@ class Launcher:
         shared_mem: int = 0,
         macros: tuple[tuple[str, int], ...] = (),
     ) -> None:
-        """Launches the kernel `name` of the sources `files`, compiled with these macros. args:
+        """Launches the kernel `name`, compiled from the sources `files` with these macros. args:
         device arrays, NumPy scalars, or None for a null pointer. shared_mem: bytes of dynamic
-        shared memory; if above 48 KiB, later launches may not ask for more than the first."""
+        shared memory; above 48 KiB, a kernel's first launch sets the limit for its later ones."""
         function = self._function(name, files, macros, shared_mem)
         values = [_value(arg) for arg in args]
         driver = self._driver
@@ -171,25 +172,26 @@ class Launcher:
 
 
 def _value(arg: Any) -> Any:
-    """Returns an argument as a NumPy scalar; an array becomes its address."""
+    """Returns a kernel argument as a NumPy scalar: the address of an array, 0 for None."""
     if arg is None:
         return np.uintp(0)
     return np.uintp(arg.data.ptr) if isinstance(arg, cupy.ndarray) else arg
 
 
 class CupyProgram(Program):
-    """A captured graph of a body, or the body itself; it keeps the body's buffers alive."""
+    """A forward as a captured CUDA graph, or as its plain body; keeps the body's buffers alive."""
 
     def __init__(
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
-        """stop: kernels that gave up a wait set its first element, which raises FaultError."""
+        """stop: an array whose first element kernels set when they gave up a wait; `done` then
+        raises FaultError. capture: whether a graph is captured."""
         self._stream = stream
         self._body = body
         self._stop = stop
         self._start = cupy.cuda.Event()
         self._end = cupy.cuda.Event()
-        # The first run loads kernels, connects peers and allocates, which a capture must not do.
+        # The first run loads kernels, connects to peers and allocates, which a capture must not do.
         body()
         stream.synchronize()
         self._graph = None
@@ -198,7 +200,7 @@ class CupyProgram(Program):
                 stream.begin_capture()
                 try:
                     body()
-                finally:  # A capture left open would make the stream unusable.
+                finally:  # A capture that is not ended would leave the stream unusable.
                     self._graph = stream.end_capture()
             self._graph.upload(stream)
 
@@ -227,5 +229,5 @@ class CupyProgram(Program):
         return float(cupy.cuda.get_elapsed_time(earlier._end, self._start)) / 1e3
 
     def close(self) -> None:
-        """Destroys the graph; a later launch runs the body."""
+        """Destroys the CUDA graph; launches after that call the body."""
         self._graph = None

@@ -1,4 +1,4 @@
-"""The CPU backend: real products in float32, also the reference for testing the other backends."""
+"""The CPU backend: real products in float32; also the reference in tests of other backends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 
 class HostProgram(Program):
-    """A program that runs its body at launch; nothing is asynchronous on this backend."""
+    """A program whose launch runs the body and returns when it is over; nothing is asynchronous."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self._body = body
@@ -43,7 +43,7 @@ class HostProgram(Program):
 
 
 class NumpyBackend(Backend):
-    """The backend of NumPy arrays; a weight is [in, out] in C order."""
+    """The backend on NumPy arrays; weights are [in, out] in C order."""
 
     name = "numpy"
     itemsize = 4
@@ -105,23 +105,24 @@ class NumpyBackend(Backend):
         out[...] = values
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures the fastest of 4 to 100,000 reads (by max) of up to 4 GB; of 1 GB in all."""
+        """Measures the fastest of 4 to 100,000 reads (by max) of up to 4 GB, about 1 GB in all."""
         buffer = np.ones(max(1, min(num_bytes, 4 * 10**9) // 4), np.float32)
         count = min(10**5, max(4, -(-(10**9) // buffer.nbytes)))
         return buffer.nbytes / _fastest_s(buffer.max, count)
 
     def peak_flops(self) -> float | None:
-        """Measures the fastest of some square products of a power of two, of 5 ms each at most."""
+        """Measures the fastest of some products of square matrices with a power of two as side, the
+        largest whose product takes at most 5 ms."""
 
         def fastest(side: int, count: int) -> float:
             x = np.full((side, side), 0.5, np.float32)
             out = np.empty((side, side), np.float32)
             multiply = partial(np.matmul, x, x.copy(), out=out)
-            multiply()  # loads the library
+            multiply()  # The first call loads the BLAS library.
             return _fastest_s(multiply, count)
 
         side = 256
-        once_s = fastest(256, 20)  # the first calls may fall into another process's slice
+        once_s = fastest(256, 20)  # Another process may use the core during the first calls.
         while 8 * once_s <= 5e-3:
             once_s = fastest(2 * side, 1)
             side = 2 * side
@@ -130,12 +131,12 @@ class NumpyBackend(Backend):
 
 
 def _fastest_s(operation: Callable[[], object], count: int) -> float:
-    """Returns the seconds of the fastest of `count` calls, since others may be disturbed."""
+    """Returns the seconds of the fastest of `count` calls, the one that was disturbed least."""
     return min(timeit.repeat(operation, timer=time.perf_counter, number=1, repeat=count))
 
 
 def _reported(file: str, name: str) -> str:
-    """Returns the value of the first line in a file of /proc that begins with `name`, or ""."""
+    """Returns the value of the first line of /proc/`file` that begins with `name`, or ""."""
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(name):
@@ -144,15 +145,15 @@ def _reported(file: str, name: str) -> str:
 
 
 def available_memory_bytes() -> int | None:
-    """Returns the bytes available without swapping; None if the system does not report them."""
+    """Returns the bytes of memory available without swapping; None if the system doesn't tell."""
     kilobytes = _reported("meminfo", "MemAvailable")
     return int(kilobytes.split()[0]) * 1024 if kilobytes else None
 
 
 def last_level_cache_bytes() -> int | None:
-    """Returns the bytes of a core's last-level cache; None if the system does not report them."""
+    """Returns the size in bytes of a core's last-level cache; None if the system does not tell."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
-            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # always in KiB
+            sizes.append(int(path.read_text().strip().removesuffix("K")) << 10)  # The unit is KiB.
     return max(sizes, default=None)

@@ -1,12 +1,12 @@
-"""A device profile: the costs of a forward on one machine, each number with its source.
+"""A device profile: what forwards cost on one kind of machine, each number with its source.
 
-docs/profile.md describes the file. Of its tables "forwards", "shards" and "read_outs" are read; the
-others are for human readers. Where a measured table covers a forward, the table is used; otherwise
-the forward is modelled from the rates.
+docs/profile.md describes the file. Its tables "forwards", "shards" and "read_outs" are used; the
+others are for human readers. A forward that a measured table covers takes the measured time; other
+forwards are modelled from the device's rates.
 
-`EmulatedBackend` allocates nothing and computes nothing: ranks sleep until a forward's end by the
-profile, so that a machine with many GPUs can be rehearsed on two cores. Forwards of the profile
-`null` take 0 s, which measures the framework itself.
+`EmulatedBackend` allocates nothing and computes nothing: a rank sleeps until its forward would end
+by the profile, so that a machine with many GPUs can be rehearsed on two cores. Forwards of the
+profile `null` take 0 s, which measures the framework itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, ForwardKey, Program
 
 SCHEMA = 1
-_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # H100, GH200, A100, V100, L40S
+_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # such as H100, GH200 and L40S
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
-_USUAL_FORM = {"H200": "SXM"}  # the form of a device whose name gives none
-_SIZES = ("A100", "V100")  # devices that come with two sizes of memory
+_USUAL_FORM = {"H200": "SXM"}  # the form factor if the device's name has none
+_SIZES = ("A100", "V100")  # GPUs that were built with two sizes of memory
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at measured points, interpolated linearly between them and constant before the first.
-    After the last point the slope of the last two points continues, if it is positive. Raises
-    ValueError if points do not rise from 1 on, or seconds are negative or infinite."""
+    """Seconds as a function of a whole number, given at measured points. Between points the
+    function is linear, before the first it is constant, and after the last it continues with the
+    slope of the last two points if that is positive. Raises ValueError if points do not rise from 1
+    or more, or seconds are negative or infinite."""
 
     points: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -60,7 +61,7 @@ class Curve:
         return cls(points, tuple(measured[n] for n in points), str(entry["from"]))
 
     def __call__(self, at: int) -> float:
-        """Returns the seconds at any point."""
+        """Returns the seconds at any whole number."""
         points = self.points
         seconds = self.seconds
         right = bisect.bisect_left(points, at)
@@ -77,9 +78,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Forward:
-    """Seconds of a whole forward by rows, with all-reduces, on a rank that holds `params` weights.
-    kernel: of the products; "" in old profiles. most_rows: jobs whose forwards have at most so many
-    rows use this kernel; None: all jobs."""
+    """Measured times of a whole forward with all-reduces: seconds by number of rows, on a rank that
+    holds `params` weights. kernel: the name of the products' kernel; "" in old profiles. most_rows:
+    jobs whose forwards have at most so many rows use this kernel (None: all jobs)."""
 
     params: int
     seconds: Curve
@@ -89,27 +90,29 @@ class Forward:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """Seconds of host work and link time for one configuration, by the field names of HostCosts."""
+    """Measured seconds of host work and link messages in one configuration; `seconds` is keyed by
+    the field names of lab's HostCosts."""
 
     mode: str
     tp: int
-    num_drafts: int  # 0 for AR, or for a draft on the lead.
+    num_drafts: int  # the number of draft ranks; 0 in AR, and if the lead drafts
     batch_size: int
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    # Branches of a sequence, whose keys are in seconds["keys"]; 0: none or unknown.
+    # The branches drafted ahead for a sequence, whose cost is seconds["keys"]; 0: none or unknown.
     lanes: int = 0
-    context: int = 0  # of a transformer's forwards
-    forward: str = "gemm"  # as a value of --forward
+    context: int = 0  # the context of transformer forwards, in tokens
+    forward: str = "gemm"  # the kind of forward, a value of --forward
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """Reads an entry of "host"; raises KeyError, TypeError or ValueError if it is malformed."""
+        """Reads an element of the list "host"; raises KeyError, TypeError or ValueError if
+        malformed."""
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
-        # Profiles older than the field have a context for transformers only.
+        # Profiles without the field "forward" have a context for transformers only.
         forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
         seconds = {str(name): _number(s) for name, s in entry["seconds"].items()}
         source = str(entry["from"])
@@ -117,13 +120,13 @@ class HostEntry:
 
 
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
-    """Interpolates a transformer's forward at the context and the number of sequences b of `key`.
-    measured: the same model's forwards at other contexts and b. Seconds are interpolated (Curve)
-    over the context, and then over min(rows, b), the sequences whose keys and values the rows
-    read."""
+    """Interpolates a transformer's measured forwards at the context and the number of sequences b
+    of `key`. measured: forwards of the same model at other contexts and b. Seconds are interpolated
+    (Curve) over the context, and then over min(rows, b), the number of sequences whose KV cache the
+    rows read."""
     batches = sorted({other.sequences for other in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
-    rows = sorted(points | {min(key.sequences, max(points))})  # from b rows on, no more KV is read
+    rows = sorted(points | {min(key.sequences, max(points))})  # More than b rows read no more KV.
 
     def over_context(batch: int, number: int) -> float:
         curves = {k.context: f.seconds for k, f in measured.items() if k.sequences == batch}
@@ -144,7 +147,8 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
 
 
 def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Groups a table's forwards by key, in order of most_rows; of duplicates the last counts."""
+    """Returns a table's forwards by key, in order of most_rows; of duplicates the last one
+    counts."""
     by_key: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         tp, kv_tokens, params = (int(entry[name]) for name in ("tp", "kv_tokens", "params"))
@@ -158,7 +162,7 @@ def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[
 
 
 def _number(value: Any, *, is_rate: bool = False) -> float:
-    """Returns seconds, at least 0, or a positive rate."""
+    """Returns seconds, at least 0, or a positive rate; raises ValueError for other numbers."""
     if not 0 <= float(value) < math.inf or (is_rate and not float(value)):
         allowed = "rates must be positive" if is_rate else "seconds, at least 0"
         raise ValueError(f"{value!r}: allowed: {allowed}")
@@ -167,23 +171,25 @@ def _number(value: Any, *, is_rate: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """Rates of one device and of the links inside its node, and measured tables if there are any.
+    """What is known about one kind of device and the links inside its node: rates, and measured
+    tables if there are any.
 
-    all_reduce_*: by number of ranks; {}: free by definition; None: unknown. forwards: each key's
-    forwards, one a kernel, by rising most_rows; shards: the same for one rank's share of a model,
-    without all-reduces. read_outs: by (logits of a row, kind of forward, candidates). hosts: the
-    host's work in the configurations that were measured. busy: what disturbed the machine
-    meanwhile, and the share of the time that it took. models_others: whether forwards without a
-    table are modelled. other_kernels: commits whose kernels differ from the measured ones.
-    other_lists: commits whose draft forwards all read top_k candidates.
+    all_reduce_*: maps a number of ranks to a value ({}: all-reduces take no time; None: unknown).
+    forwards: maps a key to its forwards, one a kernel, by rising most_rows; shards: the same for
+    one rank's shard of a model, without all-reduces. read_outs: maps (logits of a row, kind of
+    forward, candidates k) to the time of a top-k. hosts: the host's work in measured
+    configurations. busy: maps what disturbed the machine during measurements to the share of the
+    time that it took. models_others: whether forwards without a table are modelled. other_kernels:
+    commits whose kernels differ from the measured ones. other_lists: commits whose draft forwards
+    all returned top-k candidates, needed or not.
     """
 
     name: str
     device_name: str
     read_bytes_per_s: float | None
     peak_flops_per_s: float | None
-    product_overhead_s: float  # Seconds that a product takes beyond its memory traffic.
-    launch_s: float  # Seconds to launch one forward.
+    product_overhead_s: float  # the seconds that a product takes beyond its memory traffic
+    launch_s: float  # the seconds to launch one forward
     memory_bytes: int | None
     all_reduce_latency_s: Mapping[int, float] | None
     all_reduce_bytes_per_s: Mapping[int, float] | None
@@ -203,12 +209,13 @@ class Profile:
 
     @property
     def few_rows(self) -> int:
-        """The largest row count whose jobs run a kernel of their own; 0 if there is none."""
+        """The largest row count for whose jobs a special kernel was measured, or 0."""
         kernels = (kernel for kernels in self.forwards.values() for kernel in kernels)
         return max((kernel.most_rows or 0 for kernel in kernels), default=0)
 
     def joined(self, other: Profile) -> Profile:
-        """Returns this profile with what only another one, of the same kind of device, measured."""
+        """Returns this profile, completed by what only `other` measured; raises ConfigError unless
+        both are of the same kind of device."""
         if other.kind != self.kind:
             unlike = f"profile {other.name!r} is of {other.device_name}"
             raise ConfigError(f"{unlike}: allowed with {self.name!r}: {self.device_name}")
@@ -227,14 +234,15 @@ class Profile:
         )
 
     def measured(self, cost: Cost) -> Curve | None:
-        """Returns a forward's measured seconds by rows with the kernel that its job runs."""
+        """Returns the measured seconds of a forward by rows, for the kernel that its job runs; None
+        if it was not measured."""
         for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
             if kernel.most_rows is None or (cost.most_rows or cost.rows) <= kernel.most_rows:
                 return kernel.seconds
         return None
 
     def lists_s(self, cost: Cost) -> float:
-        """Returns the seconds that reading more candidates than one adds; 0 if not measured."""
+        """Returns the seconds that a top-k of cost.candidates adds to an argmax; 0 if unknown."""
         curves = self.candidates(cost)
         if cost.key is None or cost.candidates == 1 or not curves:
             return 0.0
@@ -243,14 +251,15 @@ class Profile:
         return max(0.0, seconds(cost.candidates) - seconds(1))
 
     def candidates(self, cost: Cost) -> dict[int, Curve]:
-        """Returns {candidates of a row: seconds by rows} of read-outs with as many logits."""
+        """Returns {k: seconds by rows} of measured top-k operations on `cost.columns` logits."""
         like = cost.columns, "" if cost.key is None else cost.key.forward
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns a forward with each kernel that it was measured with, by rising most_rows.
-        params: its number of weights, which distinguishes models of one name. alone: of one rank's
-        share, without all-reduces. A transformer's forward may be interpolated (between)."""
+        """Returns the measured forwards of a key, one for each kernel, by rising most_rows; ()
+        without any. params: the number of weights, which distinguishes models of one name. alone:
+        whether to return those of one rank's shard, without all-reduces. A transformer's forward is
+        interpolated (between) if it was measured only at other contexts or batch sizes."""
         table = self.shards if alone else self.forwards
         if key.sequences and key not in table:
             alike = [k for k in table if k.sequences and (k.model, k.tp) == (key.model, key.tp)]
@@ -259,9 +268,9 @@ class Profile:
         return tuple(kernel for kernel in table.get(key, ()) if kernel.params == params)
 
     def forward_s(self, cost: Cost) -> float:
-        """Returns the duration of one forward in seconds, all-reduces included. Without a measured
-        table it is modelled: the roofline (floor_s) plus the overheads of products, all-reduces and
-        the launch. Raises ConfigError if an all-reduce's time is not known."""
+        """Returns the seconds of one forward, all-reduces included. A forward that was not measured
+        is modelled: the roofline (floor_s) plus the overheads of products, all-reduces and the
+        launch. Raises ConfigError if an all-reduce's time is needed and unknown."""
         measured = self.measured(cost)
         lists = self.lists_s(cost)
         if measured is not None:
@@ -272,15 +281,16 @@ class Profile:
         return floor + products + reduces + self.launch_s + lists
 
     def floor_s(self, cost: Cost) -> float | None:
-        """Returns max(bytes / read bandwidth, flops / peak); None if a rate is unknown."""
+        """Returns the roofline max(bytes / read rate, flops / peak); None if a rate is unknown."""
         if self.read_bytes_per_s is None or self.peak_flops_per_s is None:
             return None
         moved = (cost.weight_bytes + cost.kv_bytes) / self.read_bytes_per_s
         return max(moved, cost.flops / self.peak_flops_per_s)
 
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
-        """Returns the seconds of one all-reduce over `ranks` ranks, by the rates of the next number
-        that was measured; raises ConfigError if all-reduces are not known."""
+        """Returns the seconds of one all-reduce over `ranks` ranks. If that number was not
+        measured, the next larger one counts, else the largest. Raises ConfigError if none is
+        known."""
         latencies = self.all_reduce_latency_s
         rates = self.all_reduce_bytes_per_s
         if ranks == 1:
@@ -296,8 +306,8 @@ class Profile:
         return latencies[nearest] + num_bytes / rates[nearest]
 
     def require(self, key: ForwardKey, params: int) -> None:
-        """Raises ConfigError, which lists the measured forwards, unless a forward of this key and
-        number of weights is among them."""
+        """Raises ConfigError, which lists the measured forwards, unless one of them has this key
+        and this number of weights."""
         if self.kernels(key, params):
             return
         if key in self.forwards:
@@ -311,10 +321,10 @@ class Profile:
 
 
 def device_kind(name: str | None) -> str:
-    """Returns the kind of a device: its model, its form, and its memory if the model has two sizes.
-    Drivers name one kind in several ways: "NVIDIA H100 80GB HBM3" is an H100 SXM, "Tesla
+    """Returns the kind of a device: its model, its form factor, and its memory if the model has two
+    sizes. Drivers name one kind in several ways: "NVIDIA H100 80GB HBM3" is an H100 SXM, "Tesla
     V100-SXM2-32GB" a V100 SXM 32GB. A name of no known pattern, or of a part of a GPU (MIG), is
-    returned as it is, without the maker's name and without " (emulated)"."""
+    returned unchanged except for the maker's name and " (emulated)"."""
     plain = (name or "").removesuffix(" (emulated)").removeprefix("NVIDIA ")
     plain = plain.removeprefix("Tesla ")
     family = _FAMILY.search(plain)
@@ -331,14 +341,14 @@ def device_kind(name: str | None) -> str:
 
 
 def known_profiles() -> dict[str, Path]:
-    """Returns the paths of the profiles that come with mpissd, by name."""
+    """Returns the paths of the profiles that come with mpissd, by profile name."""
     folder = Path(str(resources.files("mpissd.engine.backend") / "profiles"))
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
 def load_profile(text: str) -> Profile:
-    """Loads a profile by name or path, or several of one device, separated by commas; raises
-    ConfigError for an unknown name, a bad file, or unlike devices."""
+    """Loads a profile by name or path, or joins several of one kind of device, separated by commas.
+    Raises ConfigError for an unknown name, a bad file, or different kinds of devices."""
     if "," in text:
         return reduce(Profile.joined, map(load_profile, text.split(",")))
     builtin = known_profiles()
@@ -360,13 +370,15 @@ def load_profile(text: str) -> Profile:
 
 
 def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
-    """Loads the targets' profile and the drafts' (None: the same). Raises as load_profile does."""
+    """Loads the profiles of the targets' and the drafts' devices (draft_device=None: the same).
+    Raises ConfigError as load_profile does."""
     profile = load_profile(device)
     return profile, profile if draft_device is None else load_profile(draft_device)
 
 
 def _profile(data: dict[str, Any]) -> Profile:
-    """Reads a profile's JSON; raises KeyError, TypeError, ValueError or AttributeError."""
+    """Returns the profile in a JSON object; raises KeyError, TypeError, ValueError or
+    AttributeError for a malformed one."""
     numbers = data["numbers"]
     values = dict[str, Any]()
     tables = data.get("tables") or {}
@@ -407,8 +419,8 @@ def _profile(data: dict[str, Any]) -> Profile:
 
 
 class ModelledProgram(Program):
-    """A forward that computes nothing: it begins at its launch, or when the one before it is over,
-    and ends its modelled duration later."""
+    """A forward that computes nothing. It begins at its launch, or when the forward before it ends,
+    and ends after its modelled duration."""
 
     def __init__(self, backend: EmulatedBackend, duration_s: float) -> None:
         self._backend = backend
@@ -430,7 +442,8 @@ class ModelledProgram(Program):
 
 
 class EmulatedBackend(Backend):
-    """A device whose only state is `busy_until`, the time at which its last forward ends."""
+    """A device that computes nothing; its only state, `busy_until`, is the time at which its last
+    forward ends (on the clock perf_counter)."""
 
     name = "emulated"
     itemsize = 2

@@ -1,4 +1,4 @@
-"""Backends by name, imported only when asked for: a CPU machine never imports GPU code."""
+"""Backends by name, imported only when needed: a CPU machine never imports GPU code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _has_cupy() -> bool:
 
 
 def choose(name: str) -> str:
-    """Resolves `auto` to cupy if CuPy finds a GPU, or to numpy. Raises ConfigError if unknown."""
+    """Resolves "auto" to "cupy" if CuPy finds a GPU, else to "numpy"; returns other names as they
+    are. Raises ConfigError for an unknown name."""
     if name not in NAMES:
         raise unknown("backend", name, NAMES)
     if name != "auto" or not _has_cupy():
@@ -28,12 +29,12 @@ def choose(name: str) -> str:
 
     try:
         return "cupy" if cupy.is_available() else "numpy"
-    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13 raises this without a driver.
+    except cupy.cuda.runtime.CUDARuntimeError:  # CuPy 13 raises this error if there is no driver.
         return "numpy"
 
 
 def check_here(name: str) -> None:
-    """Raises ConfigError for cupy on a machine without CuPy, or whose GPUs it does not find."""
+    """Raises ConfigError if `name` is cupy and this machine has no CuPy, or CuPy finds no GPU."""
     if name == "cupy" and not _has_cupy():
         raise ConfigError(_NO_CUPY)
     if name == "cupy" and choose("auto") != name:
@@ -41,20 +42,22 @@ def check_here(name: str) -> None:
 
 
 def visible_gpus() -> int:
-    """Returns how many GPUs this process sees, if `choose` gives cupy."""
+    """Returns how many GPUs this process sees. CuPy must be installed."""
     import cupy
 
     return int(cupy.cuda.runtime.getDeviceCount())
 
 
 def unopened(name: str) -> str:
-    """Resolves `auto` to numpy if CuPy is not installed; returns any other name unchanged."""
+    """Resolves "auto" to "numpy" if CuPy is not installed; returns other names unchanged."""
     return "numpy" if name == "auto" and not _has_cupy() else name
 
 
 def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True) -> Backend:
-    """Opens the backend `name` (not `auto`) on this rank's device; raises ConfigError for an
-    unknown name or profile, without CuPy, or with more ranks than GPUs."""
+    """Opens the backend `name` (not "auto") on this rank's device. device: the profile of an
+    emulated device. local_rank: this rank's number on its host, which selects the GPU. graph:
+    whether CUDA graphs are captured. Raises ConfigError for an unknown name or profile, without
+    CuPy, or with more ranks than GPUs."""
     if name == "numpy":
         from mpissd.engine.backend.numpy_backend import NumpyBackend
 

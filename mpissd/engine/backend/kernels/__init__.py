@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 BACKEND = ("types", "fill", "pack", "gather", "top_k", "read", "copy_ints")
-EXCHANGE = ("types", "system", "inbox", "exchange")  # The sources of the kernel `exchange`.
+EXCHANGE = ("types", "system", "inbox", "exchange")  # the sources of the kernel `exchange`
 CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
-# The sources of a transformer's kernels.
+# The tuples below are the sources of a transformer's kernels.
 PACK = ("types", "fill", "pack")
 ROWS = ("types", "ampere", "rows")
 SKINNY = ("types", "ampere", "arithmetic", "skinny")
@@ -33,6 +33,6 @@ def ceil_div(value: int, by: int) -> int:
 
 
 def source(files: tuple[str, ...]) -> str:
-    """Returns these files as one translation unit."""
+    """Returns the text of these CUDA files, without the ending .cu, as one translation unit."""
     folder = Path(__file__).parent
     return "\n".join((folder / f"{name}.cu").read_text() for name in files)
