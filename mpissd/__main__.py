@@ -52,7 +52,7 @@ HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
 # The functions of the commands, imported only when called, so that --help needs neither NumPy nor
 # MPI.
-FRONTS = {  # for the process that the user starts, which starts the ranks
+FRONTS = {  # called in the process that the user starts, which starts the ranks
     "chat": "mpissd.lab.chat:chat",
     "serve": "mpissd.serve.front:serve",
 }

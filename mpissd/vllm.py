@@ -50,7 +50,7 @@ class Proposer:
         self._publishes = True
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.rank % group == 0:  # one rank of the last stage, which alone drafts
+        if parallel.rank % group == 0:  # of the last pipeline stage one rank asks
             self.client = DraftClient(
                 os.environ["MPISSD_DRAFT"],
                 vllm_config.speculative_config.num_speculative_tokens,
@@ -72,7 +72,7 @@ class Proposer:
     ) -> list[list[int]]:
         """Returns the draft tokens of each row, [] for a row without new tokens. sampled_token_ids:
         for each row, the draft tokens accepted last and the bonus token. num_tokens_no_spec: each
-        row's number of tokens with these, int32 [≥ rows]. token_ids_cpu: int32 [≥ rows, length]."""
+        row's number of tokens so far, int32 [≥ rows]. token_ids_cpu: int32 [≥ rows, length]."""
         answers: list[list[int]] = [[] for _ in sampled_token_ids]
         if self.client is None:
             return answers

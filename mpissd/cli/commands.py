@@ -26,8 +26,7 @@ from mpissd.lab.tables.pair import Pair
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     """Prints the best configuration for at most --gpus GPUs. If `given`, the names of the user's
-    flags, has `mode`, predicts that configuration only. Output to a pipe ends with a line of
-    JSON."""
+    flags, has `mode`, predicts only that configuration. A pipe's last line is JSON."""
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
@@ -91,8 +90,8 @@ def _planned(
     config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
 ) -> RunConfig:
     """Returns the run's configuration. Flags not in `given` get the values with which the device
-    profile was measured. is_advice: forwards are whole transformers unless flags or profile say
-    otherwise."""
+    profile was measured. is_advice: forwards are whole transformers unless flags or profile
+    object."""
     flags = covered(profile, config.run.forward)
     is_whole = not profile.forwards or profile.models_others
     is_whole |= any(key.sequences for key in profile.forwards)

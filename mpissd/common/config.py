@@ -36,7 +36,7 @@ from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
 from mpissd.common.workloads import LOOKUPS, parse_name, readers
 
-# Each makes a flag that only some modes or workloads use.
+# Functions that declare a flag which only some modes or workloads use.
 drafting = partial(flag, modes=DRAFTING)
 growing = partial(flag, modes=GROWING)
 imposed = partial(drafting, workloads="gemm")
@@ -66,8 +66,8 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
-    """Returns the flags with K and the fan-out that were measured best for pair=smollm2 on CPUs, if
-    a CPU will decode that pair's text. Given flags stay as they are."""
+    """Adds K, and in ssd the fan-out, for pair=smollm2 if a CPU will decode text with it: the
+    values at which it was not slower than AR on any measured CPU. Given flags stay the same."""
     is_shipped = flags.get("workload") == "text" and flags.get("pair", "").lower() == DEFAULT_PAIR
     backend = flags.get("backend", "auto")
     on_cpu = backend == "numpy" or (backend == "auto" and find_spec("cupy") is None)
@@ -346,7 +346,7 @@ class WorkloadFlags(Checked):
                 raise ConfigError(f"{name}: is no UTF-8 text")
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
-        vocab = self.vocab or DEFAULT_VOCAB  # workload=text compares with its tokenizer instead
+        vocab = self.vocab or DEFAULT_VOCAB  # for workload=text the tokenizer's size holds
         if self.workload != "text" and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
 
@@ -429,8 +429,7 @@ class OutputFlags(Checked):
 class RunConfig(  # a dataclass lists the fields of its last base first
     OutputFlags, MachineFlags, WorkloadFlags, MethodFlags
 ):
-    """All flags of a run. None: the flag is not given, and is resolved when the machine is
-    known."""
+    """All flags of a run. None: a flag is not given, and is resolved when the machine is known."""
 
     rounds: int | None = flag(
         None, integer(1), "number of measured rounds (default 200 without num_tokens)"
@@ -525,8 +524,8 @@ _ALWAYS_IN_DIGEST = frozenset(
     "rounds num_tokens seed warmup_rounds".split()
 )
 _NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # flags that change no measured round
-# Removed flags with the only value they had in rows that can still be reproduced, so that a
-# configuration keeps the digest of its older rows.
+# Removed flags at the one value that older rows have for configurations which still exist, so that
+# these configurations keep their digests.
 _RETIRED: dict[str, Any] = {
     "on_late": "finish",
     **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),

@@ -38,7 +38,7 @@ def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
             raise ConfigError(message.format(**values))
 
 
-# Any run; the values that `refuse` needs are: config.
+# Exclusions for every run. Their texts and `is_asked` use: config.
 FLAGS = (
     Exclusion("target={config.target}", "without draft", "both, or mode=ar",
               lambda at: at.config.target and not at.config.draft
@@ -46,7 +46,7 @@ FLAGS = (
     Exclusion("learners=1", "backup=fast in sd", "a draft model",
               lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
-# The device and the forward of a run; values that `refuse` needs: config, backend.
+# Exclusions by device and by forward. Their texts and `is_asked` use: config, backend.
 DEVICES = (
     Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",
               lambda at: at.config.draft_device and at.backend != "emulated"),
@@ -59,8 +59,8 @@ FORWARDS = (
     Exclusion("fuse", "forward=transformer", "forward=gemm",
               lambda at: at.config.fuse and at.config.is_transformer),
 )  # fmt: skip
-# Drafts that are heads on the target (Medusa, EAGLE, …) or a lookup; values that `refuse` needs:
-# config, and draft, a ModelShape.
+# Exclusions for drafts that are heads on the target (Medusa, EAGLE, …) or a lookup. Their texts and
+# `is_asked` use: config; draft, a ModelShape.
 HEADS = (
     Exclusion("draft={draft.name}", "mode={config.mode}, backup={config.backup}",
               "mode=sd, backup=fast",
@@ -76,8 +76,8 @@ HEADS = (
               lambda at: at.draft.num_tokens > 1
               and at.config.backup_lookahead not in (None, at.config.lookahead)),
 )  # fmt: skip
-# Drafts that read the target's hidden states; values that `refuse` needs: config, tp, draft (a
-# ModelShape), and kind (a name in shapes.STATE_KINDS).
+# Exclusions for drafts that read the target's hidden states. Their texts and `is_asked` use:
+# config; tp; draft, a ModelShape; kind, a name in shapes.STATE_KINDS.
 STATES = (
     Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
               "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
@@ -90,13 +90,13 @@ STATES = (
               "at most its {draft.num_layers} heads",
               lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
 )  # fmt: skip
-# A cache hit cannot be imposed where no candidate is kept; values that `refuse` needs: job, and
+# A cache hit cannot be imposed where no candidate is kept. The text and `is_asked` use: job;
 # fan_out, a list of F_k.
 FAN_OUTS = (
     Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
               lambda at: at.job.hit_law.p_hit and not all(at.fan_out)),
 )  # fmt: skip
-# Jobs whose drafts are trees, then all drafts; values that `refuse` needs: config, job.
+# Exclusions for tree drafts, and for all drafts. Their texts and `is_asked` use: config, job.
 TREES = (
     Exclusion("backup_lookahead={job.backup_lookahead}", "tree_shape=dynamic", "{job.lookahead}",
               lambda at: at.job.backup_lookahead < at.job.lookahead
@@ -109,8 +109,8 @@ TREES = (
               lambda at: at.job.hit_law.p_hit is not None and at.job.fan_out,
               "keys share the ranks of nodes"),
 )  # fmt: skip
-# Of drafts that draft all tokens in one forward. Values: config; draft, a shape; masks, the mask
-# tokens that it has (None: as many as are asked for).
+# Exclusions for drafts that draft all tokens in one forward. Their texts and `is_asked` use:
+# config; draft, a ModelShape; masks, how many mask tokens it has (None: as many as needed).
 PARALLEL = (
     Exclusion("parallel_drafting", "draft={draft.name}", "a draft model of its own",
               lambda at: at.draft.head or at.draft.num_tokens > 1),

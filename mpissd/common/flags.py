@@ -20,7 +20,7 @@ from mpissd.common.errors import ConfigError, unknown
 Parse = Callable[[str, str], Any]
 Config = TypeVar("Config", bound="Checked")
 MODES = ("ar", "sd", "ssd")
-DRAFTING = ("sd", "ssd")  # the modes in which something drafts
+DRAFTING = ("sd", "ssd")  # modes that draft tokens
 ANY = "any value"
 GROWING = ("ssd",)  # the mode that fills a speculation cache
 
@@ -69,8 +69,7 @@ def ranks_or_switch(name: str, text: str) -> bool | int:
 
 
 def words(name: str, text: str) -> str:
-    """Returns `text`. Raises ConfigError if it is empty or "True", as for a flag without a
-    value."""
+    """Returns `text`. Raises ConfigError if it is "" or "True", as for a flag without a value."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text

@@ -29,7 +29,8 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
               "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_ATTEMPTS = 50  # attempts to join: a rank that bound the socket may die before its watchdog starts
+# attempts to connect, as a rank may bind the socket and die before it starts the watchdog
+_ATTEMPTS = 50
 _ANSWER_S = 5.0  # longest wait for the watchdog to print a report, which it may delay by 3 s
 _MOST = 1000  # characters of a rank's report that are sent
 
@@ -40,8 +41,8 @@ class _Guard:
     def __init__(self, link: socket.socket) -> None:
         """Starts the thread that receives the watchdog's messages. When this rank gets SIGINT,
         SIGTERM or SIGHUP, Python's C handler writes the signal's number to the connection, even
-        during a library call. So the watchdog can tell a rank that the launcher ended from one that
-        was killed."""
+        during a library call. So the watchdog can tell whether a rank was ended by the launcher or
+        killed."""
         self._link = link
         link.setblocking(False)
         signal.set_wakeup_fd(link.fileno(), warn_on_full_buffer=False)
@@ -140,8 +141,7 @@ def _connect() -> socket.socket | None:
             except OSError:
                 continue  # another rank bound the name first and starts the watchdog
             listener.listen(1024)
-            # In a session of its own the watchdog gets none of the signals that are sent to the
-            # ranks.
+            # The watchdog's own session keeps signals to the ranks' process group away from it.
             subprocess.Popen(
                 [sys.executable, "-S", "-m", "mpissd.ops.warden", str(listener.fileno())],
                 env={**without_ranks(os.environ), "PYTHONPATH": root},
@@ -190,8 +190,7 @@ def failed(text: str, kind: str = "failed") -> bool:
 
 
 def hangs(rank: int, text: str) -> None:
-    """Reports that `rank` does not answer. The watchdog kills it if the job can go on without
-    it."""
+    """Reports that `rank` does not answer. The watchdog kills it if the job can do without it."""
     if _guard is not None:
         _guard.tell("hangs", rank=rank, text=text[:_MOST])
 

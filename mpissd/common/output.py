@@ -47,7 +47,7 @@ def check_file(flag: str, path: str) -> None:
 
 
 def check_folder(asked: str, folder: Path) -> None:
-    """Raises ConfigError, which begins with `asked`, if a folder cannot be made or written."""
+    """Raises ConfigError, whose text begins with `asked`, if a folder cannot be written or made."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # The name is too long, or a parent folder may not be searched.

@@ -52,7 +52,7 @@ _SHAPES = (
 PRESETS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 # Prompt lookup has no model, so its shape has no matrix products.
 LOOKUP = ModelShape("lookup", 0, 1, 1, 1, 1, 1, False, 1, DraftHead(lm_heads=0))
-# The size in a preset's name, such as 70b or 0.6b, is an alias of the preset.
+# An alias of a preset is the size in its name, such as 70b or 0.6b.
 ALIASES = {
     name.rpartition("-")[2]: name for name in PRESETS if name.startswith(("llama", "qwen", "opt"))
 }
@@ -150,8 +150,7 @@ def _splits(text: str) -> list[tuple[str, str]]:
 
 
 def target_of(text: str) -> str:
-    """Returns a pair's target; models may be missing here. Raises ConfigError for an unknown
-    pair."""
+    """Returns a pair's target; its models may be absent. Raises ConfigError for an unknown pair."""
     sides = missing_pair(text)
     return sides[0] if sides else split_pair(text)[0]
 
@@ -184,8 +183,8 @@ def _resolves(name: str) -> bool:
 
 def _split_head(text: str) -> tuple[str, int | None, str] | None:
     """Splits the name of a head-sized draft, such as eagle:8b or medusa4:8b, into (kind, number or
-    None, target); returns None for other names. A dash splits too if a preset or gen: follows, as
-    in the shape's own name eagle-llama-3.1-8b; a path may have dashes."""
+    None, target); returns None for other names. A dash for the colon, as in the shape's own name
+    eagle-llama-3.1-8b, counts only before a preset or gen:, since a path may have dashes."""
     match = _HEADED.fullmatch(text)
     if match is None:
         return None
@@ -208,8 +207,7 @@ def _generated(text: str) -> ModelShape:
         given[key] = int(value)
     if missing := [key for key in _GEN_KEYS[:3] if key not in given]:
         raise ConfigError(f"{text!r}: {missing[0]} is missing; allowed: {GEN_FORM}")
-    # If only one of heads and head_dim is given, the other one follows from hidden = heads ·
-    # head_dim.
+    # heads · head_dim = hidden gives the other one if only one of the two is given.
     factor, other = ("heads", "head_dim") if "heads" in given else ("head_dim", "heads")
     divisor = given.setdefault(factor, 64)
     hidden = given["hidden"]

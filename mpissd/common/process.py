@@ -54,7 +54,7 @@ def is_stopped(pid: int) -> bool:
 
 def exit_status(pid: int, pidfd: int | None) -> int | None:
     """Returns the wait status of an ended process, in os.waitpid's encoding; None if it is unknown.
-    pidfd: from `open_pidfd`, which also works after the parent has reaped the process."""
+    pidfd: from `open_pidfd`; with it Linux 6.15 also knows the status of a reaped process."""
     if pidfd is not None:
         info = bytearray(_INFO_SIZE)
         struct.pack_into("Q", info, 0, _INFO_EXIT)
@@ -83,8 +83,8 @@ def name(pid: int) -> str:
 
 def keep_freed() -> bool:
     """Has glibc keep up to 256 MiB of freed memory; returns whether it accepted (other C libraries
-    do not). By default glibc soon returns freed memory to the system, whose new pages are cleared
-    for the next array: half of the time of drawing a token from 49,152 logits."""
+    do not). By default glibc soon returns freed memory to the system, and new pages are cleared for
+    the next array, which was half of the time of drawing a token from 49,152 logits."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

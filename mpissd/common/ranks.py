@@ -23,7 +23,7 @@ _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run out progress beside "
     "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape"
 ).split()
-# The flags of a run that these commands have too: flags of models, methods and sampling.
+# The flags of a run that commands which answer text have too: models, methods, sampling.
 ANSWERING = frozenset(
     name
     for name, field in flags_of(RunConfig).items()
@@ -33,7 +33,7 @@ ANSWERING = frozenset(
 
 @dataclass(frozen=True)
 class TextFlags(Checked):
-    """The base of commands whose models answer text."""
+    """The base of the configurations of commands whose models answer text."""
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
@@ -57,7 +57,7 @@ class DraftConfig(TextFlags):
 
 @dataclass(frozen=True)
 class RanksFlags(TextFlags):
-    """The base of `chat` and `serve`, which start ranks: T and D, and a run's flags in `run`."""
+    """The base of the flags of `chat` and `serve`, which start MPI ranks: T, D, a run's flags."""
 
     if TYPE_CHECKING:
         run: RunConfig
@@ -83,8 +83,7 @@ class RanksFlags(TextFlags):
             )
 
     def of_mode(self, mode: str) -> RunConfig:
-        """Returns the run's configuration in `mode`; raises ConfigError if its flags exclude
-        that."""
+        """Returns the run's configuration in `mode`; raises ConfigError if its flags exclude it."""
         return replace(self.run, mode=mode, num_drafts=0 if mode == "ar" else self.num_drafts)
 
 

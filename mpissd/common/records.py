@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints, Outcome, Source, Speculation
 
-_PACKED_ROUNDS = 512  # so many rounds are converted to compact arrays at once
+_PACKED_ROUNDS = 512  # how many rounds are converted to compact arrays at a time
 
 
 class RoundRecords:
@@ -28,7 +28,7 @@ class RoundRecords:
         self.round_s = array("d")
         self.t_target_s = array("d")
         self._versions = array("i")  # the version of the draft's weights, by round
-        self._new_outcomes: list[Any] = []  # rows of rounds that are not packed yet
+        self._new_outcomes: list[Any] = []  # rows that are not packed into _outcomes yet
         self._new_speculations: list[Any] = []
         self._counts = array("i")
         self._outcomes = array("i")
@@ -36,7 +36,7 @@ class RoundRecords:
         self._width = Speculation.HEAD  # columns of _speculations
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
-        """Adds a round. Its arrays must not change until 512 rounds are copied at once."""
+        """Adds a round. Its arrays must not change, since they are copied only after 512 rounds."""
         self.t_target_s.append(t_target_s)
         self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
@@ -104,8 +104,7 @@ class RoundRecords:
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Returns {request id: emitted tokens}: in each round the accepted drafts, then the
-        bonus."""
+        """Returns {request id: emitted tokens}: of each round the accepted drafts and the bonus."""
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
@@ -122,8 +121,7 @@ class RoundRecords:
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
         """Returns {request id: values of its emitted tokens}: in each round those of the accepted
-        `drafted` tokens [n, K], then that of the `bonus` token [n]. Values are tokens or their
-        Source."""
+        `drafted` tokens [n, K], then that of the `bonus` [n]. Values are tokens or their Source."""
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])
         table[np.arange(len(table)), accepted] = bonus

@@ -37,12 +37,13 @@ class Event(IntEnum):
     COMMIT = 0  # the round accepted num_accepted tokens and drew the bonus token
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and it has no draft tokens yet
     RELEASE = 2  # the sequence is finished, and gets no more draft tokens
-    PREFILL = 3  # a new sequence; its prompt is stored in parts, during rounds of the others
-    START = 4  # all parts of a PREFILL sequence's prompt are stored; it joins as by ADMIT
+    PREFILL = 3  # a new sequence whose prompt is stored in parts, during rounds of other sequences
+    START = 4  # the prompt of a sequence of PREFILL is stored, and it now joins as with ADMIT
     FORCED = 5  # the grammar allows only the token `bonus` after the sequence's bonus token
 
 
-LIVE = (True, True, False, False, True, False)  # by Event: takes part in the next round
+# by Event: whether its sequence is in the next round
+LIVE = (True, True, False, False, True, False)
 _FRESH = np.array([False, True, False, True, False, False])  # by Event: whether the sequence is new
 
 
@@ -115,8 +116,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, values: Any) -> Sampling:
-        """Makes a Sampling from the mapping that `to_dict` returns; raises ValueError for
-        another."""
+        """Makes a Sampling from the mapping that `to_dict` returns; raises ValueError else."""
         kinds = cls.__annotations__
         try:
             return cls(**{name: _read(kinds[name], value) for name, value in values.items()})
@@ -138,7 +138,7 @@ def _read(kind: str, value: Any) -> Any:
     return value
 
 
-_MOST = 1 << 64  # numbers of a field are smaller than this
+_MOST = 1 << 64  # every number in a Sampling is smaller
 GREEDY = Sampling()
 
 
@@ -269,8 +269,7 @@ class Speculation:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows in the target's forward that verifies these tokens, Σ(num_draft +
-        1)."""
+        """The number of rows of the target's forward that verifies these tokens, Σ(num_draft+1)."""
         return int(self.num_draft.sum()) + len(self.rows)
 
 

@@ -32,7 +32,7 @@ RETIRED = (
 ).split()
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
-_LIMIT = 2**64  # every number must be below it; a seed may have 64 bits
+_LIMIT = 2**64  # numbers must be below this limit; a seed may have 64 bits
 _LEAST = {  # the lowest allowed value of numbers whose minimum is not 0
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
@@ -301,7 +301,7 @@ class Row(Mapping[str, Any]):
         "and the fan-out; `sweep`: its task, repeat and flags (null in a row of `run`)"
     )
     absent: frozenset[str] = frozenset()  # keys that the line of an older version lacks
-    extra: Mapping[str, Any] = field(default_factory=dict)  # the line's keys without a field
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Row:

@@ -34,7 +34,7 @@ _MOST = 2**31 - 1  # the largest width, depth or vocabulary size
 class DraftHead:
     """The products of a head-sized draft besides its decoder layers. fused: the number of hidden
     vectors that a first product joins into one (0: no such product). widths: for each head, the
-    columns of its product on the hidden state. lm_heads: how many LM heads, one for each width."""
+    columns of its product on the hidden state. lm_heads: the number of LM heads."""
 
     fused: int = 0
     widths: tuple[int, ...] = ()
@@ -113,9 +113,8 @@ class ModelShape:
 
     def headed(self, kind: str, number: int | None) -> ModelShape:
         """Returns the shape of a head-sized draft for this target. kind: eagle, mtp, medusa or mlp.
-        number: how many heads Medusa has, or the inner width of an MLPSpeculator (None: the
-        default). Raises ConfigError if the number is not allowed, or this shape is head-sized
-        too."""
+        number: how many heads Medusa has, or the inner width of an MLPSpeculator (None: default).
+        Raises ConfigError if the number is not allowed, or this shape is head-sized too."""
         if self.head is not None:
             raise ConfigError(
                 f"{kind}:{self.name}: allowed: {kind} on a whole model, not on {self.name}"

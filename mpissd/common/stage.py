@@ -29,7 +29,7 @@ class Stage(IntEnum):
 
 
 class Doing(IntEnum):
-    """What a rank does within a round. Of the target's ranks the first is the lead."""
+    """What a rank does in a round. The lead is the target's first rank; others are followers."""
 
     NOTHING = 0  # is in no decoding loop
     DRAFT_WAIT = 1  # lead: waits for draft tokens
@@ -44,8 +44,7 @@ _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardow
 
 
 def words(stage: int, doing: int) -> str:
-    """Returns a rank's Stage and Doing as text, such as "growth", "growth (warm-up)" or
-    "gather"."""
+    """Returns a rank's Stage and Doing as text, such as "growth" or "growth (warm-up)"."""
     in_round = Stage.WARM_UP <= stage <= Stage.ROUNDS and doing != Doing.NOTHING
     if not in_round:
         return _STAGES[stage]
@@ -60,8 +59,8 @@ class Page:
         self.bytes = memoryview(bytearray(SIZE))
 
     def share(self) -> int:
-        """Moves the page into shared memory that ends with the last process that maps it. Returns
-        its file descriptor, which the caller closes."""
+        """Moves the page into shared memory, which the system frees with the last process that maps
+        it. Returns its file descriptor, which the caller closes."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
         else:  # Python was built for an older glibc, such as conda's or uv's

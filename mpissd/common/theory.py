@@ -32,8 +32,8 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
-    """Returns the probability of a cache miss with F candidates, min(1, floor + A·F^{−r}), or 1 if
-    F = 0 [S, def. 11: A = 1, no floor]. floor: that of tokens that the draft does not know."""
+    """Returns P(cache miss) with F candidates, min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11:
+    A = 1, no floor]. floor: the probability of tokens that the draft does not know."""
     if fan_out <= 0:
         return 1.0
     return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # a steep r underflows to 0

@@ -62,15 +62,15 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# By the DraftPhase that ends: the activity (Doing) that begins then. The draft rank shows it to the
-# host's watchdog process, which names it if the rank fails.
+# _NEXT[phase that ends] is the activity (Doing) that begins then. A draft rank shows it to its
+# host's watchdog process, which prints it if the rank fails.
 _ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
 _GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)
 _NEXT = bytes([*_ANSWERING, *_GROWING, Doing.OUTCOME_WAIT, Doing.GROWTH])
 
 
 class Ledger:
-    """Timestamps at which one rank's phases ended, by round. A mark appends 9 bytes."""
+    """Stores when the phases of each round ended on one rank, in 9 bytes for each phase."""
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
@@ -80,7 +80,7 @@ class Ledger:
         self._start = perf_counter_ns()
 
     def restart(self) -> None:
-        """Starts a round now; drops the marks of a round that was not closed."""
+        """Starts a round now; drops the phases of a round that was not closed."""
         closed = self._rounds[-1] if self._rounds else 0
         del self._ends[closed:], self._phases[closed:]
         self._start = perf_counter_ns()
@@ -124,10 +124,9 @@ class Ledger:
 
 
 class DraftLedger(Ledger):
-    """The phase timestamps of a draft rank. Each mark also stores the rank's next activity in
-    memory that the host's watchdog process reads (50 ns). Target ranks store there only when they
-    wait for other ranks: to store all nine marks of a 14 µs round would slow a lone AR rank by
-    3%."""
+    """The phase times of a draft rank. Each mark also stores the rank's next activity in memory
+    that the host's watchdog process reads (50 ns). Target ranks store there only when they wait for
+    other ranks: to store all nine marks of a 14 µs round would slow a lone AR rank by 3%."""
 
     def __init__(self) -> None:
         super().__init__(DraftPhase)
@@ -153,9 +152,9 @@ class NullLedger(Ledger):
 
 
 class DraftLog:
-    """A draft rank's phase timestamps, and drafting times and counts by round. ranks: counts which
-    of the draft's candidates the bonus token was (features.ranks.RankCounts), or None. stored_s:
-    seconds that the last reply spent on tokens that the draft's KV cache lacked."""
+    """A draft rank's phase times, and drafting times and counts by round. ranks: counts which of
+    the draft's candidates the bonus token was (features.ranks.RankCounts), or None. stored_s:
+    seconds that the draft spent in the last round on tokens that its KV cache lacked."""
 
     # Columns of `table`. t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the
     # cache. t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.

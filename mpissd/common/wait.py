@@ -21,9 +21,10 @@ from mpissd.common.stage import OWN, WAITING
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
 _SPIN_S = 20e-6  # time of polling without sleep: enough for a message that was already sent
-PATIENT_SPIN_S = 200e-6  # the same if each rank has a core, but there is no spare core
+# time of polling without sleep if each rank has a core, but no core is spare
+PATIENT_SPIN_S = 200e-6
 _NAP_S = 20e-6  # one sleep between polls
-_LONG_S = 5e-3  # longer waits are shown to the watchdog process, and sleep _LONG_NAP_S
+_LONG_S = 5e-3  # longer waits are shown to the watchdog process and have longer sleeps
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
 _ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped (SIGSTOP)

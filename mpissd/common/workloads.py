@@ -13,14 +13,14 @@ from typing import Any
 from mpissd.common.errors import unknown
 
 _ENGINE = "mpissd.engine.oracle"
-# {name: ("module:class", the flags declared for other workloads that it uses too)}.
+# Workloads by name: "module:class", and flags declared for other workloads that it uses too.
 _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
     "gemm": (f"{_ENGINE}.imposed:GemmWorkload", frozenset()),
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
     "text": (f"{_ENGINE}.logits:TextWorkload", frozenset()),
     "replay": (f"{_ENGINE}.replay:ReplayWorkload", frozenset()),
 }
-# {value of --lookup: "module:class" of its engine.law.lookup.Lookup}.
+# Lookups by their value of --lookup: "module:class", a subclass of engine.law.lookup.Lookup.
 LOOKUPS = {
     "prompt": "mpissd.engine.law.lookup:PromptLookup",
     "suffix": "mpissd.engine.law.lookup:SuffixLookup",

@@ -18,7 +18,7 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.features.learning import ExamplePart
 
 KEPT = 64  # tokens kept of a distribution; 390 bytes instead of 4 · V in float32
-HELD = 8  # one in so many sequences is held out, to test versions of the draft before they are used
+HELD = 8  # 1 in 8 sequences is held out, to test versions of the draft before they are used
 Floats = NDArray[np.float32]
 
 
@@ -50,8 +50,7 @@ class Memory:
     """A replay buffer with recent sequences to train on, and sequences held out from training."""
 
     def __init__(self, capacity: int, held: int = 32, seed: int = 0) -> None:
-        """capacity: the most sequences to train on; the oldest are dropped. held: the same, held
-        out."""
+        """capacity: most sequences to train on; the oldest are dropped. held: most held out."""
         self.trained: list[Example] = []
         self.held: list[Example] = []
         self.num_seen = 0
@@ -73,8 +72,7 @@ class Memory:
         return False
 
     def batch(self, size: int, newest: int = 1) -> list[Example]:
-        """Returns up to `size` sequences to train on: the `newest` last ones, and others at
-        random."""
+        """Returns up to `size` sequences to train on: the `newest` last ones, and random others."""
         last = self.trained[-newest:] if newest else []
         rest = self.trained[: len(self.trained) - len(last)]
         return [*last, *self._random.sample(rest, min(len(rest), max(0, size - len(last))))]
@@ -91,8 +89,8 @@ class Collector:
         self.dropped = 0  # number of sequences for which a round is missing
 
     def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
-        """Takes the parts of one round; returns the examples of sequences without a part, which
-        have ended."""
+        """Takes the parts of one round; returns the examples of sequences that have no part in it,
+        since these have ended."""
         names = {part.name for part in parts}
         ended = [self._live.pop(name) for name in [*self._live] if name not in names]
         for part in parts:

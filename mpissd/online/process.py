@@ -63,7 +63,7 @@ def receive(pipe: BinaryIO) -> Any:
 
 
 class TrainerProcess:
-    """A trainer in a child process, which cannot block this one. report: its latest report."""
+    """A trainer in a child process, which cannot block the caller. report: its latest report."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._waiting: queue.Queue[Example | None] = queue.Queue(_MOST)
@@ -91,7 +91,7 @@ class TrainerProcess:
     def take(self) -> tuple[int, bytes] | None:
         """Returns the newest version since the last call, (number, packed weights), or None."""
         try:
-            return self._newest.popleft()  # at once: later versions stay
+            return self._newest.popleft()  # atomic, so no newer version is lost
         except IndexError:
             return None
 
@@ -158,8 +158,7 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
-    """Passes examples to the trainer and its versions to the draft rank until the lead says
-    stop."""
+    """Passes examples to the trainer, its versions to the draft rank, until the lead says stop."""
     parts: Iterator[Bytes] = iter(())  # pieces of the current version that are not sent yet
     sending: Any = None  # the MPI request of a piece, and the piece
     fault = None

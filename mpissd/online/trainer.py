@@ -58,10 +58,10 @@ from mpissd.online.process import receive, send
 CROSS_ENTROPY = 0.3  # weights of the two parts of the loss, as in the late steps of learn.train
 VARIATION = 3.0
 DITHER = 0  # seed of the random numbers by which weights are rounded
-ERRORS = 2.0  # a version must be ahead by so many standard errors (docs/online.md)
-FALL = 0.02  # a version whose agreement fell by more than this is a bad one
-PATIENCE = 3  # after so many bad versions in a row, training restarts from the last published one
-MIN_HELD = 8  # nothing is published before so many sequences are held out
+ERRORS = 2.0  # standard errors by which a version must be better (docs/online.md)
+FALL = 0.02  # a version whose agreement with the target fell by more than this is a bad one
+PATIENCE = 3  # bad versions in a row after which training restarts from the last published one
+MIN_HELD = 8  # held-out sequences that are needed before a version is published
 _JUDGED_AT_ONCE = 8
 _IDLE_S = 0.05
 _REPORT_S = 0.5  # time between two reports
@@ -144,8 +144,7 @@ class Student:
 
     def _forward(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the draft's logits [rows, columns of its LM head], and the target's token ids and
-        log-probabilities [rows, k]. Each position below `longest` in an example's `at` has a
-        row."""
+        log-probabilities [rows, k]. A row is a position below `longest` in an example's `at`."""
         counts = [int((example.at < self.longest).sum()) for example in examples]
         kept = [(e.at[:n], e.ids[:n], e.logs[:n]) for e, n in zip(examples, counts, strict=True)]
         length = max(int(at[-1]) + 1 if len(at) else 1 for at, _, _ in kept)
@@ -157,7 +156,7 @@ class Student:
         table = [part[:length] for part in self.table]
         hidden = self.blocks.hidden(self.draft, tokens.to(self.device), *table)
         chosen = hidden.flatten(0, 1)[torch.from_numpy(rows).long().to(self.device)]
-        logits = F.linear(chosen, self.draft.head)  # bfloat16 logits would often be equal
+        logits = F.linear(chosen, self.draft.head)  # in float32: bfloat16 would make ties
         ids = torch.from_numpy(np.concatenate([ids for _, ids, _ in kept])).long()
         logs = torch.from_numpy(np.concatenate([logs for _, _, logs in kept])).float()
         return logits, ids.to(self.device), logs.to(self.device)
@@ -249,9 +248,8 @@ class Counts:
 
 @dataclass
 class Learner:
-    """Trains a draft on sequences as they arrive, and keeps its last published version. batch: the
-    sequences of a training step. steps: training steps for each new sequence (.25: one for
-    four)."""
+    """Trains a draft on sequences as they arrive, and keeps its last published version. batch: how
+    many sequences a training step has. steps: training steps for a new sequence (.25: 1 for 4)."""
 
     student: Student
     batch: int = 4
@@ -264,7 +262,7 @@ class Learner:
         # not agree with the target significantly more often on held-out sequences.
         self.state = "learning"
         self.counts = Counts()
-        self.agreement: float | None = None  # the last tested version's, on held-out sequences
+        self.agreement: float | None = None  # of the last tested version with the target
         self.in_use = self.student.copy()
         self._new = self._bad = 0
         self._due = 0.0
@@ -334,8 +332,7 @@ class Learner:
 
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:
     """Returns the difference of two shares, and its standard error (ratio estimate with n − 1
-    degrees of freedom). mine, other: two versions' (right, all) counts of n ≥ 2 sequences, [n,
-    2]."""
+    degrees of freedom). mine, other: two versions' (right, all) of n ≥ 2 sequences, [n, 2]."""
     total = other[:, 1].sum()
     n = len(other)
     gains = mine[:, 0] - other[:, 0]

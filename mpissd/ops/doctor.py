@@ -288,8 +288,7 @@ def ask(
 ) -> tuple[str, str]:
     """Runs a command in a session of its own; returns its stdout, and a line that says why it
     failed, or "". first: the signal sent after `timeout_s`; SIGKILL follows. Never raises, and
-    takes at most timeout_s + 4 s: a child that hangs in a driver despite SIGKILL is left
-    running."""
+    takes at most timeout_s + 4 s: a child in a driver that survives SIGKILL is left running."""
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(

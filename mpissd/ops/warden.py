@@ -28,17 +28,17 @@ from mpissd.common import process
 from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Stage, words
 
 _TICK_S = 0.5
-_WAKE_S = 0.01  # sleep between checks while a fault or a kill is to be decided soon
+_WAKE_S = 0.01  # sleep between two checks while a decision about a fault is due
 _STATUS_S = 0.3  # longest wait for the exit status of a rank that has ended
 _ORDERED_S = 0.3  # longest time for all ranks to end after the launcher has signalled them
-# A launcher that ends at once kills its ranks, and is gone at most so long after them. After the
-# death of a rank it waits longer, 0.25 s.
+# A launcher that is ended kills its ranks first, and is gone at most 0.2 s after them. If only one
+# rank was killed, the launcher runs on for 0.25 s at least.
 _SWEEP_S = 0.2
-_OTHERS_S = 3.0  # delay of an uncertain finding: another host's watchdog may know the cause
+_OTHERS_S = 3.0  # delay of a doubtful report, since another host's watchdog may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
-_END_S = 1.5  # time for a rank to end after it was ordered to
+_END_S = 1.5  # time for a rank to end after the watchdog's order to end
 _LINGER_S = 60.0  # longest wait for the first rank, or for further ranks after the job's end
-_MPI_S = 5.0  # shortest limit for the start and for the end of MPI, if the deadline is shorter
+_MPI_S = 5.0  # the start and the end of MPI may take so long, even if the deadline is shorter
 _ELSEWHERE = "; a rank of another host may be why"
 
 
@@ -56,13 +56,13 @@ class Peer:
         os.close(page)
         self._pidfd = process.open_pidfd(pid)
         self.is_closed = False  # whether the rank has closed the connection
-        self.ordered: int | None = None  # a signal that it got from the launcher or a user
+        self.ordered: int | None = None  # a signal to the rank from launcher or user
         self.ordered_at = 0.0
         self.left: int | None = None  # the exit code that the rank announced
         self.left_at = float("inf")
         self.gone = False
         self.gone_at = 0.0
-        self.status: int | None = None  # its wait status in os.waitpid's encoding, if known
+        self.status: int | None = None  # the rank's wait status in os.waitpid's encoding
         self.hang: str | None = None  # the message about a hung rank that was killed
         self.is_lost = False  # whether the rank is gone and the job goes on without it
         self.stopped_at: float | None = None
@@ -86,8 +86,8 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether it is worth waiting a little before judging how the rank ended: its exit status
-        may still come or, if MPI had not started, the news that the launcher ended first."""
+        """Whether to wait a little before judging how the rank ended: its exit status may still
+        come or, if MPI had not started, the news that the launcher ended first."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 
@@ -132,16 +132,17 @@ class Warden:
         self.peers: dict[int, Peer] = {}  # by rank
         self._events = selectors.DefaultSelector()
         self._verdict: Fault | None = None
-        self._held: tuple[float, Fault] | None = None  # (time to report it, uncertain fault)
+        self._held: tuple[float, Fault] | None = None  # (when to report, fault)
         self._end_at = self._kill_at = float("inf")
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: first rank
         self._lingers = False
-        self._launcher = 0  # its pid; 0 if there is no launcher to watch
-        self._parent = os.getpid()  # the launcher's pid if it is the parent of the ranks
-        self._swept_at = float("inf")  # when that parent was seen to have ended
+        self._launcher = 0  # the launcher's pid; 0 if there is none to watch
+        self._parent = os.getpid()  # the pid of a launcher that is the ranks' parent
+        # when the launcher, as the ranks' parent, was seen to be gone
+        self._swept_at = float("inf")
         self._stderr: int | None = None  # a descriptor of the launcher's own stderr
-        self._is_file = False  # whether that stderr is a regular file
-        self._is_front = False  # whether that stderr is the one of the user's mpirun
+        self._is_file = False  # whether the launcher's stderr is a regular file
+        self._is_front = False  # whether that launcher is mpirun itself, not one of its daemons
 
     @property
     def alive(self) -> list[Peer]:
@@ -149,7 +150,7 @@ class Warden:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What some rank sent when it joined. What it says about the job holds for all ranks."""
+        """The joining message of any rank; its fields about the job are equal for all ranks."""
         return next(iter(self.peers.values())).about if self.peers else {}
 
     @property
@@ -162,8 +163,7 @@ class Warden:
         return sorted(set(range(self._about["size"] * self._is_whole_job)) - set(self.peers))
 
     def run(self, listener: socket.socket) -> None:
-        """Watches the ranks that connect to `listener` until all have ended and no more can
-        come."""
+        """Watches the ranks that connect to `listener` until all have ended, and no more can."""
         self._events.register(listener, selectors.EVENT_READ)
         while self._is_needed(monotonic()):
             is_urgent = any(peer.gone or peer.is_closed for peer in self.peers.values())
@@ -177,8 +177,8 @@ class Warden:
             self._act(monotonic())
 
     def _is_needed(self, now: float) -> bool:
-        """Returns whether a rank runs, is still to be judged, or may still join. A rank that joins
-        after the job has ended is ordered to end."""
+        """Returns whether this process is still needed: a rank runs, is to be judged, or may yet
+        join. A rank that joins after the job has ended is ordered to end."""
         if self.alive:
             return True
         if not self.peers:
@@ -188,7 +188,7 @@ class Warden:
             return now < last + 2 * _STATUS_S
         if len(self.peers) == self._about.get("local_size") or not self._launcher:
             return False
-        if not self._lingers:  # the launcher waits until nobody holds a rank's stderr
+        if not self._lingers:  # the launcher waits for all holders of its ranks' stderr
             self._lingers = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         return now < last + _LINGER_S and not process.is_gone(self._launcher)
@@ -198,7 +198,7 @@ class Warden:
         link, _ = listener.accept()
         raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, uid, _ = struct.unpack("3i", raw)
-        link.settimeout(1.0)  # the message was sent before the connection is accepted
+        link.settimeout(1.0)  # a rank sends its message before it is accepted
         try:
             text, (page,), _, _ = socket.recv_fds(link, 4096, 1)
             if uid != os.getuid() or not pid:  # pid 0: a container hides its pids
@@ -237,7 +237,7 @@ class Warden:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it left messages unread; its own follow
+            except ConnectionResetError:  # the rank left messages unread; read its own
                 continue
             except OSError:
                 text = b""
@@ -338,7 +338,7 @@ class Warden:
         or a user. If all such ranks got a signal, the fault says so and has no culprit."""
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
-            return None  # all agreed on this exit code, and the launcher ends the others
+            return None  # all ranks agreed to fail, and the launcher ends the others
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for peer in (p for p in odd if not (p.ordered or self._was_swept(p))):
             line = peer.hang or f"{peer} {peer.how()} in {self._phase(peer)}"
@@ -376,7 +376,7 @@ class Warden:
 
     def stopped(self, now: float) -> Fault | None:
         """Returns the fault of a rank that was stopped (SIGSTOP) for longer than its limit while
-        other ranks ran. If all ranks of the host are stopped at once, that is job control."""
+        other ranks ran. All ranks of the host stopped at once are job control, and no fault."""
         alive = self.alive
         still = [peer for peer in alive if process.is_stopped(peer.pid)]
         for peer in alive:
@@ -412,8 +412,7 @@ class Warden:
 
     def waited(self, detector: Peer, text: str, now: float) -> Fault:
         """Returns the fault after rank `detector` waited in vain for the event `text`. At fault is
-        a stopped rank, or else the only rank that is not waiting; otherwise the detector is
-        named."""
+        a stopped rank, or else the only rank that is not waiting, or else the detector."""
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
@@ -444,7 +443,7 @@ class Warden:
         return self._unless_stopped(Fault(line, culprit), now)
 
     def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
-        """Prints the first fault and has the ranks ordered to end `grace_s` later; ignores
+        """Prints the first fault, and orders ranks to end `grace_s` seconds later; ignores
         others."""
         if self._verdict is None:
             self._verdict = verdict

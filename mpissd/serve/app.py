@@ -42,7 +42,7 @@ from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
-DRAINED_BYTES = 1 << 25  # read of a body that is too large: most clients send all first
+DRAINED_BYTES = 1 << 25  # bytes read of a longer body, as most clients send it all first
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # requests at once, each on a connection; below the usual limit of 1,024 open files
 _CHAT = "/v1/chat/completions"
@@ -278,7 +278,7 @@ class Endpoints:
             message = await messages.get()
             if isinstance(message, Problem):
                 raise message
-            for other in choices:  # the prompt, which they share, is stored
+            for other in choices:  # all share a prompt, which is stored now
                 if not other.is_sent:
                     self._lead.send(other)
             choice = fresh[message.id] = every[message.id]
@@ -356,7 +356,7 @@ class Endpoints:
 async def read_body(http: Http) -> bytes:
     """Returns a request's JSON body; raises Problem if it has another type, is too long or slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page may not send this type to another server
+    if kind != "application/json":  # browsers let no foreign page send this type
         raise Problem(415, f"content-type={kind!r}: allowed: application/json")
 
     async def read() -> bytes:

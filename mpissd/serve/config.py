@@ -28,7 +28,7 @@ KEY_VARIABLE = "MPISSD_API_KEY"
 # Flags of `serve` that only its HTTP process uses, not its ranks, whose temperature is 0: each
 # request has its own temperature.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
-DRAIN_S = 100.0  # less than the time between Slurm's warning and the end, in launch/replica.sh
+DRAIN_S = 100.0  # less than the time from Slurm's warning to its kill, in launch/replica.sh
 AUTO = "auto"
 # Flags of `chat` that each request carries, or that only change how answers are shown.
 _OF_REQUESTS = ("mode", "num_tokens", "temperature", "top_p", "stop", "show", "workload")
@@ -76,7 +76,7 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what mode=auto, mode=ar (no draft rank) and register (a time to drain) imply."""
+        """Adds mode and auto for mode=auto, num_drafts=0 for mode=ar, drain_s for register."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}
@@ -143,7 +143,7 @@ class ChatConfig(RanksFlags):
         return given
 
     def server_arguments(self) -> list[str]:
-        """Returns the arguments of the `serve` that `chat` starts; each request names its mode."""
+        """Returns the command line of the `serve` that `chat` starts and sends its requests to."""
         flags = {name: text for name, text in said(self.run).items() if name not in _OF_REQUESTS}
         flags |= {"tp": f"{self.tp}", "num_drafts": f"{self.num_drafts}", "port": "0"}
         has_draft = self.run.mode != "ar" or self.run.pair or self.run.draft

@@ -15,7 +15,7 @@ from mpissd.engine.text.answer import BONUS, SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
-_KEPT = 3  # rounds for which a choice holds if the number of sequences stays the same
+_KEPT = 3  # rounds that keep K and width if the number of sequences stays the same
 
 
 class Driver(RoundObserver):
@@ -42,8 +42,8 @@ class Driver(RoundObserver):
         self._tree = tree
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
-        self._live: list[int] = []  # request ids for which the controller chose last
-        self._chosen, self._kept = 0, 0  # number of sequences at the last choice, and rounds since
+        self._live: list[int] = []  # request ids for which K and width were chosen last
+        self._chosen, self._kept = 0, 0  # sequences at the last choice of K, rounds since
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round
@@ -71,7 +71,7 @@ class Driver(RoundObserver):
                 loop.open(self._turn.join)
             if not self._has_round:
                 break
-            emitted = self.scheduler.take(self._round(loop))  # `verifying` empties _unsent
+            emitted = self.scheduler.take(self._round(loop))  # meanwhile calls self.verifying
             self._unsent += emitted
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
@@ -148,7 +148,7 @@ class Driver(RoundObserver):
 
     def _choose(self, goodput: Goodput) -> None:
         """Has the controller choose for the sequences in _live. Where the target computes on this
-        core, choosing lengthens the round, so a choice holds for a few rounds unless it was a
+        core, choosing lengthens the round, so a choice holds for some rounds unless it was a
         trial."""
         tasks = self.scheduler.tasks(self._live)
         if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:
@@ -158,7 +158,7 @@ class Driver(RoundObserver):
         goodput.choose(tasks)
 
     def verifying(self) -> None:
-        """Sends messages, and informs the controller, while the target verifies."""
+        """Called while the target verifies: sends messages, and has the controller choose."""
         self._send()
         if self.goodput is None:
             return
@@ -170,7 +170,7 @@ class Driver(RoundObserver):
             self._choose(self.goodput)
 
     def _send(self) -> None:
-        """Sends new tokens and ends in order, and the scheduler's state ten times a second."""
+        """Sends tokens and ends of answers, and ten times a second the scheduler's state."""
         for one in self._unsent:
             task = one.task
             if one.tokens:

@@ -38,10 +38,10 @@ from mpissd.serve.replicas import Member
 HEAD_S = 15.0  # time limit for the headers of a request
 WRITE_S = 30.0  # longest time in which a client reads nothing of what is sent to it
 SEND_BYTES = 1 << 16
-_LONGEST_FOLDER = 70  # bytes of a folder's path; a socket's path must have fewer than 104
+_LONGEST_FOLDER = 70  # bytes of its path, so that a socket's path in it has fewer than 104
 _TELL_S = 2.0  # time between two progress lines while the models load
 NOTICE_S = 5.0  # time for load balancers to notice that the server will end; HAProxy needs 1.5 s
-# The next four together are at most 5 s, even if the launcher hangs.
+# These four waits take at most 5 s together, even if the launcher hangs.
 _GRACE_S = 1  # longest wait for connections to close
 _LEAVE_S = 2.0  # longest wait for the ranks to end by themselves
 _DIE_S = 0.5  # longest wait after each signal to the launcher
@@ -64,7 +64,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     # set by launch/env.sh
     if config.num_drafts and is_wanted and os.environ.get("MPISSD_ONE_HOST"):
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
-        if "(Open MPI) 5." in version.stdout:  # it can keep the target alive without the draft
+        if "(Open MPI) 5." in version.stdout:  # this launcher can go on without the draft
             words += ["--on_draft_loss=ar"] * (not is_given)
             options = ["--enable-recovery"]
     command = ranks_command(words, config.num_ranks, options)
@@ -75,7 +75,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
 async def _serve(
     config: ServeConfig, job: Job, listener: socket.socket, command: Sequence[str]
 ) -> int:
-    """Serves until a signal arrives or the ranks end; returns 0 or the ranks' exit code."""
+    """Serves until a signal (returns 0), or until the ranks end (returns their exit code)."""
     run, lead, loop = config.run, Lead(config.max_queue), asyncio.get_running_loop()
     host, port = listener.getsockname()[:2]
     about = {
@@ -246,7 +246,7 @@ class BoundedProtocol(H11Protocol):
     closes the oldest idle one, so idle clients keep nobody out."""
 
     def connection_made(self, transport: Any) -> None:
-        """Closes an idle connection if too many are open; checks this one every HEAD_S."""
+        """Closes an idle connection if too many are open; has `_look` check this one later."""
         if len(self.connections) >= REQUESTS:
             every: Any = self.connections
             idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]

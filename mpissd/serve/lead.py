@@ -21,9 +21,9 @@ _HUNG_S = 30.0  # The lead sends statistics ten times a second, but none during 
 
 
 class Lead:
-    """What the front knows about the lead rank, and the requests that the lead has. ready: the
-    lead's first message (None: it is loading). gone: why it is gone, or None. is_leaving: the
-    server will end soon, so /ready answers 503. is_refusing: new requests get 503 too."""
+    """What the front (the HTTP process) knows about the lead rank, and the requests that the lead
+    has. ready: the lead's first message, None while it loads. gone: why it is gone, or None.
+    is_leaving: /ready answers 503, as the server will end. is_refusing: new requests get 503."""
 
     def __init__(self, max_queue: int) -> None:
         """max_queue: how many requests may wait, besides those that the lead decodes together."""

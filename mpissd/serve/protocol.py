@@ -84,8 +84,7 @@ class End:
     """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
     "deadline" or "refused" (`why` says why). drafted, accepted: numbers of tokens over all its
     rounds. hits: the number of rounds whose outcome was in the speculation cache. cached: prompt
-    tokens that were in the KV cache already. forced: tokens that were the only ones the grammar
-    allowed."""
+    tokens that were in the KV cache already. forced: tokens of which the grammar left no choice."""
 
     op: ClassVar[str] = "end"
     id: int
@@ -142,8 +141,8 @@ def unpack(line: bytes) -> Message:
 
 
 class Line:
-    """The lead's end of the socket; reads and writes never delay a round. is_closed: the front is
-    gone."""
+    """The lead's end of the socket; reads and writes never delay a round. is_closed: whether the
+    front is gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)

@@ -66,7 +66,7 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Runs the decoding loops once, with all ranks. drive: decodes rounds, on the lead."""
+    """Runs the decoding loops once, with all ranks. drive: called on the lead to decode rounds."""
     rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 
@@ -76,7 +76,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
     times, pages = ForwardTimes(rank.target.stepper.sizes), rank.target.stepper.pages
     assert pages is not None, "text without a KV cache"
-    batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many pages
+    batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many KV pages
     room = Capacity(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
     goodput = Goodput(job.lookahead, widths_of(job), times) if config.auto else None
     _pass(rank, lambda loop: warm(loop, job, times, room, goodput))

@@ -140,8 +140,8 @@ class Member:
         self, folder: str, host: str, port: int, max_wait_s: float, about: Mapping[str, Any]
     ) -> None:
         """Chooses an id: Slurm's job and task, if any, and a random part. If the server listens on
-        all addresses, its host is the node's name. Raises ConfigError if the folder is not
-        writable."""
+        all addresses, its host is the node's name. Raises ConfigError if the folder is
+        read-only."""
         get, node = os.environ.get, platform.node()
         job = get("SLURM_ARRAY_JOB_ID") or get("SLURM_JOB_ID", "")
         parts = [part for part in (job, get("SLURM_ARRAY_TASK_ID", "")) if part.isdecimal()]
@@ -158,22 +158,22 @@ class Member:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Removes the file; waits at most _LEAVE_S for this."""
+        """Has the server's file removed; waits at most _LEAVE_S for that."""
         self.leave()
         if self._thread.ident is not None:
             self._thread.join(_LEAVE_S)
 
     def join(self) -> None:
-        """Has the thread write the file, and keep it until `leave`."""
+        """Starts the thread that writes the server's file and keeps it there until `leave`."""
         if not self._is_over.is_set():
             self._thread.start()
 
     def leave(self) -> None:
-        """Has the thread remove the file; returns at once."""
+        """Has the thread remove the server's file; returns at once."""
         self._is_over.set()
 
     def _keep(self) -> None:
-        """Writes the file whenever it is missing; removes it in the end. The thread runs this."""
+        """Runs in the thread: writes the server's file if it is missing; removes it at the end."""
         fault = ""
         while not self._is_over.is_set():
             try:
@@ -251,9 +251,9 @@ def _watch(config: ReplicasConfig) -> int:
 
 
 def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
-    """Writes HAProxy's configuration if it has changed; returns whether it has. It depends only on
-    the replicas' addresses and longest requests. A HAProxy that refuses it keeps the previous one.
-    Raises ConfigError if it cannot be written."""
+    """Writes HAProxy's configuration if it has changed; returns whether it has. The configuration
+    depends only on the replicas' addresses and longest requests; a HAProxy that refuses it keeps
+    the previous one. Raises ConfigError if the file cannot be written."""
     if config.haproxy is None:
         return False
     text = _FORM.format(
@@ -276,10 +276,10 @@ def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
 
 
 def reload(pid_file: Path) -> None:
-    """Makes HAProxy read its configuration again; raises ConfigError without a running HAProxy. Its
-    master process (`haproxy -W -p PID_FILE`) passes the listening sockets to new workers, and old
-    workers finish their requests. The process's name is checked first, since the signal would end
-    another process that has this number by now."""
+    """Makes HAProxy read its configuration again; raises ConfigError without a running HAProxy.
+    HAProxy's master process (`haproxy -W -p PID_FILE`) passes the listening sockets to new workers,
+    and old workers finish their requests. The process's name is checked first, since the signal
+    would end another process that has this number by now."""
     try:
         master = int(pid_file.read_text().split()[0])
         name = Path(f"/proc/{master}/comm")

@@ -31,7 +31,7 @@ MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
 MOST_TOP = 5  # the most alternatives that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-# Fields of a message that its role may have besides role and content.
+# By role: fields that a message may have besides role and content.
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 # Fields of OpenAI's answers that this server's lack. Clients send them back in messages; empty
 # values of theirs are ignored.
@@ -141,8 +141,7 @@ class Exchange:
         return tokens
 
     def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Exchange]:
-        """Prepares the answer; returns its n choices. stop_ids: tokens that end it. model: its
-        `model`."""
+        """Prepares and returns the n choices (answers). stop_ids: end tokens. model: its name."""
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -377,7 +376,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        if calls := given.pop("tool_calls", None):  # templates take an empty list for a call
+        if calls := given.pop("tool_calls", None):  # chat templates take an empty list for calls
             _read_arguments(f"{here}.tool_calls", calls)
             given["tool_calls"] = calls
         if content is None and role == "assistant":  # an answer may be only tool calls, or empty
@@ -431,8 +430,8 @@ def _response_format(name: str, value: Any) -> tuple[str, str, Any] | None:
 
 
 def _guided(kind: str, is_allowed: Callable[[Any], bool], allowed: str) -> Parser:
-    """Returns a parser of a guided_… field, whose result is a value of Exchange.form. kind: the
-    kind of grammar for make_grammar."""
+    """Returns a parser of guided_regex or guided_choice, which makes a value of Exchange.form.
+    kind: the kind of grammar, as make_grammar names it."""
     parse = _field(is_allowed, allowed)
     return lambda name, value: (name, kind, parse(name, value))
 
