@@ -3,9 +3,9 @@
     lines = violations(row, rounds)     one line per fault: "RULE: the fault, with both numbers"
 
 `row` is one line of runs.jsonl, and `rounds` holds the arrays of OUT/rounds/RUN_ID.npz. If a number
-that a rule needs is null or missing, the rule is skipped; only a few numbers must be in every row.
-SAME lists the numbers of a row that can be recomputed from other data; CHECKS lists all other
-rules. Keys of a row that only these rules read (b: batch size, K: drafted tokens a round):
+that a rule needs is null or missing, the rule is skipped. CHECKS lists the rules; each compares two
+independent measurements, or a measurement with what is possible. Keys of a row that only these
+rules read (b: batch size, K: drafted tokens a round):
 
     floor_bytes    bytes (weights and KV) that a target rank reads to verify b(K+1) rows
     floor_flops    operations of that verification on a target rank (missing in old rows)
@@ -17,24 +17,20 @@ rules. Keys of a row that only these rules read (b: batch size, K: drafted token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.records import is_first_round, median, outcome_digest, percentiles_us
 from mpissd.common.rounds import Source
-from mpissd.common.row import READABLE, Row
+from mpissd.common.row import Row
 
 Rounds = Mapping[str, NDArray[Any]]
 Floats = NDArray[np.float64]
 Faults = Iterator[str]
 
-_ROUNDING = 2e-3  # allowed relative error: rows hold rounded numbers
-_ALWAYS = """tp num_drafts world_size batch_size lookahead num_rounds num_tokens wall_s tok_per_s
-tok_per_s_per_gpu acceptance_length ledger_closure round_us.mean round_us.p50 round_us.n""".split()
 _ENDING = ("replay", "text")  # workloads whose sequences may end before the token limit
 _READ_NOISE = {"numpy": 0.1}  # relative error of the measured memory bandwidth, by backend
 _PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
@@ -77,14 +73,10 @@ class Facts:
             raise _UnknownError(name)
         return self.rounds[name]
 
-    def draft(self, name: str, fewest: int = 0) -> NDArray[Any]:
-        """Returns the column `name` of the draft's per-round table `draft_rounds`, [rounds].
-
-        Raises _UnknownError if the column has fewer finite values than `fewest`."""
+    def draft(self, name: str) -> NDArray[Any]:
+        """Returns the column `name` of the draft's per-round table `draft_rounds`, [rounds]."""
         rows = self.array("draft_rounds")
         column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
-        if np.isfinite(column).sum() < fewest:
-            raise _UnknownError(name)
         return column
 
     @property
@@ -112,76 +104,6 @@ class Facts:
     def explained(self) -> tuple[Floats, Floats]:
         """For each round, the sum of rank 0's timed phases, and the wall time; in s, [rounds]."""
         return self.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9, self.array("round_s")
-
-
-def _num_gpus(facts: Facts) -> float:
-    """Returns the job's number of devices; a device shared with a training rank counts once."""
-    is_shared = (facts.row.learner or {}).get("shares_gpu_of") is not None
-    return facts["world_size"] - is_shared
-
-
-def _longest_s(facts: Facts) -> float:
-    """Returns the total seconds of the slowest target group's rounds."""
-    ends = np.cumsum([int(group["num_rounds"]) for group in facts.row.per_group or ()])[:-1]
-    return max(float(part.sum()) for part in np.split(facts.array("round_s"), ends))
-
-
-def _closure(facts: Facts) -> float:
-    """Returns the share of a round's wall time that timed phases cover; the first percentile."""
-    spent, took = facts.explained
-    return float(np.percentile(np.minimum(spent / took, 2 - spent / took), 1))
-
-
-def _hit_rate(facts: Facts) -> float | None:
-    """Returns the share of lookups that hit the speculation cache; None without lookups."""
-    rows = facts.array("sequences")
-    looked = facts.has_draft & ~is_first_round(rows)
-    return float(rows[looked, 6].mean()) if looked.any() else None
-
-
-def _round_us(name: str) -> Callable[[Facts], float | None]:
-    return lambda f: percentiles_us(f.array("lead_ledger_ns")[:, 1] * 1e-9)[name]
-
-
-# fmt: off
-# Numbers of a row that can be recomputed: (the rule's name, the row's key, the data that a message
-# names as the source, a function that recomputes the number (None: skip), the allowed rounding).
-SAME: tuple[tuple[str, str, str, Callable[[Facts], float | None], float], ...] = (
-    ("counts", "branch_budget", "Σ fan_out", lambda f: sum(f.row.fan_out or ()) or None, 0),
-    ("tokens", "acceptance_length", "accept_histogram",
-     lambda f: f.emitted / max(1, sum(f.row.accept_histogram)), 1e-5),
-    ("decisions", "hit_rate", "sequences", _hit_rate, 1e-5),
-    ("speed", "tok_per_s", "num_tokens / wall_s", lambda f: f["num_tokens"] / f["wall_s"], 1e-3),
-    ("speed", "tok_per_s_per_gpu", "tok_per_s / world_size",
-     lambda f: f["tok_per_s"] / _num_gpus(f), 1e-3),
-    ("speed", "wall_s", "Σ round_s", _longest_s, 1e-6),
-    *(("walls", f"round_us.{p}", "lead_ledger_ns", _round_us(p), 2e-3)
-      for p in ("mean", "p50", "p90", "p99")),
-    ("ledger", "ledger_closure", "lead_ledger_ns / round_s", _closure, 1e-4),
-    ("device", "round_us.mean", "Σ device_us",
-     lambda f: f["device_us.forward"] + f["device_us.all_reduce"] + f["device_us.idle"], 1e-2),
-    ("forwards", "t_target_s", "median of t_target_s",
-     lambda f: median(f.array("t_target_s")[f.is_full]), 1e-9),
-    # If fewer than 10 rounds missed the cache, t_draft_s is computed and cannot be compared.
-    ("forwards", "t_draft_s", "median of draft_rounds",
-     lambda f: median(f.draft("t_draft_s", 10)), 1e-9),
-    ("forwards", "t_growth_s", "median of draft_rounds",
-     lambda f: median(f.draft("t_growth_s", 1)), 1e-9),
-)
-# fmt: on
-
-
-def _differs(number: float, other: float, quantum: float) -> bool:
-    return not abs(number - other) <= _ROUNDING * abs(other) + quantum  # NaN counts as different
-
-
-def _missing(facts: Facts) -> Faults:
-    """Yields a fault for each required key that the row lacks, and for an unknown schema."""
-    if facts.row.schema not in READABLE:
-        yield f"schema is {facts.row.schema}, this version judges {READABLE}"
-    for path in _ALWAYS:
-        if facts.get(path) is None:
-            yield f"{path} is not a number"
 
 
 def _finite(facts: Facts) -> Faults:
@@ -359,7 +281,8 @@ def _tokens(facts: Facts) -> Faults:
 
 def _decisions(facts: Facts) -> Faults:
     """Yields a fault for a round whose k accepted tokens break 0 ≤ k ≤ num_draft ≤ K, for a cache
-    hit that contradicts the source of its tokens, and for counts that differ from the row's."""
+    hit that contradicts the source of its tokens, and for another number of drafted tokens or of
+    sequences than the row's."""
     row = facts.row
     rows = facts.array("sequences")
     lookahead = int(row.lookahead)
@@ -383,21 +306,12 @@ def _decisions(facts: Facts) -> Faults:
     prompts = (row.num_prompts or 0) // (row.groups or 1)  # the first target group's share
     if (begun := int((round_ == 0).sum())) != min(row.batch_size, prompts or row.batch_size):
         yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
-    seen = np.bincount(accepted.clip(0), minlength=lookahead + 1).tolist()
-    if seen != row.accept_histogram:
-        yield f"accept_histogram is {row.accept_histogram}, sequences give {seen}"
-    if (digest := outcome_digest(rows)) != row.get("outcome_digest", digest):
-        yield f"outcome_digest is {row.outcome_digest}, sequences give {digest}"
 
 
 def _ledger(facts: Facts) -> Faults:
-    """Yields a fault if a round's phases do not add up to the round, or if the phases do not cover
-    the rounds' wall time `round_s`, which is read at other instants. If the OS preempts the rank
-    between two readings, time moves to a neighbouring round; so a round passes together with either
-    neighbour."""
-    for role in ("lead", "draft"):
-        if f"{role}_ledger_ns" in facts.rounds:
-            yield from _phases(facts, role)
+    """Yields a fault if the phases do not cover the rounds' wall time `round_s`, which is read at
+    other instants. If the OS preempts the rank between two readings, time moves to a neighbouring
+    round; so a round passes together with either neighbour."""
     spent, took = facts.explained
     if spent.sum() > took.sum() * _AT_MOST + _CLOCKS_S:
         yield f"lead_ledger_ns adds up to {spent.sum():.6g} s, round_s to {took.sum():.6g} s"
@@ -413,42 +327,17 @@ def _ledger(facts: Facts) -> Faults:
             yield f"the phases close to {closed:.5f} of a round's wall, allowed: {_CLOSES}"
 
 
-def _phases(facts: Facts, role: str) -> Faults:
-    table = facts.array(f"{role}_ledger_ns")
-    names = facts.array(f"{role}_phases").tolist()
-    sums = table[:, 2:].sum(axis=1)
-    for n in np.flatnonzero(table[:, 1] != sums)[:1]:
-        yield f"{role}_ledger_ns: round {n} took {table[n, 1]} ns, its phases {sums[n]} ns"
-    total = 0.0
-    for name, mean in zip(names, table[:, 2:].mean(axis=0) * 1e-3, strict=True):
-        us = facts.get(f"phases_us.{role}.{name}") or 0.0
-        total += us
-        if us and _differs(us, mean, 2e-3):
-            yield f"phases_us.{role}.{name} is {us:.7g}, {role}_ledger_ns: {mean:.7g}"
-    mean = float(table[:, 1].mean()) * 1e-3
-    if abs(total - mean) > 1e-3 * mean + 1e-3 * len(names):
-        yield f"phases_us.{role} adds up to {total:.3f} µs, the mean round is {mean:.3f} µs"
-
-
-CHECKS = (_missing, _finite, _clock, _ranks, _floor, _device, _counts, _tokens, _decisions, _ledger)
+CHECKS = (_finite, _clock, _ranks, _floor, _device, _counts, _tokens, _decisions, _ledger)
 
 
 def violations(row: Row, rounds: Rounds) -> list[str]:
     """Returns one line for each fault in a row and its rounds; an empty list if there is none."""
     facts = Facts(row, rounds)
     messages = list[str]()
-
-    def same(path: str, source: str, value: Callable[[Facts], float | None], off: float) -> Faults:
-        number = facts[path]
-        other = value(facts)
-        if other is not None and _differs(number, other, off):
-            yield f"{path} is {number:.7g}, {source}: {other:.7g}"
-
-    rules = [(check.__name__[1:], check(facts)) for check in CHECKS]
-    rules += [(gate, same(path, source, *how)) for gate, path, source, *how in SAME]  # type: ignore[arg-type]
-    for gate, faults in rules:
+    for check in CHECKS:
+        gate = check.__name__[1:]
         try:
-            messages += [f"{gate}: {message}" for message in faults]
+            messages += [f"{gate}: {message}" for message in check(facts)]
         except _UnknownError:
             continue
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -1,6 +1,5 @@
 """Gates: a clean row passes, and every kind of fault is caught by its own gate."""
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mpissd.common.records import is_first_round, median, outcome_digest, percentiles_us
+from mpissd.common.records import median, percentiles_us
 from mpissd.common.row import Row
 from mpissd.common.trace import DraftPhase, LeadPhase
 from mpissd.lab.gates import violations
@@ -26,11 +25,6 @@ def ledger(rng: np.random.Generator, us: list[float]) -> NDArray[np.int64]:
     """Rounds 10, 11, … whose phases last about so many microseconds."""
     phases = (np.array(us) * 1e3 * rng.uniform(0.95, 1.05, (N, len(us)))).astype(np.int64)
     return np.column_stack([np.arange(10, 10 + N), phases.sum(axis=1), phases])
-
-
-def means(table: NDArray[np.int64], names: list[str]) -> dict[str, float]:
-    found = table[:, 2:].mean(axis=0) * 1e-3
-    return {name: round(float(mean), 3) for name, mean in zip(names, found, strict=True)}
 
 
 def device_means(rounds: Rounds) -> dict[str, float]:
@@ -79,10 +73,6 @@ def make_row(rounds: Rounds) -> Line:
     count = len(round_s)
     num_tokens = int((rows[:, 3] + 1).sum())
     wall_s = round(float(round_s.sum()), 6)
-    t_target, t_draft = median(rounds["t_target_s"]), median(rounds["draft_rounds"][:, 1])
-    closure = lead[:, 2:].sum(axis=1) * 1e-9 / round_s
-    rate = round(num_tokens / wall_s, 3)
-    floor_bytes, read = 8.0e9, 4.5e12
     return {
         "schema": 1,
         "mode": "ssd",
@@ -93,32 +83,22 @@ def make_row(rounds: Rounds) -> Line:
         "lookahead": K,
         "batch_size": 1,
         "fan_out": [3, 3, 3, 3, 3],
-        "branch_budget": 15,
         "backup_lookahead": K,
         "num_rounds": count,
         "num_tokens": num_tokens,
         "token_limit": None,
         "wall_s": wall_s,
-        "tok_per_s": rate,
-        "tok_per_s_per_gpu": round(rate / 2, 3),
+        "tok_per_s": round(num_tokens / wall_s, 3),
         "round_us": percentiles_us((lead[:, 1] * 1e-9).tolist()),
-        "phases_us": {"lead": means(lead, LEAD), "draft": means(rounds["draft_ledger_ns"], DRAFT)},
         "device_us": device_means(rounds),
-        "ledger_closure": round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
-        "acceptance_length": round(num_tokens / count, 5),
         "accept_histogram": np.bincount(rows[:, 3], minlength=K + 1).tolist(),
-        "hit_rate": round(float(rows[1:, 6].mean()), 5),
-        "t_target_s": t_target,
-        "t_draft_s": t_draft,
-        "t_growth_s": median(rounds["draft_rounds"][:, 2]),
-        "floor_bytes": floor_bytes,
+        "t_target_s": median(rounds["t_target_s"]),
+        "floor_bytes": 8.0e9,
         "floor_flops": 8e10,
         "peak_flops_per_s": 8e14,
         "cache_bytes": 5e7,
-        "read_bytes_per_s": read,
-        "outcome_digest": outcome_digest(rows),
+        "read_bytes_per_s": 4.5e12,
         "rank_digests": ["5f1c93a0", "5f1c93a0"],
-        "provenance": {"ranks": [{"host": "node1"}, {"host": "node1"}]},
     }
 
 
@@ -163,15 +143,10 @@ def consistently(times: float) -> Spoil:
 
 
 def lose(share: float) -> Spoil:
-    """Rounds of which the ledger measured so much less than the wall clock, in row and rounds."""
+    """Rounds of which the ledger measured so much less than the wall clock."""
 
     def spoil(row: Line, rounds: Rounds) -> None:
         rounds["round_s"] /= 1 - share
-        row["wall_s"] = float(rounds["round_s"].sum())
-        row["tok_per_s"] = row["num_tokens"] / row["wall_s"]
-        row["tok_per_s_per_gpu"] = row["tok_per_s"] / 2
-        closure = rounds["lead_ledger_ns"][:, 1] * 1e-9 / rounds["round_s"]
-        row["ledger_closure"] = float(np.percentile(np.minimum(closure, 2 - closure), 1))
 
     return spoil
 
@@ -230,7 +205,7 @@ def test_a_spoiled_row_is_caught_and_named(clean: tuple[Line, Rounds], name: str
 def test_what_is_unknown_is_judged_by_no_gate(clean: tuple[Line, Rounds]) -> None:
     row, rounds = clean
     consistently(0.5)(row, rounds)  # below the floor, if there is one
-    for key in ("cache_bytes", "rank_digests", "hit_rate", "t_growth_s", "predicted_tok_per_s"):
+    for key in ("cache_bytes", "rank_digests"):
         row[key] = None
     assert judge(row, rounds) == []
     del row["token_limit"]
@@ -271,7 +246,7 @@ def test_time_between_the_two_clocks_is_not_lost(clean: tuple[Line, Rounds]) -> 
     for n in (50, 120):
         rounds["round_s"][n : n + 2] += [1e-3, -1e-3]
     row = make_row(rounds)
-    assert row["ledger_closure"] < 0.99 and judge(row, rounds) == []
+    assert judge(row, rounds) == []
     for n in (50, 51, 52, 120):  # that no phase saw
         rounds["round_s"][n] += 1e-3
     found = judge(make_row(rounds), rounds)
@@ -283,8 +258,7 @@ def test_a_few_rounds_are_judged_by_their_median(clean: tuple[Line, Rounds]) -> 
     _, rounds = clean
     few = {k: v if v.dtype.kind == "U" else v[:50].copy() for k, v in rounds.items()}
     few["round_s"][7] *= 1.5
-    row = make_row(few)
-    assert row["ledger_closure"] < 0.9 and judge(row, few) == []
+    assert judge(make_row(few), few) == []
 
 
 FIRST = 120  # rounds of the first group; the second has the others
@@ -296,22 +270,8 @@ def pooled() -> tuple[Line, Rounds]:
     rows = rounds["sequences"]
     rows[FIRST:, 1] = 1
     rows[FIRST, 5:7] = 2, 0  # the second group's first round is a miss
-    rounds["draft_rounds"][FIRST, 1] = 3.5e-4
     row = make_row(rounds)
-    parts = rounds["round_s"][:FIRST], rounds["round_s"][FIRST:]
-    wall_s = max(float(part.sum()) for part in parts)
-    rate = row["num_tokens"] / wall_s
-    row |= {
-        "groups": 2,
-        "world_size": 3,
-        "wall_s": wall_s,
-        "tok_per_s": rate,
-        "tok_per_s_per_gpu": rate / 3,
-        "hit_rate": round(float(rows[~is_first_round(rows), 6].mean()), 5),
-        "per_group": [{"num_rounds": FIRST}, {"num_rounds": N - FIRST}],
-        "rank_digests": [5, 7, 5, 7],
-        "provenance": {"ranks": [{"host": "node1"}] * 3},
-    }
+    row |= {"groups": 2, "world_size": 3, "rank_digests": [5, 7, 5, 7]}
     return row, rounds
 
 
@@ -327,8 +287,6 @@ def test_a_clean_row_passes(sound: Callable[[], tuple[Line, Rounds]]) -> None:
         ("rank_digests", [5, 7, 5], "rank_digests has 3"),
         ("rank_digests", [5, 7, 5, 5], "rank 1 heard 7, rank 2 heard 5"),
         ("rank_digests", [5, 7, 7, 7], "rank 0 heard 5, rank 2 heard 7"),
-        ("wall_s", 0.6, "wall_s is 0.6, Σ round_s"),
-        ("per_group", [{"num_rounds": 20}, {"num_rounds": N - 20}], "Σ round_s"),
         ("groups", None, "world_size is 3, tp + num_drafts is 2"),
     ],
 )
@@ -336,47 +294,3 @@ def test_a_spoiled_row_of_two_groups_is_caught(key: str, value: Any, found: str)
     row, rounds = pooled()
     row[key] = value
     assert any(found in line for line in judge(row, rounds)), judge(row, rounds)
-
-
-KEY_NUMBERS = """num_rounds num_tokens wall_s tok_per_s tok_per_s_per_gpu acceptance_length hit_rate
-ledger_closure t_target_s t_draft_s t_growth_s round_us.mean round_us.p50 round_us.p90 round_us.p99
-round_us.n phases_us.lead.device_wait phases_us.lead.sample phases_us.draft.wait
-phases_us.draft.grow lookahead batch_size tp world_size branch_budget backup_lookahead""".split()
-
-
-def test_a_number_off_by_five_percent_or_more_is_mostly_caught(clean: tuple[Line, Rounds]) -> None:
-    """Seed 11, 5 factors a number."""
-    rng = np.random.default_rng(11)
-    caught = {}
-    for path in KEY_NUMBERS:
-        lines = 0
-        for off in rng.uniform(0.05, 0.5, 5) * rng.choice([-1, 1], 5):
-            row, rounds = copy.deepcopy(clean[0]), clean[1]
-            *above, last = path.split(".")
-            holder = row
-            for key in above:
-                holder = holder[key]
-            old = holder[last]
-            new = old * (1 + off)
-            if isinstance(old, int):  # at least by one
-                new = old + int(np.sign(off)) * max(1, round(abs(old * off)))
-            holder[last] = new
-            lines += bool(judge(row, rounds))
-        caught[path] = lines
-    assert {path for path, n in caught.items() if n < 5} == set()
-
-
-@pytest.mark.parametrize("name", [k for k, v in make()[1].items() if v.dtype.kind in "if"])
-def test_a_column_scaled_by_five_percent_is_caught(clean: tuple[Line, Rounds], name: str) -> None:
-    row, rounds = clean
-    table = rounds[name].reshape(len(rounds[name]), -1)
-    unread = {"sequences": {2}, "draft_rounds": {0, 3, 4}}.get(name, set())  # epoch, round, counts
-    for column in set(range(table.shape[1])) - unread:
-        if table[:, column].any():
-            spoiled = table.copy()
-            spoiled[:, column] = (
-                np.ceil(table[:, column] * 1.05)
-                if name == "sequences"
-                else (table[:, column] * 1.05)
-            )
-            assert judge(row, {**rounds, name: spoiled.reshape(rounds[name].shape)}), column
