@@ -36,7 +36,7 @@ _LIMIT = 2**64  # numbers must be below this limit; a seed may have 64 bits
 _LEAST = {  # the lowest allowed value of numbers whose minimum is not 0
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
-    **dict.fromkeys(("prediction_error", "sampling_error", "ledger_closure"), -_LIMIT),
+    **dict.fromkeys(("prediction_error", "sampling_error"), -_LIMIT),
 }
 # Keys that a row needs before it is compared with other rows.
 NEEDED = "run_id mode device_name target tok_per_s lookahead world_size tp".split()
@@ -99,7 +99,6 @@ class Row(Mapping[str, Any]):
     dtype: str = setting("number format of the weights and products")
     lookahead: int = key("K, drafted tokens a round; 0 in AR")
     tree_nodes: int | None = setting("drafted tokens of a tree, a round")
-    tree_depth: int | None = setting("levels of a tree: K")
     tree_shape: str | None = setting("fixed, or dynamic: each round's own (null: no tree)")
     parallel_drafting: bool | None = setting("whether one draft forward drafted all K levels")
     fan_out: list[int] | None = setting("F_0 … F_K after a hit; of a tree by node")
@@ -180,19 +179,12 @@ class Row(Mapping[str, Any]):
         "`all_reduce` (on GPUs timed separately at the start), `idle`; together the mean round",
         "µs",
     )
-    draft_wait_us: Means | None = key(
-        "{mean, p50, p90, p99, n} of the lead's waits for speculations of a draft rank", "µs"
-    )
     per_group: list[Mapping[str, Any]] | None = key(
         "of each target group its own values; null for one group"
     )
     pool: Mapping[str, float] | None = key(
         "of the draft's forwards for several groups: their number (`forwards`), mean `rows` and "
         "groups (`seats`) of one, and the share of time in which one ran (`busy`)"
-    )
-    ledger_closure: float = key(
-        "first percentile, over rounds, of the sum of phases over the round's wall time by "
-        "another clock"
     )
     acceptance_length: float = key("mean tokens a round and sequence, bonus included", "tokens")
     accept_histogram: list[int] = key("numbers of outcomes with k = 0 … K accepted tokens")
@@ -262,7 +254,6 @@ class Row(Mapping[str, Any]):
         "host costs; null below 8 warm-up rounds",
         "tok/s",
     )
-    predicted_round_us: Means | None = key("`round_us` as it is predicted", "µs")
     prediction_error: float | None = key(
         "tok_per_s / predicted_tok_per_s − 1: error (a) of [predictions.md](predictions.md)"
     )
@@ -284,12 +275,6 @@ class Row(Mapping[str, Any]):
         "messages that the lead sent and received, mean of a measured round", "messages"
     )
     bytes_per_round: float = key("bytes of those messages", "bytes")
-    proposal_bytes_per_round: float = key(
-        "of bytes_per_round, the distributions of sampled tokens", "bytes"
-    )
-    proposal_wait_us: float = key(
-        "mean time a round that the lead waited for those distributions", "µs"
-    )
     rank_digests: list[int | None] | None = key(
         "by world rank, a digest of the outcomes that the rank received"
     )

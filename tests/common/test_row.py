@@ -34,11 +34,6 @@ def test_every_committed_line_is_read_without_loss() -> None:
         assert "round_us" not in said or "schema" not in said or fault_of(flat(said)) is None
 
 
-def test_a_round_whose_phases_sum_to_three_rounds_is_read() -> None:
-    """A busy machine may stop the clock's reader between two readings."""
-    assert fault_of({"ledger_closure": -1.376, "sampling_error": -0.2}) is None
-
-
 def test_a_line_is_a_configuration_and_measurements() -> None:
     row = Row.from_dict(json.loads(NEWEST))
     line = row.to_dict()

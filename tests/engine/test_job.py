@@ -214,4 +214,4 @@ def test_a_whole_job(runs: Together, np_: int, flags: tuple[str, ...], draft: st
     assert done.arrays["tokens"][:40].tolist() == [int(x) for x in first]
     is_lookup, is_heads = draft == "lookup", draft.startswith("medusa")
     assert (row["t_draft_s"] is None) == is_lookup
-    assert (row["predicted_round_us"] is None) == is_heads
+    assert (row["predicted_tok_per_s"] is None) == is_heads

@@ -98,8 +98,7 @@ class LeadEnd:
         self._speculations = inbox(shape.message(Kind.SPECULATION))
         self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
-        self.num_messages = self.num_bytes = self.proposal_bytes = 0
-        self.proposal_wait_s = 0.0
+        self.num_messages = self.num_bytes = 0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
         """Starts to send an outcome to the draft, which answers with the drafted tokens of the next
@@ -140,18 +139,14 @@ class LeadEnd:
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Waits for the draft's distributions, timed in proposal_wait_s; returns their inbox."""
+        """Waits for the draft's distributions; returns their inbox."""
         assert self._proposals is not None, "proposals of a link without sampling"
-        start = perf_counter()
         self.waiter.until(self._proposals.arrived, "draft: proposals")
-        self.proposal_wait_s += perf_counter() - start
         return self._proposals
 
     def _release_proposals(self, inbox: Inbox, count: int) -> None:
         inbox.release()
-        size = 4 * (HEADER + count * self.shape.vocab)
-        self.proposal_bytes += size
-        self._count(size)
+        self._count(4 * (HEADER + count * self.shape.vocab))
 
     def _count(self, num_bytes: int) -> None:
         self.num_messages += 1

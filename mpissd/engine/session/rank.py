@@ -99,13 +99,6 @@ class Rank:
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     @property
-    def proposals(self) -> tuple[int, float]:
-        """For sampled tokens: the bytes of draft distributions that this lead has received so far,
-        and the seconds that it has waited for them."""
-        link = self.lead_link
-        return (0, 0.0) if link is None else (link.proposal_bytes, link.proposal_wait_s)
-
-    @property
     def kernel(self) -> str | None:
         """The names of the kernels that multiply by the target's weights on this rank, or None."""
         stepper = None if self.target is None else self.target.stepper

@@ -27,7 +27,7 @@ from mpissd.common.records import (
     token_digest,
 )
 from mpissd.common.row import SCHEMA, Row
-from mpissd.common.trace import DraftLog, LeadPhase
+from mpissd.common.trace import DraftLog
 from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.features.learning import Updates
 from mpissd.engine.features.pool import GroupForwards, SharedForwards
@@ -61,7 +61,6 @@ class LeadReport:
     messages_per_round: float
     bytes_per_round: float
     prefill_s: float  # spent on prompts
-    proposals: tuple[float, float]  # bytes of distributions, and µs the lead waited, a round
     all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
     draft_lost_round: int | None  # the first measured round without a draft
     learner: dict[str, Any] | None = None  # its report and cost; None without one
@@ -106,8 +105,6 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
         return sum(n * value for n, value in zip(counts, values, strict=True)) / total
 
     reduced = [lead.all_reduce_s for lead in leads if lead.all_reduce_s is not None]
-    of_proposals = zip(*(lead.proposals for lead in leads), strict=True)
-    proposed, waited = (mean(values) for values in of_proposals)
     return replace(
         leads[0],
         records=RoundRecords.joined([lead.records for lead in leads]),
@@ -118,7 +115,6 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
         messages_per_round=mean([lead.messages_per_round for lead in leads]),
         bytes_per_round=mean([lead.bytes_per_round for lead in leads]),
         prefill_s=max(lead.prefill_s for lead in leads),
-        proposals=(proposed, waited),
         all_reduce_s=sum(reduced) if len(reduced) == len(leads) else None,
     )
 
@@ -177,7 +173,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
         for of in measured.groups
     ]
-    closure = lead.ledger[:, 2:].sum(axis=1) * 1e-9 / np.asarray(lead.records.round_s)
     # token_digest covers the tokens of a sequence that every mode has emitted.
     num_digested = config.token_limit or config.max_rounds or 0
     if config.token_limit and config.rounds:
@@ -201,7 +196,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         dtype=backend.dtype_name,
         lookahead=job.lookahead,
         tree_nodes=job.verified if config.tree and job.lookahead else None,
-        tree_depth=job.lookahead if config.tree and job.lookahead else None,
         tree_shape=config.tree_shape if config.tree and job.lookahead else None,
         parallel_drafting=config.parallel_drafting if job.lookahead else None,
         fan_out=list(job.fan_out) or None,
@@ -233,7 +227,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         pool=_pool(draft),
         phases_us={"lead": _phase_means(lead), "draft": _phase_means(draft)},
         device_us=device_means(measured),
-        ledger_closure=round(float(np.percentile(np.minimum(closure, 2 - closure), 1)), 5),
         draft_lost_round=lead.draft_lost_round,
         learned=None if draft is None else draft.learned or None,
         **_learner(session, measured),
@@ -242,8 +235,6 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         token_digest=token_digest(lead.records.token_arrays(), num_digested),
         messages_per_round=round(lead.messages_per_round, 2),
         bytes_per_round=round(lead.bytes_per_round, 1),
-        proposal_bytes_per_round=round(lead.proposals[0], 1),
-        proposal_wait_us=round(lead.proposals[1], 3),
         rank_digests=measured.rank_digests,
         config_digest=config.digest,
         provenance={
@@ -267,7 +258,6 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
     if lead.draft_lost_round is not None:
         looked_up &= sequences[:, 0] < lead.draft_lost_round
     hits = sequences[looked_up, 6]
-    waits = lead.ledger[:, 2 + LeadPhase.DRAFT_WAIT] * 1e-9
     return {
         "num_rounds": len(lead.records),
         "num_tokens": num_tokens,
@@ -277,7 +267,6 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
         "acceptance_length": round(float(sequences[:, 3].mean() + 1), 5),
         "accept_histogram": np.bincount(sequences[:, 3], minlength=job.lookahead + 1).tolist(),
         "hit_rate": round(float(hits.mean()), 5) if job.fan_out and len(hits) else None,
-        "draft_wait_us": percentiles_us(waits) if job.config.drafts else None,
         "outcome_digest": outcome_digest(sequences),
     }
 
@@ -326,7 +315,6 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
     error = round(decoded["num_tokens"] / lead.wall_s / rate - 1, 5) if rate else None
     return {
         "predicted_tok_per_s": rate,
-        "predicted_round_us": percentiles_us(round_s),
         "prediction_error": error,
         **keys,
     }

@@ -229,7 +229,6 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     messages_before = rank.messages
     reduced = group.spent_s
     prefilled = loop.prefill_s
-    proposed = rank.proposals
     records = RoundRecords(session.job.lookahead)
     limit = config.max_rounds
     with shown(session.workload) if is_alone else nullcontext() as show:
@@ -256,7 +255,6 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         loop.tell()
         learner = {**(learning.stop() or {"state": "silent"}), "cost": sender.to_dict()}
     messages, sent = (after - b for after, b in zip(rank.messages, messages_before, strict=True))
-    rows = [(after - b) / count for after, b in zip(rank.proposals, proposed, strict=True)]
     return LeadReport(
         records=records,
         first_round=first,
@@ -269,7 +267,6 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         bytes_per_round=sent / count,
         all_reduce_s=None if reduced is None else (group.spent_s or 0.0) - reduced,
         prefill_s=loop.prefill_s - prefilled,
-        proposals=(rows[0], rows[1] * 1e6),
         draft_lost_round=None if lost is None else max(0, lost - first),
         learner=learner,
         kernel=rank.kernel,
