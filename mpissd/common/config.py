@@ -370,8 +370,8 @@ class MachineFlags(Checked):
     )
     all_reduce: str = flag(
         "auto",
-        choice("auto", "oneshot", "nccl", "mpi", "staged"),
-        "how the target ranks sum their partial results (mpi on GPUs: by a CUDA-aware MPI)",
+        choice("auto", "oneshot", "nccl", "staged"),
+        "how the target ranks sum their partial results on GPUs",
     )
     graph: bool = flag(True, switch, "replay forwards as CUDA graphs (cupy)")
     deadline_s: float = flag(120.0, number(0.1), "longest wait for a peer, in seconds")

@@ -113,7 +113,7 @@ class Row(Mapping[str, Any]):
     )
     inline_draft: bool = setting("whether the draft shares the lead's device")
     all_reduce: str = setting(
-        "how the target ranks reduce: solo (T = 1), mpi, nccl, oneshot, device or staged"
+        "how the target ranks reduce: solo (T = 1), mpi (NumPy), nccl, oneshot or staged"
     )
     graph: bool = setting("whether forwards were captured and replayed as graphs")
     fuse: bool = setting("whether q, k, v were one product, and gate and up another")

@@ -4,7 +4,7 @@ ranks gets. No MPI is started, and no GPU used."""
 import pytest
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.comm.mpi_group import GpuPlace, choose, claims_cuda
+from mpissd.engine.comm.mpi_group import GpuPlace, choose
 from mpissd.engine.comm.topology import check_world, label_hosts, launcher_rank, launcher_size
 
 MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
@@ -67,9 +67,6 @@ SHARED = "ranks 0 and 2 share GPU 0000:01:00.0 of n1; allowed: staged, auto"
         ("oneshot", APART, "oneshot"),
         ("nccl", APART, "nccl"),
         ("staged", TOGETHER, "staged"),
-        ("mpi", APART, "device"),
-        ("device", NO_NCCL, "device"),
-        ("ncl", APART, "did you mean 'nccl'"),
         ("oneshot", TOGETHER, SHARED),
         ("oneshot", OTHER_NODE, "ranks on 2 hosts; allowed: nccl"),
         ("oneshot", MANY, "9 ranks, at most 8; allowed: nccl"),
@@ -88,4 +85,3 @@ def test_a_choice_is_a_group_or_a_refusal(choice: str, seats: list[GpuPlace], to
 def test_auto_does_without_oneshot_where_it_failed() -> None:
     chosen = [choose("auto", seats, oneshot=False) for seats in (APART, NO_NCCL)]
     assert chosen == ["nccl", "staged"]
-    assert claims_cuda({"MPICH_GPU_SUPPORT_ENABLED": "1"})  # Cray's MPI

@@ -103,11 +103,7 @@ def open_backend(name: str) -> tuple[Backend, bool]:
 
 
 def open_choice(backend: Backend, choice: str) -> Group:
-    """The group that `choice` names; for host memory the MPI library is not asked."""
-    if backend.name == "host" and choice == "device":
-        from mpissd.engine.comm.mpi_group import DeviceMpiGroup
-
-        return DeviceMpiGroup(backend, COMM, WAITER)
+    """The group that `choice` names."""
     if COMM.size == 1 and choice in ONE_A_GPU:
         from mpissd.engine.comm.mpi_group import NcclGroup, OneshotGroup
 

@@ -12,7 +12,7 @@ pytestmark = needs_mpi
 @pytest.mark.parametrize(
     ("backend", "choices", "models"),
     [
-        ("host", "staged,device,auto", "toy-draft"),
+        ("host", "staged,auto", "toy-draft"),
         ("numpy", "auto", "toy-draft,five,three"),
     ],
 )

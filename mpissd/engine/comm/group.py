@@ -8,8 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-ALL_REDUCES = ("auto", "oneshot", "nccl", "mpi", "staged", "device")
-
 
 class Group(ABC):
     """The collectives of `size` ranks, each of which holds a shard of one model."""

@@ -1,5 +1,5 @@
 """The collectives of T target ranks: of host arrays by MPI, and of device arrays by CUDA kernels or
-NCCL within a CUDA graph, or by MPI.
+NCCL within a CUDA graph, or through host memory by MPI.
 
     --all_reduce   its implementation
     auto           oneshot if it can be opened and its test sums are right; else nccl if CuPy has
@@ -8,25 +8,16 @@ NCCL within a CUDA graph, or by MPI.
     nccl           NCCL; a ConfigError where it is not available
     staged         copies to page-locked host memory, sums by MPI in float32, copies back; works
                    with any MPI, but not in CUDA graphs
-    mpi            MPI on device pointers, or a ConfigError; the class's name is "device"
 
 CUDA graphs that captured NCCL operations are destroyed before the communicator; the other order
 hangs. If the device still waits for a peer, NCCL is aborted, and the rank then has to leave by
 MPI.Abort. Device memory is freed last, because freeing it waits for the device.
-
-An MPI that cannot read device memory crashes with a segfault. MPI therefore gets device pointers
-only if the user asked for that (--all_reduce=mpi) and the library claims support: by
-MPIX_Query_cuda_support (Open MPI, MPICH), by MPIX_GPU_query_support (MPICH 4), or, for Cray MPICH,
-by MPICH_GPU_SUPPORT_ENABLED=1. Only nonblocking sends and receives of bytes are used. A rank sends
-its array to all others and sums what it received in rank order, so that all ranks get the same
-bits.
+MPI never gets a device pointer: a library that cannot read device memory crashes on it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -34,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpissd.common.errors import ConfigError, FaultError, unknown
+from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.wait import Waiter
 from mpissd.engine.backend import kernels
 from mpissd.engine.backend.base import Backend
-from mpissd.engine.comm.group import ALL_REDUCES, Group, SoloGroup
+from mpissd.engine.comm.group import Group, SoloGroup
 
 _CLOSE_S = 1.0  # the longest time that `close` waits for enqueued GPU work, in seconds
 MAX_RANKS = 8
@@ -72,11 +63,9 @@ class GpuPlace(NamedTuple):
 
 
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
-    """Resolves --all_reduce to "oneshot", "nccl", "staged" or "device", the same on every rank.
+    """Resolves --all_reduce to "oneshot", "nccl" or "staged", the same on every rank.
     choice: the flag's value. places: the host and GPU of every rank. oneshot: whether `auto` may
-    give it. Raises ConfigError for an unknown choice, and for one that these ranks cannot use."""
-    if choice not in ALL_REDUCES:
-        raise unknown("all-reduce", choice, ALL_REDUCES)
+    give it. Raises ConfigError for a choice that these ranks cannot use."""
     first: dict[tuple[str, str], int] = {}
     shared = no_nccl = ""  # reasons against NCCL: two ranks share a GPU; a rank's CuPy lacks NCCL
     for rank, place in enumerate(places):
@@ -95,8 +84,6 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
     if choice == "auto":
         best = ("oneshot", "nccl", "staged")[not oneshot :]
         return next(name for name in best if not reasons[name])
-    if choice in ("mpi", "device"):
-        return "device"
     if reasons[choice]:
         allowed = [other for other, reason in reasons.items() if not reason]
         raise ConfigError(
@@ -108,8 +95,8 @@ def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> 
 def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the collectives of the target ranks of `comm`. Collective. choice: the value of
     --all_reduce. Raises ConfigError if the backend, the devices or the MPI library cannot do it."""
-    if backend.name != "cupy" and choice not in ("auto", "mpi"):
-        raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto, mpi")
+    if backend.name != "cupy" and choice != "auto":
+        raise ConfigError(f"all_reduce={choice} with backend={backend.name}: allowed: auto")
     if backend.name == "emulated":
         return SoloGroup(comm.size, comm.rank)
     if comm.size == 1:
@@ -140,16 +127,7 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
             name = choose(choice, places, oneshot=False)
     if name == "nccl":
         return NcclGroup(device, comm, waiter)
-    if name == "staged":
-        return StagedGroup(device, comm, waiter)
-    if not claims_cuda():  # All ranks load the same MPI library, so that all raise this error.
-        vendor, version = MPI.get_vendor()
-        library = f"{vendor} {'.'.join(map(str, version))}"
-        raise ConfigError(
-            f"all-reduce {choice!r}: {library} says that it cannot read device memory; allowed: "
-            "nccl, staged, auto"
-        )
-    return DeviceMpiGroup(device, comm, waiter)
+    return StagedGroup(device, comm, waiter)
 
 
 class MpiGroup(Group):
@@ -454,56 +432,3 @@ class StagedGroup(Group):
         if count not in self._memory:
             self._memory[count] = self._device.host_ints(count)
         return self._memory[count]
-
-
-class DeviceMpiGroup(StagedGroup):
-    """Collectives whose data MPI exchanges directly between device buffers; sums are made on the
-    device."""
-
-    name = "device"
-
-    def all_reduce(self, array: Any) -> None:
-        if array.shape not in self._memory:
-            self._memory[array.shape] = array[np.newaxis].repeat(self.size, axis=0)
-        slots = self._memory[array.shape]
-        self._device.flush()
-        with self._device.stream:
-            slots[self.rank] = array
-            self._exchange(slots)
-            array[...] = slots.sum(axis=0, dtype=np.float32)
-
-    def all_gather(self, local: Any, gathered: Any) -> None:
-        slots = gathered.reshape(self.size, *local.shape)
-        self._device.flush()
-        with self._device.stream:
-            slots[self.rank] = local
-            self._exchange(slots)
-
-    def _exchange(self, slots: Any) -> None:
-        """Sends slots[self.rank] to all other ranks, and receives from each into slots[peer]."""
-        self._settle()
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        requests = [self._comm.Irecv([slots[peer], MPI.BYTE], peer) for peer in peers]
-        requests += [self._comm.Isend([slots[self.rank], MPI.BYTE], peer) for peer in peers]
-        self._waiter.until(lambda: MPI.Request.Testall(requests), "device all-reduce")
-
-
-def claims_cuda(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether the loaded MPI library claims that it can read device memory."""
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
-        return True
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if ".so" in line}
-    except OSError:
-        return False
-    names = ("libmpi.so", "libmpich.so", "libmpi_", "libmpi-")
-    for path in sorted(path for path in paths if os.path.basename(path).startswith(names)):
-        library = ctypes.CDLL(path)
-        if hasattr(library, "MPIX_Query_cuda_support"):
-            return bool(library.MPIX_Query_cuda_support())
-        if hasattr(library, "MPIX_GPU_query_support"):
-            supported = ctypes.c_int(0)
-            library.MPIX_GPU_query_support(0, ctypes.byref(supported))  # 0: MPIX_GPU_SUPPORT_CUDA
-            return bool(supported.value)
-    return False
