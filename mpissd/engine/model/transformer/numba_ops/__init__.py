@@ -1,8 +1,9 @@
 """A transformer's operations on the CPU, compiled by Numba at first use and cached on disk.
 
 The compiled code is kept in NUMBA_CACHE_DIR, or in the source's folder if that can be written, or
-in the user's cache, or in a temporary folder. Numba compares one source file to see whether its
-code is current, but functions include code of other files; so the folder's name is a digest of all.
+in the user's cache, or in a temporary folder. Numba takes cached code for current if one source
+file is unchanged, although the code includes functions of other files. So the cache's folder is
+named by a digest of all sources.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _HERE = Path(__file__).parent
 
 
 def _digest() -> str:
-    """Returns a folder name that depends on the sources that are compiled."""
+    """Returns a folder name with a checksum of all sources that are compiled."""
     files = [*sorted(_HERE.glob("*.py")), _HERE.parents[1] / "forwards.py"]
     sources = b"".join(path.read_bytes() for path in files)
     return f"mpissd-numba-{zlib.crc32(sources):08x}"
 
 
 def _cache_folder() -> str:
-    """Returns the folder of compiled code, which exists or can be made."""
+    """Makes the folder of compiled code and returns it; a temporary folder if that fails."""
     asked = numba.config.CACHE_DIR
     folder = Path(asked or _HERE / "__pycache__")
     if not asked and not os.access(_HERE, os.W_OK):

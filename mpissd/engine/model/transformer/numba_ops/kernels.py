@@ -1,9 +1,9 @@
 """The CPU's kernels: products with bfloat16 weights, norms and rotations, and attention.
 
-Keys lie transposed, [head_dim, positions], so that scores and weighted sums of values are both
-small products that add up in order (tiles.tile). A page's part of the softmax is merged into the
-sum of the pages before it, in rising order of absolute positions. row_places: int32 [4, n], each
-row's slot, position, lane and trunk, as in forwards.Places.
+Keys are stored transposed, [head_dim, positions], so that scores and weighted sums of values are
+both small products that add up in order (tiles.tile). A page's part of the softmax is merged into
+the sum of the pages before it, in rising order of absolute positions. The argument row_places,
+int32 [4, n], holds each row's slot, position, lane and trunk (see forwards.Places).
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 )
 
 JIT = {"cache": True, "error_model": "numpy", "boundscheck": False, "nogil": True}
-BLOCK = 64  # columns to which activations are padded: a multiple of every block's
+BLOCK = 64  # activations are padded to a multiple of so many columns
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = map(np.float32, (0.693359375, -2.12194440e-4))
-ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it rounds to a whole number
-_LEAST, _MOST = map(np.float32, (-87.0, 88.0))  # exponents that `exp` computes
+ROUNDER = np.float32(12582912.0)  # 1.5 · 2²³: adding it to a float32 rounds to a whole number
+_LEAST, _MOST = map(np.float32, (-87.0, 88.0))  # least and largest argument of `exp`
 _C2, _C3, _C4 = map(np.float32, (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2))
 _C5, _C6, _C7 = map(np.float32, (8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4))
 _ONE = np.float32(1)
-_SCAN = 64  # logits in a block, which is skipped if its largest cannot be among the k best
+_SCAN = 64  # `top_k` skips blocks of so many logits if none of them can be among the k best
 _NONE = np.float32(-np.inf)
 _SLOT, _POSITION, _LANE, _TRUNK = range(4)  # rows of RowPlaces.rows
 
 
 @njit(**JIT)
 def rounded(value):
-    """Returns the bfloat16 (as a uint32 below 2¹⁶) nearest to a float32, ties to even."""
+    """Rounds a float32 to bfloat16, ties to even; returns the 16 bits as a uint32."""
     bits = as_bits(value)
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 @njit(**JIT)
 def pack(matrix, first, packed):
-    """Writes matrix, float32 [outputs, inputs], into the outputs from `first` of a packed weight.
-    packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; the lower half of a word is the even input."""
+    """Rounds a matrix, float32 [outputs, inputs], to bfloat16 and writes it into a packed weight,
+    as its outputs from number `first` on. packed: uint32 [blocks, ⌈inputs / 2⌉, WIDTH]; a word
+    holds an even input in its lower half, and the next input in its upper half."""
     outputs, inputs = matrix.shape
     for output in range(outputs):
         block, column = divmod(first + output, WIDTH)
@@ -60,7 +61,7 @@ def pack(matrix, first, packed):
 
 @njit(**JIT)
 def clear(array, rows):
-    """Sets the first rows of a matrix to 0."""
+    """Sets the first `rows` rows of a matrix to 0."""
     for row in range(rows):
         for column in range(array.shape[1]):
             array[row, column] = 0
@@ -68,10 +69,11 @@ def clear(array, rows):
 
 @njit(**JIT)
 def product(x, packed, out, first, rows):
-    """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it. If the number of
-    inputs is odd, x has one more column, of zeros. `out` has a column for each column of the
-    blocks. Rows are computed in even groups of at most MOST_ROWS. A block of the weight is read
-    from memory once for all groups, and the next block is fetched during the last."""
+    """Sets out[:rows, first …] = x[:rows] · weightᵀ. packed: the weight in bfloat16, as `pack`
+    writes it. If the number of inputs is odd, x has one more column, of zeros. `out` has a column
+    for each output of the packed blocks. Rows are computed in even groups of at most MOST_ROWS. A
+    block of the weight is read from memory once for all groups; the next block is prefetched during
+    the last group."""
     blocks, steps, width = packed.shape
     depth = x.shape[1]
     columns = out.shape[1]
@@ -102,9 +104,9 @@ def product(x, packed, out, first, rows):
 
 @njit(**JIT)
 def float_product(x, first, count, depth, weights, stride, out, width):
-    """Adds to out [count, width] the product of rows of x with float32 weights. x: [rows, columns],
-    of which `count` rows from `first` and `depth` columns are read. weights, out: addresses; a row
-    of weights has `stride` elements. width: a multiple of 16."""
+    """Adds to out [count, width] the product of a part of x with float32 weights. x: [rows,
+    columns], of which `count` rows from `first` and the first `depth` columns are read. weights,
+    out: addresses; two rows of weights lie `stride` elements apart. width: a multiple of 16."""
     groups = (count + MOST_ROWS - 1) // MOST_ROWS
     columns = x.shape[1]
     for group in range(groups):
@@ -126,7 +128,7 @@ def float_product(x, first, count, depth, weights, stride, out, width):
 
 @njit(**JIT)
 def exp(x):
-    """Returns eˣ in float32 to 2 units in the last place; 0 below −87. Polynomial: Cephes, expf."""
+    """Returns eˣ in float32 to 2 units in the last place; 0 below −87. Polynomial: Cephes' expf."""
     bounded = min(max(x, _LEAST), _MOST)
     shifted = fma(bounded, _LOG2_E, ROUNDER)
     power = as_bits(shifted) << np.uint32(23)
@@ -139,7 +141,8 @@ def exp(x):
 
 @njit(**JIT)
 def keep(x, row_places, states, rows):
-    """Sets states[slot, position + 1] = x for trunk rows; see Ops.keep."""
+    """Sets states[slot, position + 1] = x for each row that is stored in its slot (lane −1), so
+    that a draft can read the hidden state; see Ops.keep."""
     for m in range(rows):
         slot = row_places[_SLOT, m]
         position = row_places[_POSITION, m] + 1
@@ -150,7 +153,8 @@ def keep(x, row_places, states, rows):
 
 @njit(**JIT)
 def recall(target, draft, row_places, hidden, rows):
-    """Sets hidden[m] = target[slot, position], after the trunk of `draft`; zeros without a slot."""
+    """Sets hidden[m] to the hidden state before row m's position: from `target` up to the row's
+    trunk (the tokens before its branch), from `draft` after the trunk; zeros for padding."""
     for m in range(rows):
         slot = row_places[_SLOT, m]
         position = row_places[_POSITION, m]
@@ -161,7 +165,7 @@ def recall(target, draft, row_places, hidden, rows):
 
 @njit(**JIT)
 def inverse_rms(row, eps):
-    """Returns 1 / √(mean of the squares + eps) of a vector, whose squares add up in 8 sums."""
+    """Returns 1 / √(mean of squares + eps) of a vector; the squares add up in 8 partial sums."""
     a = b = c = d = e = f = g = h = np.float32(0)
     width = len(row)
     stop = width - width % 8
@@ -182,7 +186,8 @@ def inverse_rms(row, eps):
 
 @njit(**JIT)
 def norm(hidden, delta, adds, weight, eps, x, rows):
-    """Adds delta to hidden (if `adds`), and sets x = RMSNorm(hidden) · weight."""
+    """Adds delta (if `adds`) to `hidden`, the residual stream; sets x = RMSNorm(hidden) ·
+    weight."""
     width = len(weight)
     for m in range(rows):
         row = hidden[m]
@@ -196,7 +201,7 @@ def norm(hidden, delta, adds, weight, eps, x, rows):
 
 @njit(**JIT)
 def swiglu(gate_up, inner, width, rows):
-    """Sets inner = silu(gate) · up; gate_up holds gate's `width` columns, then up's."""
+    """Sets inner = silu(gate) · up; gate_up holds `width` columns of gate, then those of up."""
     for m in range(rows):
         for k in range(width):
             gate = gate_up[m, k]
@@ -205,7 +210,8 @@ def swiglu(gate_up, inner, width, rows):
 
 @njit(**JIT)
 def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, m):
-    """Normalises (if there is a weight) and rotates `heads` heads of a row from column `first`."""
+    """Applies RMSNorm (unless `weight` is empty) and rotary positions, in place, to `heads` heads
+    of row m of qkv. first: the heads' first column. width: head_dim."""
     half = width // 2
     for head in range(heads):
         start = first + head * width
@@ -222,7 +228,7 @@ def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, 
 
 @njit(**JIT)
 def sum_parts(parts, delta, rows):
-    """Sets delta[:rows] = the sum of parts [T, rows, width] in rising order of rank."""
+    """Sets delta[:rows] to the sum of all ranks' parts, [T, rows, width], in order of ranks."""
     for m in range(rows):
         for k in range(parts.shape[2]):
             total = parts[0, m, k]
@@ -233,8 +239,9 @@ def sum_parts(parts, delta, rows):
 
 @njit(**JIT)
 def top_k(logits, width, k, ids, values, rows):
-    """Writes the k largest of each row's first `width` logits; of equal ones the lower comes first.
-    Blocks whose largest logit does not exceed the k-th best so far are passed over."""
+    """Writes the k largest of each row's first `width` logits to `values`, largest first, and their
+    columns to `ids`; of equal logits the lower column comes first. Blocks whose largest logit does
+    not exceed the k-th best so far are skipped."""
     for m in range(rows):
         count = 0
         row = logits[m]
@@ -258,9 +265,10 @@ def top_k(logits, width, k, ids, values, rows):
 
 @njit(**JIT)
 def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
-    """Finishes q, k and v of a layer: bias, norms and rotation; stores k and v, copies q out. qkv:
-    the product [n, …]. sizes: (heads, kv_heads, head_dim). norms: (bias, q's norm, k's norm), empty
-    where there is none. turns, places, caches: ops.CpuCache.turns, .places and .arrays."""
+    """Finishes q, k and v of a layer: adds biases, applies norms and rotary positions, writes k and
+    v to the KV cache, and copies q to `q`. qkv: the product's output [n, …]. sizes: (heads,
+    kv_heads, head_dim). norms: (bias, q's norm, k's norm), empty where the model has none. turns,
+    places, caches: the fields turns, places and arrays of ops.CpuCache."""
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
@@ -316,7 +324,7 @@ def attend(q, out, sizes, layer, places, caches, rows):
 
 @njit(**JIT)
 def attend_head(q, out, sizes, layer, places, caches, head, span):
-    """Attends for one KV head and the rows of a span (start, stop), which are of one slot."""
+    """Computes one KV head's attention for the rows `span` (start, stop) of one sequence."""
     heads, kv_heads, width = sizes
     group = heads // kv_heads
     row_places = places[0]
@@ -351,12 +359,13 @@ def attend_head(q, out, sizes, layer, places, caches, head, span):
 
 @njit(**JIT)
 def attend_page(group, layer, places, caches, head, span, index, work):
-    """Sets parts to page number `index`'s sums of values for all queries, and updates their state.
+    """Computes attention of one KV head over page number `index`: sets `parts` to the weighted sums
+    of the page's values for all queries of the rows `span`, and updates the softmax's state.
 
     work: (queries [count, head_dim], divided by √head_dim; scores [count, page]; branch [count,
-    steps]; parts [count, head_dim]; state, see soften). Tokens that a row reads from its lane have
-    their scores at their positions in the page, and their weights are moved to `branch` for the
-    product with the lane's values.
+    steps]; parts [count, head_dim]; state, see soften). The scores of tokens that a row reads from
+    its lane (scratch memory of a branch) are put at their positions in the page; their weights are
+    moved to `branch` for the product with the lane's values.
     """
     queries, scores, branch, parts, state = work
     row_places, pages = places
@@ -366,7 +375,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
     none = np.int64(0)
     holder = pages[row_places[_SLOT, span[0]], index]
     depth = none
-    for m in range(span[0], span[1]):  # the page's positions that some row reads from the page
+    for m in range(span[0], span[1]):  # depth: positions of the page that some row reads there
         limit = row_places[_TRUNK, m]
         if row_places[_LANE, m] < 0:
             limit = row_places[_POSITION, m] + 1
@@ -413,7 +422,8 @@ def attend_page(group, layer, places, caches, head, span, index, work):
 
 @njit(**JIT)
 def lane_span(row_places, m, first, page):
-    """Returns the steps [from, to) of row m's lane that lie on the page from position `first`."""
+    """Returns the steps [from, to) of row m's lane (a branch's scratch memory) whose positions lie
+    on the page that begins at position `first`; (0, 0) for a row without a lane."""
     trunk = row_places[_TRUNK, m]
     if row_places[_LANE, m] < 0:
         return np.int64(0), np.int64(0)
@@ -423,9 +433,9 @@ def lane_span(row_places, m, first, page):
 
 @njit(**JIT)
 def soften(scores, state, n, visible):
-    """Turns a page's scores into weights, exp(score − largest so far). Only the first `visible`
-    positions get weight (none if it is negative). state[:, n]: the largest score so far, the sum of
-    the weights, and the factor of the weights before this page."""
+    """Turns a page's scores of query n into softmax weights, exp(score − largest so far). Positions
+    from `visible` on get no weight (if it is negative, no position gets any). state[:, n]: the
+    largest score so far, the sum of the weights, and the factor on the weights of earlier pages."""
     page = len(scores)
     for j in range(max(visible, 0), page):
         scores[j] = _NONE

@@ -1,4 +1,4 @@
-"""A transformer's operations on the CPU (see ops.Ops).
+"""A transformer's operations on the CPU, which implement ops.Ops.
 
 Matrices of a .gguf stay in ggml's blocks (packed.py); others are rounded to bfloat16, and their
 products are computed in float32.
@@ -29,7 +29,8 @@ _NOTHING = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as pieces (first output, ggml type or 0 for bfloat16, packed words)."""
+    """A packed weight matrix. pieces: (first output, ggml's type or 0 for bfloat16, packed words)
+    of each piece, in rising order of outputs. outputs: the number of all outputs."""
 
     pieces: list[tuple[int, int, NDArray[np.uint32]]]
     outputs: int
@@ -37,7 +38,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding, float32 [entries, hidden]; is_read: which rows were read from `part`."""
+    """An embedding that is read row by row. values: float32 [entries, hidden]. is_read: which rows
+    were read from `part`."""
 
     part: Part
     values: Floats
@@ -46,12 +48,13 @@ class Table:
 
 @dataclass(frozen=True)
 class CpuCache:
-    """The keys and values of one rank, and the places of a forward's rows in them.
+    """The keys and values of one rank, and where a forward's rows lie among them.
 
     arrays: float32 keys [layers, pages, kv heads, head_dim, page] and values [layers, pages, kv
-    heads, page, head_dim], then the lanes' keys and values, with a lane's steps in place of a
-    page's positions. A last axis is padded to a multiple of 16. turns: the cosines and sines of
-    each position, [positions, head_dim / 2]. places: RowPlaces.rows and .pages.
+    heads, page, head_dim], then keys and values of the lanes (scratch memory of branches), with a
+    lane's tokens in place of a page's positions. A last axis is padded to a multiple of 16. turns:
+    the cosines and sines of each position, [positions, head_dim / 2]. places: RowPlaces.rows and
+    .pages.
     """
 
     arrays: tuple[Floats, Floats, Floats, Floats]
@@ -61,14 +64,15 @@ class CpuCache:
 
 @dataclass(frozen=True)
 class Logits:
-    """A buffer of logits, float32; its first `width` columns are outputs, the rest is padding."""
+    """A buffer of logits, float32; its first `width` columns are logits, the others are padding."""
 
     scores: Floats
     width: int
 
 
 class NumbaOps(Ops):
-    """The operations on NumPy arrays; activations are padded to whole blocks of columns."""
+    """A transformer's operations on NumPy arrays; activations are padded to whole blocks of
+    columns."""
 
     kernel = "numba"
     computes_padding = False
@@ -82,7 +86,7 @@ class NumbaOps(Ops):
         kv_heads: int,
         page: int | None = None,
     ) -> None:
-        """Makes the operations; a page has a multiple of 16 positions, 64 by default."""
+        """heads, kv_heads: heads on this rank. page: positions of a KV page, a multiple of 16."""
         self.page = page or 64
         assert self.page % 16 == 0, f"a page of {self.page} positions"
         self._config = config
@@ -91,8 +95,8 @@ class NumbaOps(Ops):
         self._products: dict[int, Floats] = {}
 
     def matrix(self, parts: Sequence[Part]) -> Packed:
-        """Packs the parts side by side, as they are stored; or all in bfloat16, if they are of
-        several types and their outputs do not fill whole blocks of columns."""
+        """Packs the parts side by side, in ggml's blocks where they are stored so. If the parts are
+        of several types, and do not fill whole blocks of columns, all are packed in bfloat16."""
         nothing = 0, np.zeros(0, np.uint8)
         stored = [(HOST != "sse" and part.blocks()) or nothing for part in parts]
         kinds = [kind for kind, _ in stored]
@@ -114,7 +118,7 @@ class NumbaOps(Ops):
         return self.matrix([gate, up])
 
     def table(self, embedding: Part) -> Table:
-        """Returns an empty table, whose rows are read when their tokens are first used."""
+        """Returns an embedding table whose rows are read when their tokens first occur."""
         values = np.zeros(embedding.shape, np.float32)
         return Table(embedding, values, np.zeros(len(values), bool))
 
@@ -138,9 +142,9 @@ class NumbaOps(Ops):
         return Logits(self.buffer(rows, width), width)
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> CpuCache:
-        """Returns a cache whose memory is all written with zeros. Tokens of an imposed context are
-        never computed, but their K and V are read. Memory that was never written is one page of
-        zeros, which would be read from the processor's cache."""
+        """Allocates the KV cache, and writes zeros to all of its memory. An assumed context is read
+        without having been computed; memory that was never written would be a single page of zeros,
+        which is read from the processor's cache."""
         width = sizes.head_dim
         steps = _to_16(max(1, sizes.steps))
         arrays = list[Floats]()
@@ -149,7 +153,7 @@ class NumbaOps(Ops):
             arrays.append(np.full((*shape, width, positions), 0, np.float32))
             arrays.append(np.full((*shape, positions, _to_16(width)), 0, np.float32))
         keys, values, lane_keys, lane_values = arrays
-        # The angle is a float32 product, as in Hugging Face's code, with which models were trained.
+        # The angle is a float32 product, as in Hugging Face's code, with which models are trained.
         numbers = np.arange(sizes.num_positions, dtype=np.float32)[:, None]
         angles = (numbers * self._config.frequencies().astype(np.float32)).astype(np.float64)
         turns = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -187,7 +191,7 @@ class NumbaOps(Ops):
         kernels.recall(target, draft, cache.places[0], hidden, count)
 
     def begin(self, cache: CpuCache, rows: int) -> None:
-        """Does nothing, because operations read the places where the host wrote them."""
+        """Does nothing, because operations read the rows' places where the host wrote them."""
 
     def embed(self, table: Table, tokens: Ints, hidden: Floats, count: int) -> None:
         wanted = tokens[:count] % len(table.values)
@@ -227,7 +231,7 @@ class NumbaOps(Ops):
         kernels.swiglu(both, inner, gate_up.outputs // 2, count)
 
     def _scratch(self, weight: Packed, count: int) -> Floats:
-        """Returns a buffer for a product of `count` rows that only the calling operation uses."""
+        """Returns a buffer for a product of `count` rows, which only the calling operation uses."""
         scratch = self._products.get(weight.outputs)
         if scratch is None or len(scratch) < count:
             scratch = self._products[weight.outputs] = self.buffer(count, weight.outputs)
@@ -246,7 +250,7 @@ class NumbaOps(Ops):
 
 
 def _bfloat16(parts: Sequence[Part]) -> NDArray[np.uint32]:
-    """Returns the parts' outputs side by side, packed as by kernels.pack."""
+    """Packs the outputs of all parts side by side in bfloat16, as kernels.pack does."""
     outputs = sum(part.shape[0] for part in parts)
     words = np.zeros((-(-outputs // WIDTH), -(-parts[0].shape[1] // 2), WIDTH), np.uint32)
     first = 0

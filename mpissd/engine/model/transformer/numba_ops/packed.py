@@ -1,10 +1,10 @@
 """Products with weights that stay in ggml's blocks and are unpacked in registers.
 
 A weight is s · q or s · q + m: q is an integer of 4, 6 or 8 bits, and s and m hold for a group of
-32 inputs (16 in Q6_K). A product rounds each input to a · n: n has 16 bits, and a, a float32, holds
-for a group of 32 inputs, whose largest n is ±32767. A group's sum of q · n is an exact integer,
-which is then multiplied by a and s in float32. A row's numbers therefore depend neither on the
-other rows nor on a tile's shape.
+32 inputs (16 in Q6_K). A product rounds each input to a · n: n is an integer of 16 bits, and a is a
+float32 for a group of 32 inputs, such that the group's largest n is ±32767. A group's sum of q · n
+is an exact integer, which is then multiplied by a and s in float32. A row's numbers therefore
+depend neither on the other rows nor on the number of rows computed together.
 
 Blocks are stored transposed: a vector holds the same 32-bit word of LANES outputs, so that a shift
 and a mask give the integers of a pair of inputs. The blocks are defined in llama.cpp's
@@ -47,24 +47,24 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
     store,
 )
 
-GROUP = 32  # inputs that share a factor of the rounded inputs
-RECORD = GROUP // 2 + 2  # words of a row's group: pairs of integers, a, and a · (sum of integers)
-MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile: their sums fit registers
-AHEAD = 2048  # words by which prefetches run ahead of reads
+GROUP = 32  # number of inputs that are rounded with one common factor
+RECORD = GROUP // 2 + 2  # words of a rounded group: pairs of integers, factor, factor · sum
+MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile, whose sums fit in registers
+AHEAD = 2048  # number of words by which prefetches run ahead of reads
 WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
 
 
 class Layout(NamedTuple):
-    """How a type's blocks are packed: a word of scales, then chunks of words."""
+    """How blocks of one of ggml's types are packed: a word of scales, then chunks of words."""
 
-    joined: int  # blocks of the file in a packed block
+    joined: int  # number of the file's blocks in a packed block
     inputs: int  # of a packed block
     chunks: int  # of a packed block
     words: int  # of a chunk
 
 
-# Two blocks of Q4_0 and Q8_0 are joined: one has 18 or 34 bytes, which are no whole words.
+# Two blocks of Q4_0 or Q8_0 are joined, because 18 or 34 bytes are not whole words.
 LAYOUTS = {
     Q4_0: Layout(2, 64, 2, 4),
     Q4_1: Layout(1, 32, 1, 4),
@@ -75,14 +75,14 @@ LAYOUTS = {
 
 
 def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Returns packed weights, uint32 [⌈outputs / LANES⌉, blocks of inputs, words, LANES]. blocks: a
-    .gguf's, [outputs, blocks, bytes of a block], as ggml's type `kind` stores them."""
+    """Packs a matrix of a .gguf; returns uint32 [⌈outputs / LANES⌉, packed blocks, words, LANES].
+    blocks: bytes as ggml's type `kind` stores them, [outputs, blocks, bytes of a block]."""
     outputs, count, size = blocks.shape
     layout = LAYOUTS[kind]
     rest = -outputs % LANES, -count % layout.joined
     blocks = np.pad(blocks, ((0, rest[0]), (0, rest[1]), (0, 0)))
     blocks = blocks.reshape(outputs + rest[0], -1, layout.joined, size)
-    # The bytes of the scales' word, then of each chunk, [outputs, blocks, chunks or 1, bytes].
+    # head: the bytes of the word of scales. parts: those of the chunks, in order.
     if kind == Q4_K:
         low, middle, high = (blocks[..., 0, first : first + 4] for first in (4, 8, 12))
         scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
@@ -103,9 +103,9 @@ def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 class InputGroup(NamedTuple):
-    """The weights of inputs that share a scale, in registers: scale · integer + minimum. pairs:
-    (number of a pair of inputs in the chunk, function that emits code for their integers, which
-    become the 16-bit halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2."""
+    """The weights of inputs that share a scale, as LLVM values: weight = scale · integer + minimum.
+    pairs: (number of a pair of inputs in the chunk, function that emits code for the pair's
+    integers, as the 16-bit halves of words). Pair 2w + i holds inputs 4w + i and 4w + i + 2."""
 
     scale: Any
     minimum: Any | None
@@ -113,17 +113,18 @@ class InputGroup(NamedTuple):
 
 
 class Chunk:
-    """Emits the code that unpacks a chunk of LANES outputs."""
+    """Emits LLVM code that unpacks the weights of LANES outputs in one chunk of a packed block."""
 
     def __init__(self, builder: ir.IRBuilder, scales: Any, address: Any, number: Any) -> None:
-        """Takes the addresses of the block's scales and the chunk; number: of it in the block."""
+        """scales, address: LLVM pointers to the block's word of scales and to the chunk. number:
+        the chunk's number in its block."""
         self._build = builder
         self._scales = scales
         self._address = address
         self._number = builder.trunc(number, I32)
 
     def groups(self, kind: int) -> Iterator[InputGroup]:
-        """Yields the groups of a chunk of this type, in the order of its inputs."""
+        """Yields the groups of inputs that share a scale, in order. kind: ggml's type of them."""
         types_ = {Q4_0: self._q4_0, Q4_1: self._q4_1, Q8_0: self._q8_0, Q4_K: self._q4_k}
         return types_.get(kind, self._q6_k)()
 
@@ -150,7 +151,7 @@ class Chunk:
 
     def _q6_k(self) -> Iterator[InputGroup]:
         for g in range(8):
-            quarter, half = divmod(g, 2)  # a quarter of the 128 inputs, and a half of it
+            quarter, half = divmod(g, 2)  # quarter of the 128 inputs, half of that quarter
             low = 2 + 8 * (quarter % 2) + 4 * half
             high = 18 + 4 * half
             shifts = 4 * (quarter // 2), 2 * quarter - 4
@@ -165,8 +166,9 @@ class Chunk:
     def _nibbles(
         self, words: Sequence[int], shifts: Sequence[int], first: int
     ) -> list[tuple[int, Callable[[], Any]]]:
-        """Returns the words' pairs at the first two shifts, from number `first` on, then those at
-        the other two."""
+        """Returns (number, function) for each pair of 4-bit integers in these words: the pairs at
+        the first two shifts are numbered from `first` on, and those at the other two shifts after
+        them."""
         places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
         numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
         pairs = [partial(self._bits, words[w], shifts[n], 0x000F000F) for w, n in places]
@@ -186,19 +188,19 @@ class Chunk:
         return load(self._build, at(self._build, self._address, I64(word * LANES)), WORDS)
 
     def _bits(self, word: int, shift: int, mask: int) -> Any:
-        """Returns word >> shift & mask; a negative shift is to the left."""
+        """Emits word >> shift & mask; a negative shift is to the left."""
         move = self._build.lshr if shift > 0 else self._build.shl
         value = self._word(word)
         moved = move(value, _all(WORDS, abs(shift))) if shift else value
         return self._build.and_(moved, _all(WORDS, mask))
 
     def _halves(self, operation: Callable[..., Any], value: Any, by: int) -> Any:
-        """Returns a builder's operation on the 16-bit halves of words and a constant."""
+        """Emits an operation on each 16-bit half of a vector of words and the constant `by`."""
         halves = operation(self._build.bitcast(value, SHORTS), _all(SHORTS, by))
         return self._build.bitcast(halves, WORDS)
 
     def _half(self, number: Any) -> Any:
-        """Returns the float32 of float16 0 or 1 in the word of scales."""
+        """Emits the float32 of float16 number 0 or 1 in the word of scales."""
         shift = splat(self._build, self._build.mul(number, I32(16)))
         bits = self._build.lshr(load(self._build, self._scales, WORDS), shift)
         shorts = self._build.trunc(bits, ir.VectorType(I16, LANES))
@@ -206,7 +208,7 @@ class Chunk:
         return self._build.fpext(halves, VECTOR)
 
     def _byte(self, word: int, index: int) -> Any:
-        """Returns the float32 of a signed byte of a word."""
+        """Emits the float32 of signed byte number `index` of a word."""
         top = self._build.shl(self._word(word), _all(WORDS, 24 - 8 * index))
         return self._build.sitofp(self._build.ashr(top, _all(WORDS, 24)), VECTOR)
 
@@ -216,7 +218,7 @@ def _all(kind: Any, value: float) -> Any:
 
 
 def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) -> Any:
-    """Returns total + the products of two vectors' 16-bit halves, added up in 32-bit words."""
+    """Emits total + the products of two vectors' 16-bit halves; a word adds up its two products."""
     if HOST == "neon":
         half = _all(WORDS, 16)
         low = (builder.ashr(builder.shl(words, half), half) for words in (weights, inputs))
@@ -235,9 +237,9 @@ def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) 
 
 
 def kernel(module: ir.Module, kind: int, rows: int) -> Any:
-    """Returns the function of one tile, which sets y [rows, LANES] to a product. Its arguments are
-    weights (a column of `blocks` blocks), records (the rounded rows), y, blocks, and the stride of
-    y."""
+    """Makes the LLVM function of one tile, which sets y [rows, LANES] to the product of rounded
+    rows with LANES outputs of ggml's type `kind`. The function's arguments: weights (`blocks`
+    packed blocks), records (the rounded rows), y, blocks, and the stride of y."""
     name = f"packed_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]
@@ -257,7 +259,7 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
         builder.store(_all(VECTOR, 0.0), place)
     fused = multiply_add(module, VECTOR, f"v{LANES}f32")
     layout = LAYOUTS[kind]
-    chains = max(1, 4 // rows)  # sums of integers side by side, which hide an addition's latency
+    chains = max(1, 4 // rows)  # number of separate sums, which hide an addition's latency
     size = 1 + layout.chunks * layout.words
     step = layout.inputs // layout.chunks // GROUP
     with (
@@ -297,9 +299,9 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
 @intrinsic(prefer_literal=True)
 def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
     """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs. kind: a
-    literal, ggml's type. weights, y: addresses. blocks: of a column. stride: of y's rows, in
-    elements. records: an array, since an address would not keep it alive; `first`: the word at
-    which the rows' records begin."""
+    literal, ggml's type. weights, y: addresses. blocks: packed blocks of an output. stride:
+    elements from row to row of y. records: the array of rounded rows (as an address, it would not
+    be kept alive). first: the word at which these rows' records begin."""
 
     def code(context, builder, signature, args):
         _, rows, weights, y, *counts, first, records = args
@@ -318,7 +320,8 @@ _LARGEST, _ZERO = map(np.float32, (32767, 0))
 
 @njit(**JIT)
 def round_inputs(x, first, last, groups, records):
-    """Rounds rows first … last − 1 of x, float32, to records, uint32 [groups · rows · RECORD]."""
+    """Rounds rows first … last − 1 of x to 16-bit integers with a factor for each group of inputs,
+    and writes them to records, uint32 [groups · rows · RECORD]."""
     rows = last - first
     values = np.empty(GROUP, np.int32)
     for m in range(rows):
@@ -349,8 +352,8 @@ def _product(kind: int) -> Any:
     inputs = LAYOUTS[kind].inputs
 
     def product(x, packed, out, first, rows):
-        """Sets out[:rows, first …] = x[:rows] · weightᵀ; packed: as `pack` writes it. `out` has a
-        column for each output of the blocks, and x one for each input."""
+        """Sets out[:rows, first …] = x[:rows] · weightᵀ. packed: the weight, as `pack` writes it.
+        `out` has a column for each output of the packed blocks, and x one for each input."""
         columns, blocks, words, lanes = packed.shape
         groups = blocks * inputs // GROUP
         tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
@@ -374,7 +377,7 @@ def _product(kind: int) -> Any:
                     records,
                 )
 
-    # Ranks that compile two types at once must not write the same file of Numba's cache.
+    # The name selects a file of Numba's cache: ranks that compile two types need two files.
     product.__qualname__ = f"product_{kind}"
     return njit(**JIT)(product)
 

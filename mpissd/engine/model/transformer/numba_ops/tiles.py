@@ -2,8 +2,8 @@
 
 A *tile* is the product of `rows` vectors with a block of columns. Its sums stay in registers, and
 each sum adds along the depth in order, one fused multiply-add at a time. A row's numbers therefore
-depend neither on the other rows nor on the block's width. There is code for each number of rows
-from 1 to MOST_ROWS, to which a tile branches.
+depend neither on the other rows nor on the block's width. A tile branches to code that is compiled
+for its number of rows, 1 to MOST_ROWS.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from numba.extending import intrinsic
 
 
 class Tiles(NamedTuple):
-    """An instruction set's vector registers, and the blocks of columns that suit them."""
+    """An instruction set's vector registers, and the width of blocks of columns that suits them."""
 
     lanes: int  # floats of a register
     registers: int
-    width: int  # columns of a block of bfloat16 weights
+    width: int  # number of columns of a block of bfloat16 weights
 
 
-# A narrow block is read once, cache line by cache line, by a tile of any number of rows. Tiles of
-# many rows read a wide block in parts, and each part skips the cache lines of the others, which
-# halves the speed on AVX2. Measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
+# Tiles of many rows read a wide block in several passes, each of which skips some cache lines.
+# On AVX2 that halves the speed; all tiles read a block of 16 columns in one pass.
+# The widths were measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
 TILES = {
     "avx512": Tiles(lanes=16, registers=32, width=64),
     "avx2": Tiles(lanes=8, registers=16, width=16),
@@ -37,23 +37,23 @@ TILES = {
     "sse": Tiles(lanes=4, registers=16, width=16),
 }
 MOST_ROWS = 6  # the most rows of one tile
-AHEAD = 2048  # distance, in words, by which prefetches run ahead of reads
+AHEAD = 2048  # number of words by which prefetches run ahead of reads
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
-# The processor's features by LLVM's names, as Numba's settings leave them.
+# The processor's features by LLVM's names; a setting of Numba may replace the detected ones.
 _GIVEN = numba.config.CPU_FEATURES
 _SIGNED = get_host_cpu_features() if _GIVEN is None else _GIVEN
 FEATURES = {signed[1:]: signed[0] == "+" for signed in _SIGNED.split(",") if signed}
 HAS_VNNI = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
-# For the processors that it knows, LLVM splits VPDPWSSD into two slower instructions, unless this
-# feature is on; LLVM before 20 has another name for it.
+# LLVM splits the instruction VPDPWSSD into two slower ones, unless this feature is on.
+# The feature has this name since LLVM 20.
 if HAS_VNNI and binding.llvm_version_info[0] >= 20:
     FEATURES["fast-dpwssd"] = True
     numba.config.CPU_FEATURES = ",".join("-+"[has] + name for name, has in FEATURES.items())
 
 
 def host() -> str:
-    """Returns the key in TILES of this processor."""
+    """Returns this processor's instruction set, a key of TILES."""
     if binding.get_process_triple().startswith(("aarch64", "arm64")):
         return "neon"
     if FEATURES.get("avx512bw"):
@@ -67,9 +67,9 @@ VECTOR = ir.VectorType(F32, LANES)
 
 
 def columns(rows: int, width: int) -> int:
-    """Returns how many vectors of columns a tile of `rows` rows sums at once. The registers have to
-    hold the sums, the weights of one depth (one vector if there is a single row) and an input.
-    width: columns of the block."""
+    """Returns how many vectors of columns a tile of `rows` rows adds up at once. The registers have
+    to hold the sums, the weights of one depth (one vector at a time if there is a single row) and
+    an input. width: the block's columns."""
     count = width // LANES
     while count > 1 and rows * count + (count if rows > 1 else 1) >= REGISTERS:
         count //= 2
@@ -89,7 +89,7 @@ def store(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
 
 
 def splat(builder: ir.IRBuilder, value: Any) -> Any:
-    """Returns a vector of one value."""
+    """Emits a vector whose elements are all equal to `value`."""
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, I32(0))
     mask = ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
@@ -97,7 +97,7 @@ def splat(builder: ir.IRBuilder, value: Any) -> Any:
 
 
 def prefetch(builder: ir.IRBuilder, pointer: Any, words: int) -> None:
-    """Emits prefetches of the cache lines of 32-bit words at an address."""
+    """Emits prefetches of the cache lines of `words` 32-bit words from `pointer` on."""
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     for word in range(0, words, 16):
@@ -106,7 +106,7 @@ def prefetch(builder: ir.IRBuilder, pointer: Any, words: int) -> None:
 
 
 def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
-    """Returns LLVM's function a · b + c, which is fused where the processor can do so."""
+    """Returns LLVM's a · b + c for the type named `suffix`, fused if the processor can do so."""
     signature = ir.FunctionType(kind, [kind] * 3)
     return cgutils.get_or_insert_function(module, signature, f"llvm.fmuladd.{suffix}")
 
@@ -114,9 +114,9 @@ def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
 def _weights(
     builder: ir.IRBuilder, kind: str, pointer: Any, ahead: Any, count: int
 ) -> list[list[Any]]:
-    """Emits loads of the weights of one step; returns `count` vectors of float32 for each depth.
-    kind: "float", one depth a step, or "bfloat16", two, in the low and the high half of a 32-bit
-    word. Of these the weights `ahead` words further on are prefetched."""
+    """Emits the loads of one step's weights; returns `count` float32 vectors for each depth of the
+    step. kind: "float", one depth a step, or "bfloat16", two depths, in the low and the high half
+    of a 32-bit word. In bfloat16, the weights `ahead` words further on are prefetched."""
     places = [at(builder, pointer, I64(LANES * c)) for c in range(count)]
     if kind == "float":
         return [[load(builder, place, VECTOR) for place in places]]
@@ -136,9 +136,10 @@ def _sums(
     steps: Any,
     starts: list[Any],
 ) -> list[Any]:
-    """Emits the loop that adds products along the depth; returns the sums after it. weights: their
-    address, the elements from step to step, and those to the prefetch. inputs: the addresses of the
-    rows. steps: at least one. starts: the sums before, row by row."""
+    """Emits the loop that adds up products along the depth; returns the final sums. weights: their
+    address, the elements from step to step, and the words from a read to its prefetch. inputs: the
+    address of each row. steps: the number of steps, at least one. starts: the initial sums, row by
+    row."""
     entry = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("loop", "end"))
     builder.branch(loop)
@@ -167,8 +168,8 @@ def _sums(
 
 
 def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
-    """Returns the function (weights, x, y, steps, strides of weights, x and y, ahead; see `tile`)
-    of one tile, which adds a product to y [rows, count vectors]."""
+    """Makes the LLVM function that adds one tile's product to y [rows, count vectors]. Arguments:
+    weights, x, y, steps, the strides of weights, x and y, and ahead, as `tile` explains."""
     name = f"tile_{kind}_{rows}_{count}"
     if name in module.globals:
         return module.globals[name]
@@ -191,7 +192,8 @@ def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
 
 
 def by_rows(builder: ir.IRBuilder, rows: Any, most_rows: int) -> Iterator[int]:
-    """Emits a branch on `rows`; the caller emits the code for each number that it yields."""
+    """Emits a branch on the value `rows`. For each number that is yielded, the caller emits the
+    code that runs for that number of rows."""
     done = builder.append_basic_block("done")
     switch = builder.switch(rows, done)
     for count in range(1, most_rows + 1):
@@ -243,7 +245,7 @@ def fma(typing, a, b, c):
 
 @intrinsic
 def as_float(typing, bits):
-    """Returns the float32 of these 32 bits."""
+    """Returns the float32 that has these 32 bits."""
 
     def code(context, builder, signature, args):
         return builder.bitcast(args[0], F32)
@@ -263,7 +265,7 @@ def as_bits(typing, value):
 
 @intrinsic
 def block_max(typing, address, count):
-    """Returns the largest of `count` (a multiple of 16) float32 at an address."""
+    """Returns the largest of `count` float32 at an address; count is a multiple of 16."""
 
     def code(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], ir.PointerType(F32))
