@@ -1,9 +1,9 @@
 """A model's weights as a table of tensors by their Hugging Face names.
 
-Files, random weights, a draft that borrows tensors of its target, and a newer version of a draft
-all give such a table, each with its own kind of Tensor. A Part of a tensor is the share that one
-rank packs (Ops). Matrices may be stored in ggml's blocks; int8 with a float16 scale for each 32
-inputs is ggml's Q8_0.
+Such a table is made from files, from random numbers, for a draft that borrows tensors of its
+target, and for a newer version of a draft; each source has its own kind of Tensor. A Part of a
+tensor is the share that one rank packs for its device. Matrices may be stored in ggml's blocks;
+int8 with a float16 scale for each 32 inputs is ggml's Q8_0.
 
 Results name weights by a digest. It covers all of a file up to 512 MiB. Reading 140 GB would take
 minutes at every start, so of a larger file it covers the size, the first 16 MiB (with the header,
@@ -29,25 +29,25 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
 
-BLOCK = 32  # inputs that share a scale
+BLOCK = 32  # number of inputs of an int8 weight that share a scale
 Floats = NDArray[np.float32]
-Blocks = tuple[int, NDArray[np.uint8]]  # ggml's type, and bytes [outputs, blocks, bytes of a block]
-PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml's types that a CPU reads as they are
-INT8_BITS = 8.5  # of an int8 weight, with its share of a scale
+Blocks = tuple[int, NDArray[np.uint8]]  # (ggml's type, bytes [outputs, blocks, bytes of a block])
+PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml's types that a CPU reads unchanged
+INT8_BITS = 8.5  # bits of an int8 weight and of its share of a scale
 Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING = "model.embed_tokens.weight"
-MASKS = "mask_embedding.weight"  # one row for each mask token of a parallel draft
+MASKS = "mask_embedding.weight"  # a row for each mask token of a parallel draft
 HEAD = "lm_head.weight"
 LAST_NORM = "model.norm.weight"
-# What joins a token's embedding and a hidden state in a draft that reads its target's.
+# Norms and matrices of a draft that joins a token's embedding with its target's hidden state.
 JOINED = ("model.embed_norm.weight", "model.state_norm.weight")
 JOINS = ("model.embed_proj.weight", "model.state_proj.weight")
-HEAD_NORM = "norm.weight"  # norm of one Medusa head, after its residual block
+HEAD_NORM = "norm.weight"  # the norm after a Medusa head's residual block
 HEAD_IDS = "head_ids"
 WHOLE = "whole files"
 SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; others whole"
-LARGEST = 1 << 29  # bytes of a file that is read whole
+LARGEST = 1 << 29  # bytes of the largest file whose digest covers all bytes
 _HEAD = 1 << 24
 _SAMPLE = 1 << 16
 _SAMPLES = 64
@@ -56,7 +56,8 @@ _SPREAD = 0.1  # standard deviation of random norms' weights around 1, and of bi
 
 
 def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name, shape) of all tensors; matrices are [outputs, inputs], Medusa heads layers."""
+    """Yields the (name, shape) of all of a model's tensors. Matrices are [outputs, inputs]; a
+    Medusa head is named as a layer."""
     shape = config.shape
     kind = config.kind
     hidden = shape.hidden
@@ -93,10 +94,10 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def quantize(
     matrix: Floats, dither: Floats | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Returns int8 [outputs, inputs] and its scales, float16 [outputs, inputs / 32]. A weight is
-    its integer times its block's scale, which makes the largest of the block ±127. dither: float32
-    [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551, section 3): x is
-    rounded up where the dither is less than x − ⌊x⌋. None: to the nearest."""
+    """Quantises a matrix [outputs, inputs] to int8, with a scale for each block of 32 inputs;
+    returns the integers and the scales, float16 [outputs, inputs / 32]. The largest of a block is
+    ±127. dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551,
+    section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the nearest."""
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
         raise ConfigError(f"{inputs} inputs of a matrix: allowed: multiples of {BLOCK}")
@@ -113,40 +114,40 @@ def quantize(
 
 
 def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
-    """Returns the float32 values of quantised weights."""
+    """Returns the float32 values of an int8 matrix. scales: as `quantize` returns them."""
     return ArrayTensor(matrix, scales).part().read()
 
 
 class Tensor:
-    """A vector [n], or a matrix [outputs, inputs]; only the part that is asked for is read. rows,
-    columns: of the part, slices with a start and a stop; a vector has rows only. bits: of a weight
-    in a CPU's memory."""
+    """A stored vector [n] or matrix [outputs, inputs], of which only the requested part is read.
+    bits: the size of a weight in a CPU's memory. Arguments of its methods: rows, columns, the
+    part's slices with a start and a stop; a vector has rows only."""
 
     shape: tuple[int, ...]
     bits = 16.0
 
     def part(self, rows: slice = ALL, columns: slice = ALL) -> Part:
-        """Returns these rows and columns; nothing is read yet."""
+        """Returns the part with these rows and columns; nothing is read yet."""
         sizes = zip((rows, columns), (*self.shape, 1)[:2], strict=True)
         return Part(self, *(slice(*part.indices(size)[:2]) for part, size in sizes))
 
     def read(self, rows: slice, columns: slice) -> Floats:
-        """Returns the part's values, float32."""
+        """Returns the values in these rows and columns, float32."""
         raise NotImplementedError
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        """Returns a matrix's part in ggml's blocks; None if it is not stored so, or if its columns
-        are not whole blocks."""
+        """Returns these rows and columns of a matrix in ggml's blocks; None if it is not stored so,
+        or if the columns are not whole blocks."""
         return None
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
-        """Describes a part of random weights, so that a device can make it; None: not random."""
+        """Returns how a device can generate these random weights; None if they are not random."""
         return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows (outputs) and columns (inputs) of a tensor, slices with a start and a stop."""
+    """Rows (outputs) and columns (inputs) of a stored tensor, slices with a start and a stop."""
 
     tensor: Tensor
     rows: slice
@@ -163,24 +164,24 @@ class Part:
         return replace(self, rows=slice(start + first, start + last))
 
     def read(self) -> Floats:
-        """Returns the values, float32."""
+        """Returns the part's values, float32."""
         return self.tensor.read(self.rows, self.columns)
 
     def blocks(self) -> Blocks | None:
-        """Returns the part in ggml's blocks, or None, as Tensor.blocks."""
+        """Returns the part in ggml's blocks; None if it is not stored in whole blocks."""
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Describes random weights, or returns None, as Tensor.recipe."""
+        """Returns how a device can generate these random weights; None if they are not random."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
 class ArrayTensor(Tensor):
-    """A tensor in memory, or in a file that is mapped into it."""
+    """A tensor in memory, or in a file that is mapped into memory."""
 
     def __init__(self, values: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
-        """Takes values of any type, uint16 for the bits of bfloat16; scales: of int8 values,
-        float16 [outputs, ⌈inputs / 32⌉]."""
+        """values: numbers of any type; uint16 holds the bits of bfloat16. scales: those of int8
+        values, float16 [outputs, ⌈inputs / 32⌉]."""
         self.shape = values.shape
         self._values = values
         self._scales = scales
@@ -208,17 +209,17 @@ class ArrayTensor(Tensor):
 
 
 class LentRows(Tensor):
-    """Rows of a target's LM head that its draft shares, in its blocks or else quantised as int8."""
+    """A draft's LM head of rows of its target's: in ggml's blocks if those are, or else in int8."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
-        """Takes the target's head, and the tokens of the draft's rows, rising."""
+        """head: the target's LM head. ids: the token of each of the draft's rows, rising."""
         self.shape = len(ids), head.shape[1]
         self.bits = head.bits if head.bits < Tensor.bits else INT8_BITS
         self._head = head
         self._ids = ids
 
     def _parts(self, rows: slice, columns: slice) -> tuple[Part, Ints | slice]:
-        """Returns a part that holds these rows, in blocks, and their places in it."""
+        """Returns a part of the head, in blocks, that has these rows, and their places in it."""
         ids = self._ids[rows]
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
         span = self._head.part(slice(first, last + 1))
@@ -237,7 +238,7 @@ class LentRows(Tensor):
 
 
 class Resized(Tensor):
-    """A matrix cut to its first rows, or continued by those of `more` or by zeros."""
+    """A matrix cut to its first `count` rows, or continued by the rows of `more` or by zeros."""
 
     def __init__(self, matrix: Tensor, count: int, more: Tensor | None = None) -> None:
         self.shape = (count, matrix.shape[1])
@@ -261,8 +262,8 @@ class Resized(Tensor):
 
 @dataclass(eq=False)
 class RandomTensor(Tensor):
-    """A tensor whose elements are hashes of `key` and their places, so that each rank makes its own
-    part; uniform around `mean` with standard deviation `scale`."""
+    """A tensor of random numbers, uniform around `mean` with standard deviation `scale`. An element
+    is a hash of `key` and its place, so that each rank generates only its own part."""
 
     key: int
     shape: tuple[int, ...]
@@ -280,12 +281,12 @@ class RandomTensor(Tensor):
 
 @dataclass(eq=False)
 class Checkpoint:
-    """One model's weights: its configuration, and a tensor for each name of `tensors`.
+    """One model's weights: its configuration, and a tensor for each name that `tensors` yields.
 
     The LM head is the embedding where config.tied. The rotated pairs of q and k are (i, i +
     head_dim / 2), as in Hugging Face's layout. paths: the files that the digest covers; () for
     random or replaced weights. head_ids: int32, the token of each row of the LM head, rising; None
-    where row i is token i. shares_head: whether the target lends the head.
+    where row i is token i. shares_head: whether the LM head consists of the target's rows.
     """
 
     config: TransformerConfig
@@ -304,38 +305,39 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str | None:
-        """Digest of one file, or of the list that sha256sum prints of several; None without."""
+        """SHA-256 of the weights' file, or of sha256sum's list of several; None without files."""
         return self._digest[0]
 
     @property
     def sha256_of(self) -> str | None:
-        """What the digest covers of the files, WHOLE or SAMPLED; None without files."""
+        """How much of the files the digest covers, WHOLE or SAMPLED; None without files."""
         return self._digest[1]
 
     def part(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Part:
-        """Returns a part of a tensor; nothing is read yet."""
+        """Returns a part of the tensor `name`; nothing is read yet."""
         return self.by_name[name].part(rows, columns)
 
     def table(self) -> Part:
-        """Returns the embedding [vocab + masks, hidden]: mask token j has row vocab + j."""
+        """Returns the embedding [vocab + masks, hidden]; mask token j has row vocab + j."""
         if not self.config.masks:
             return self.part(EMBEDDING)
         count = self.config.shape.vocab_size + self.config.masks
         return Resized(self.by_name[EMBEDDING], count, self.by_name[MASKS]).part()
 
     def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> Floats:
-        """Returns a part of a matrix [outputs, inputs], or of a vector, float32."""
+        """Returns a part of the tensor `name`, float32: [outputs, inputs], or a vector."""
         return self.part(name, rows, columns).read()
 
 
 def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
-    """Returns random weights; equal seeds give a layer equal weights at any number of layers."""
+    """Returns random weights, which `seed` decides. A layer's weights are equal at any number of
+    layers, but for the scale of o and down."""
 
     def tensor(name: str, size: tuple[int, ...]) -> RandomTensor:
         key = zlib.crc32(f"{seed} {name}".encode())
         if len(size) == 1:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
-        scale = float(size[1] ** -0.5)  # keeps activations near 1, as o and down add up over layers
+        scale = float(size[1] ** -0.5)  # keeps outputs near 1; less for o and down, which add up
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             scale *= float((2 * config.shape.num_layers) ** -0.5)
         return RandomTensor(key, size, scale)
@@ -347,17 +349,17 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
 
 
 def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of the tensors that a version of this model replaces: all but the
-    embedding and its mask tokens, and the LM head where the target lends it."""
+    """Returns {name: shape} of the tensors that a new version of this model contains: all but the
+    embedding and its mask tokens, and but the LM head if that is the target's."""
     lent = {EMBEDDING, MASKS, HEAD} if checkpoint.shares_head else {EMBEDDING, MASKS}
     return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
 
 
 def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
-    """Returns a checkpoint whose tensors of `replaced` are these arrays. arrays: matrices
-    "X.weight" in a float type, or in int8 with float16 scales "X.scale" for each 32 inputs;
-    vectors. Raises ProtocolError if one is missing, has another shape than its tensor in `base`, or
-    is not finite."""
+    """Returns `base` with these arrays in place of the tensors that `replaced` names. arrays:
+    vectors, and matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for
+    each 32 inputs. Raises ProtocolError if one is missing, is not finite, or has another shape than
+    in `base`."""
     where = f"version of {base.name}"
     sizes = replaced(base)
     by_name = dict(base.by_name)
@@ -383,14 +385,14 @@ def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
 
 
 def packed(arrays: Arrays) -> bytes:
-    """Returns arrays as bytes in the format safetensors."""
+    """Returns these arrays as bytes in the format safetensors."""
     from safetensors.numpy import save
 
     return bytes(save({name: np.ascontiguousarray(values) for name, values in arrays.items()}))
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
-    """Returns the arrays in bytes of safetensors; raises ProtocolError for other bytes."""
+    """Returns the arrays in safetensors' bytes; raises ProtocolError for other bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -402,8 +404,8 @@ def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
-    """Returns the SHA-256 of one file, or of the lines "digest  name" of several; and what it
-    covers, WHOLE or SAMPLED."""
+    """Returns the SHA-256 of one file, or of the lines "digest name" of several files; and how much
+    of the files it covers, WHOLE or SAMPLED."""
     stats = [(path, path.stat()) for path in paths]
     digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
     covers = SAMPLED if any(at.st_size > LARGEST for _, at in stats) else WHOLE
@@ -415,8 +417,8 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Returns a file's digest, read again if its time or size has changed: of a large file that of
-    its size in decimal, its beginning, and blocks up to its end."""
+    """Returns a file's SHA-256; for a file above LARGEST, that of its size in decimal, its first
+    bytes and sampled blocks. A changed time or size makes a cached digest invalid."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         if size <= LARGEST:

@@ -1,4 +1,4 @@
-"""The configuration of a transformer beyond its widths, read from a preset, config.json or .gguf.
+"""A transformer's architecture beyond its widths, read from a preset, config.json or .gguf.
 
 All supported families (Llama, SmolLM2, Mistral, Qwen2.5, Qwen3) are one architecture: RMSNorm,
 rotary positions, grouped-query attention and SwiGLU. They differ in the fields of
@@ -22,12 +22,12 @@ from mpissd.common.gguf import GgufFile
 from mpissd.common.presets import ModelShape
 from mpissd.common.shapes import STATE_KINDS
 
-MOST_MASKS = 63  # mask tokens of a draft
+MOST_MASKS = 63  # the most mask tokens of a parallel draft
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
-# Keys of a config.json that change results in other architectures or programs. transformers ignores
-# them in the supported families, as it ignores all keys that it does not know.
+# Keys of a config.json that change results in other architectures or programs.
+# In the supported families transformers ignores them; here a file that sets one is refused.
 CHANGING = """
     text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim
@@ -44,7 +44,7 @@ _ROPE_READ = {
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
 }
 _ROPE_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Keys of a .gguf after the architecture's name: those that are read, and four harmless ones.
+# Metadata keys of a .gguf, without the architecture's name; the last four are not read.
 _GGUF_KEYS = """
     block_count embedding_length feed_forward_length context_length attention.head_count
     attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
@@ -55,12 +55,10 @@ _GGUF_KEYS = """
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretches the rotary wavelengths of Llama 3.1 and later (rope_type "llama3").
-
-    factor: divides the frequencies whose wavelength exceeds original / low. low, high: the
-    wavelengths between original / high and original / low are interpolated. original: the context
-    length in tokens before the scaling.
-    """
+    """Stretches the rotary wavelengths of Llama 3.1 and later (rope_type "llama3"). factor: divides
+    the frequencies whose wavelength exceeds original / low. low, high: frequencies whose wavelength
+    lies between original / high and original / low are interpolated. original: the context length
+    in tokens before the scaling."""
 
     factor: float
     low: float
@@ -70,16 +68,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of a supported transformer.
+    """The architecture of a supported transformer.
 
     qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
-    tied: the LM head is the embedding. rope_divisor: divides all frequencies (linear scaling).
-    max_positions: the longest context in tokens. head_vocab: rows of the LM head, fewer than
-    shape.vocab_size if a draft can give some of its target's tokens only. bits: the mean size of a
-    weight that a forward reads, in a CPU's memory. kind: one of shapes.STATE_KINDS, for a draft
-    that reads its target's hidden state; "" for others. Medusa heads count as layers. masks: the
-    number J of mask tokens of a parallel draft, whose ids V, …, V + J − 1 follow its vocabulary of
-    V tokens (PARD, 2504.18583). Raises ConfigError for an odd head_dim, which cannot be rotated.
+    tied: the LM head is the embedding. rope_divisor: divides all rotary frequencies (linear
+    scaling). max_positions: the longest context in tokens. head_vocab: rows of the LM head, fewer
+    than shape.vocab_size if a draft can propose only some of its target's tokens. bits: the mean
+    size of a weight in a CPU's memory. kind: one of shapes.STATE_KINDS, for a draft that reads its
+    target's hidden state; "" for others. Medusa heads count as layers. masks: the number J of mask
+    tokens of a parallel draft, whose ids V, …, V + J − 1 follow its vocabulary of V tokens (PARD,
+    2504.18583). Raises ConfigError for an odd head_dim, which cannot be rotated.
     """
 
     shape: ModelShape
@@ -107,7 +105,7 @@ class TransformerConfig:
             object.__setattr__(self, "head_vocab", self.shape.vocab_size)
 
     def frequencies(self) -> NDArray[np.float64]:
-        """Returns the angle, in radians a position, of each rotated pair: float64 [head_dim / 2].
+        """Returns the angle of each rotated pair, in radians per position: float64 [head_dim / 2].
         Source: RoFormer (2104.09864), equation 15, and Llama 3.1's scaling of long wavelengths."""
         half = np.arange(0, self.shape.head_dim, 2) / self.shape.head_dim
         angles = self.rope_theta**-half / self.rope_divisor
@@ -129,7 +127,7 @@ _QWEN3: dict[str, Any] = {
 }
 _LLAMA31 = {**_LLAMA3, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192)}
 _LLAMA32 = {**_LLAMA3, "rope_scaling": Llama3Scaling(32.0, 1.0, 4.0, 8192), "tied": True}
-# Where a preset's published config.json differs from TransformerConfig's defaults.
+# The fields in which a preset's published config.json differs from TransformerConfig's defaults.
 _PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": _LLAMA31,
     "llama-3.1-8b": _LLAMA31,
@@ -156,12 +154,13 @@ def of_preset(shape: ModelShape) -> TransformerConfig:
     return TransformerConfig(shape, **{"family": "llama", **fields})
 
 
-# (key, its value, whether a model with it can be computed, the values that are supported)
+# The check of a key: (key, its value, whether that is supported, what values are supported).
 Rule = tuple[str, Any, bool, str]
 
 
 def _check(path: Path, rules: Sequence[Rule]) -> None:
-    """Raises ConfigError for the first key that describes another architecture."""
+    """Raises ConfigError for the first rule whose value is not supported. path: the model's
+    file."""
     for key, value, is_supported, allowed in rules:
         if not is_supported:
             raise ConfigError(
@@ -170,7 +169,8 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 
 def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
-    """Returns rules that allow no other keys than these, but null and private ones (_…)."""
+    """Returns rules that refuse every key not in `read`, but null values and private keys (_…).
+    prefix: text before the key in a message."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
         for key in sorted(keys.keys() - set(read))
@@ -178,11 +178,11 @@ def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[
 
 
 def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
-    """Returns the configuration that a config.json describes; raises ConfigError."""
+    """Returns the configuration in the config.json at `path`; raises ConfigError if unsupported."""
     config = hf_config.load(path)
     family = config.get("model_type")
     ours = own_keys(config)
-    # Qwen's files name a window and turn it off.
+    # Qwen's files give a sliding window, but turn it off.
     slides = bool(family not in ("qwen2", "qwen3") or config.get("use_sliding_window"))
     window = config.get("sliding_window") if slides else None
     longest = int(_number(path, config, "max_position_embeddings", 2048))
@@ -235,7 +235,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
 
 def _rotation(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that say how positions are rotated."""
-    # Older versions have rope_theta and rope_scaling, newer ones both in rope_parameters.
+    # Older files have rope_theta and rope_scaling, newer ones have both in rope_parameters.
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = scaling if isinstance(scaling, dict) else {"rope_type": scaling}
     rope = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | scaling
@@ -261,7 +261,7 @@ def _rotation(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of a config.json's object "mpissd"; {} without one."""
+    """Returns what mpissd wrote to a draft's config.json, its object "mpissd"; {} without one."""
     ours = config.get("mpissd")
     return ours if isinstance(ours, dict) else {}
 
@@ -277,14 +277,15 @@ def _number(path: Path, config: Mapping[str, Any], key: str, default: float | No
 def of_gguf(
     file: GgufFile, shape: ModelShape, factors: NDArray[np.float32] | None
 ) -> TransformerConfig:
-    """Returns the configuration that a .gguf's metadata describes; raises ConfigError. factors: its
-    tensor rope_freqs.weight, float32 [head_dim / 2], which divides the frequencies."""
+    """Returns the configuration in a .gguf's metadata; raises ConfigError if it is not supported.
+    factors: the file's tensor rope_freqs.weight, float32 [head_dim / 2], which divides the rotary
+    frequencies."""
     path = file.path
     family = str(file.metadata["general.architecture"])
     prefix = f"{family}."
     of_family = (item for item in file.metadata.items() if item[0].startswith(prefix))
     keys = {key.removeprefix(prefix): value for key, value in of_family}
-    # Absent keys mean what they mean to llama.cpp.
+    # For absent keys the defaults are llama.cpp's.
     scaling = keys.get("rope.scaling.type", "linear")
     keys.setdefault("attention.value_length", shape.hidden // shape.num_heads)
     neutral = {
@@ -319,7 +320,7 @@ def of_gguf(
     )
     if factors is None:
         return config
-    # The file does not name the constants, which are the same for all models of Llama 3.
+    # A .gguf lacks the scaling's constants, which are the same for all models of Llama 3.
     scaled = replace(config, rope_scaling=Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192))
     wanted = config.frequencies() / scaled.frequencies()
     has_others = config.rope_divisor != 1 or len(factors) != len(wanted)

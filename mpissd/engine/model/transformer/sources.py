@@ -1,10 +1,10 @@
 """Opens a model's weights by its name: random ones, a Hugging Face folder, or a .gguf.
 
-A draft is mapped to its target's vocabulary if one vocabulary begins with the other. The
-config.json of a draft that mpissd distilled names its target by two digests. That of the files
-holds for one file only. That of the norms' weights holds for the model in all its formats, because
-a .gguf of any quantisation keeps vectors as they are in the Hugging Face folder. A fine-tuned model
-that left its parent's norms as they were (most LoRA) counts as its parent.
+A draft is mapped to its target's vocabulary if one of the two vocabularies begins with the other.
+The config.json of a draft that mpissd distilled names its target by two digests. The digest of the
+files identifies one file only. The digest of the norms' weights identifies the model in all its
+formats, because a .gguf of any quantisation keeps vectors as they are in the Hugging Face folder. A
+fine-tuned model that left its parent's norms as they were (most LoRA) counts as its parent.
 
 Files are memory-mapped, so that each rank reads its slice only. In safetensors a matrix may be
 quantised by mpissd ("int8-32"): `X.weight` int8 [out, in] with `X.scale` float16 [out, in / 32],
@@ -65,11 +65,12 @@ _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "<i1", "I32": "<i4"}
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 _UNREAD = "allowed: files without tensors that are not read, as they may change the result"
 ROPE_FACTORS = "rope_freqs.weight"
-_PIECE = 1 << 17  # elements dequantised at once; they stay in the processor's cache
+_PIECE = 1 << 17  # elements dequantised at once, so few that they stay in the processor's cache
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports a library that `what` needs; raises ConfigError if it is missing."""
+    """Imports a library that `what` (named in messages) needs; raises ConfigError if it is
+    missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -77,8 +78,8 @@ def library(name: str, what: str) -> ModuleType:
 
 
 def fetch_missing(pair: str | None, *models: str | None) -> None:
-    """Downloads those of these models that the hub's cache lacks; raises ConfigError, which says
-    how to go on without a network."""
+    """Downloads those of these models that the Hugging Face hub's local cache lacks. pair: the name
+    of a target and a draft. Raises ConfigError, which says how to go on without a network."""
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
         if not is_missing(name):
             continue
@@ -104,13 +105,13 @@ def open_files(
 ) -> Checkpoint:
     """Returns the weights in files; reads no tensor yet.
 
-    target: the model that lends its input embedding to a draft without one. shares_head: whether it
-    also lends rows of its LM head, those of the tensor `head_ids`. depth: the number of layers in
-    the files, which may be more than the configuration has. Raises ConfigError for a tensor that is
-    missing, has another shape than in the configuration, or is not read.
+    target: the model that lends its input embedding to a draft without one. shares_head: whether
+    the target also lends rows of its LM head, those that the tensor `head_ids` lists. depth: the
+    number of layers in the files, which may be more than the configuration has. Raises ConfigError
+    for a tensor that is missing, has another shape than in the configuration, or is not read.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
-    # A .gguf has no list of a draft's tokens.
+    # Only safetensors may list the tokens that a draft can propose.
     ids = files.integers(HEAD_IDS) if isinstance(files, SafetensorsFiles) else None
     by_name = dict[str, Tensor]()
     if ids is not None:
@@ -156,7 +157,7 @@ def open_files(
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    """Returns the folder's file of weights, or else the files that its index names."""
+    """Returns the folder's file model.safetensors, or else the files that its index names."""
     index = folder / INDEX
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -179,7 +180,7 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder by their Hugging Face names; unread: those not asked for yet."""
+    """The tensors of a folder of safetensors. unread: the names that no method has returned yet."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the files' headers; raises ConfigError if a file is missing or damaged."""
@@ -195,7 +196,7 @@ class SafetensorsFiles:
         self._maps = {path: np.memmap(path, np.uint8, "r") for path in self.paths}
 
     def get(self, name: str) -> Tensor | None:
-        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
+        """Returns a tensor, None if it is missing. Raises ConfigError for an unsupported type."""
         if name not in self._entries:
             return None
         values = self._array(name, _DTYPES)
@@ -217,7 +218,7 @@ class SafetensorsFiles:
         return np.array(self._array(name, ("I32",))) if name in self._entries else None
 
     def _array(self, name: str, kinds: Iterable[str]) -> NDArray[Any]:
-        """Returns a tensor as it is stored; raises ConfigError for a dtype that is not allowed."""
+        """Returns a tensor as it is stored; raises ConfigError if its dtype is not in `kinds`."""
         path, entry = self._entries[name]
         self.unread.discard(name)
         if entry["dtype"] not in kinds:
@@ -230,8 +231,8 @@ class SafetensorsFiles:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns each tensor's dtype, shape, and data_offsets, counted from the start of the file:
-    what the safetensors library, which checks it, does not give."""
+    """Returns the dtype, shape and data_offsets (from the start of the file) of each tensor by
+    name. The safetensors library only checks the file, since it does not give the offsets."""
     safetensors = library("safetensors", str(path.parent))
     try:
         check_regular(path)
@@ -249,7 +250,7 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def gguf_name(name: str) -> str:
-    """Returns the GGUF name of a Hugging Face tensor ("blk.0.attn_q.weight")."""
+    """Returns the name in a .gguf of a Hugging Face tensor, such as "blk.0.attn_q.weight"."""
     layer = _LAYER.match(name)
     if layer is None:
         return _gguf_name(name)
@@ -258,20 +259,21 @@ def gguf_name(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _gguf_name(name: str) -> str:
-    """Returns the GGUF name of a tensor of the first layer, or of no layer."""
+    """Returns the name in a .gguf of a tensor of layer 0, or outside the layers."""
     gguf = library("gguf", "a .gguf")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # has all tensors of other families
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all families' tensors
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
 
 
 class GgufTensor(Tensor):
-    """A tensor of ggml's blocks, which the library dequantises."""
+    """A tensor of a .gguf, stored in ggml's blocks, which the library gguf dequantises."""
 
     def __init__(
         self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
     ) -> None:
-        """Takes the blocks, [rows, bytes of a row], or [bytes] of a vector, and their ggml type;
-        head_dim: of q or k if their rows are in llama.cpp's order, else 0."""
+        """data: the blocks, [rows, bytes of a row], or [bytes] of a vector. kind: their ggml type.
+        head_dim: that of q or k if their rotated pairs of rows are side by side, as llama.cpp has
+        them, else 0."""
         self.shape = shape
         self._data = data
         self._kind = kind
@@ -295,7 +297,7 @@ class GgufTensor(Tensor):
         return self._kind, data.reshape(len(data), -1, size)
 
     def _stored(self, rows: slice) -> slice | NDArray[np.int64]:
-        """Returns where the file has these rows."""
+        """Returns where the file has these rows; llama.cpp stores q and k in another order."""
         if not (width := self._head_dim):
             return rows
         wanted = np.arange(rows.start, rows.stop)
@@ -303,14 +305,14 @@ class GgufTensor(Tensor):
         return np.asarray(wanted - wanted % width + 2 * pair + half)
 
     def _bytes(self, rows: slice, columns: slice) -> NDArray[np.uint8]:
-        """Returns the bytes of the blocks that hold this part, a row for each of its rows."""
+        """Returns the bytes of the blocks that hold this part, one row of bytes for each row."""
         block, size = self._block
         stored = self._stored(rows)
         return self._data[stored, columns.start // block * size : -(-columns.stop // block) * size]
 
 
 class GgufFiles:
-    """The tensors of a .gguf with its shards, by their Hugging Face names; unread: as above."""
+    """The tensors of a .gguf with its shards. unread: the names that `get` has not returned yet."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; raises ConfigError if the file is damaged."""
@@ -318,12 +320,12 @@ class GgufFiles:
         self.paths = list(self.file.paths)
         self.unread = set(self.file.tensors)
         self._data = {part: np.memmap(part, np.uint8, "r") for part in self.paths}
-        # llama.cpp's converter makes a rotated pair's rows neighbours, for "llama" only.
+        # For "llama" alone, llama.cpp's converter puts the rows of a rotated pair side by side.
         self.is_llama = self.file.metadata["general.architecture"] == "llama"
         self._head_dim = head_dim if self.is_llama else 0
 
     def get(self, name: str) -> Tensor | None:
-        """Returns a tensor, None if it is missing; raises ConfigError for an unreadable one."""
+        """Returns a tensor by Hugging Face name, None if it is missing. Raises ConfigError."""
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
         self.unread.discard(gguf_name(name))
@@ -344,7 +346,7 @@ class GgufFiles:
 
 @lru_cache(maxsize=64)
 def _block(kind: int) -> tuple[int, int] | None:
-    """Returns (elements, bytes) of a block of a ggml type; None if the library lacks it."""
+    """Returns (elements, bytes) of a block of a ggml type; None if the library gguf lacks it."""
     gguf = library("gguf", "a .gguf")
     try:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
@@ -355,8 +357,8 @@ def _block(kind: int) -> tuple[int, int] | None:
 
 
 def _values(data: NDArray[Any], kind: int) -> Floats:
-    """Dequantises whole blocks, bytes [rows, n], in pieces: the library splits its input
-    into groups of 16 rows, whose calls take longer than their arithmetic."""
+    """Dequantises whole blocks, bytes [rows, n]. Many blocks are passed as one row: the library
+    works on 16 rows at a time, in calls that take longer than their arithmetic."""
     gguf = library("gguf", "a .gguf")
     type_ = gguf.GGMLQuantizationType(kind)
     block, size = gguf.GGML_QUANT_SIZES[type_]
@@ -380,8 +382,8 @@ def check_vocabularies(target: str, draft: str) -> None:
 
 
 def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
-    """Returns the tokens that a draft can give, rising; None if these are all of the target's.
-    vocab: the size of the target's vocabulary."""
+    """Returns the tokens that a draft can propose, rising; None if it can propose all of the
+    target's. vocab: the size of the target's vocabulary."""
     count = draft.config.head_vocab
     if draft.head_ids is None and count < vocab:
         return np.arange(count, dtype=np.int32)
@@ -391,8 +393,8 @@ def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
     """Returns the architecture of a model, from its metadata. where: any name that
     presets.resolve_model takes. target: the target's name, for a draft: it may read the target's
-    embedding, and has the target's vocabulary whatever its own is. Raises ConfigError, which names
-    the missing, damaged or unsupported part."""
+    embedding, and is mapped to the target's vocabulary. Raises ConfigError, which names the
+    missing, damaged or unsupported part."""
     return _config(where, target, _stamp(where), None if target is None else _stamp(target))
 
 
@@ -405,7 +407,7 @@ def _config(where: str, target: str | None, *stamps: Stamp | None) -> Transforme
 
 
 def _stamp(where: str) -> Stamp:
-    """Returns the names, times and sizes of a model's files, to see when they change."""
+    """Returns the (name, time, size) of each of a model's files, by which a change is noticed."""
     path = files_of(where)
     if path is None or not os.path.exists(path):
         return ()
@@ -416,9 +418,10 @@ def _stamp(where: str) -> Stamp:
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
-    """Opens a model's weights; reads no tensor yet. Arguments and errors are config_of's. seed: of
-    random weights. A draft's head is cut to its target's vocabulary; tokens that the draft lacks
-    are never drafted."""
+    """Opens a model's weights; reads no tensor yet. where: any name that presets.resolve_model
+    takes. seed: decides random weights. target: the target's name, for a draft, whose head is cut
+    to its target's vocabulary; tokens that the draft lacks are never drafted. Raises
+    ConfigError."""
     path = files_of(where)
     shape = resolve_model(where)
     other = None if target is None else open_checkpoint(target)
@@ -446,7 +449,7 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         if reads_target and other is None:
             raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
         shares_head = reads_target and ours.get("head") == "target"
-        # A head in the files may differ from the embedding, whatever config.json says.
+        # A head in the files is used even if config.json says that the embedding is the head.
         config = replace(config, tied=config.tied and HEAD not in files.unread)
         lender = other if reads_target else None
         opened = open_files(files, config, lender, shares_head=shares_head, depth=depth)
@@ -454,7 +457,7 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         return opened
     config = mapped(opened.config)
     ids = opened.head_ids
-    if ids is not None:  # ids rise, so those that the target lacks come last
+    if ids is not None:  # ids rise, so that those that the target lacks come last
         ids = ids[ids < vocab_size]
         config = replace(config, head_vocab=len(ids))
     by_name = dict(opened.by_name)  # tokens that the draft lacks have an embedding of zeros
@@ -467,8 +470,8 @@ _ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 
 
 def origin_of(target: Checkpoint) -> dict[str, str | None]:
-    """Returns the keys by which the config.json of a draft names the target it is made for. They
-    are its name, the SHA-256 of its files (None if it has random weights), and that of all norms'
+    """Returns the keys by which a draft's config.json names the target it is made for: the target's
+    name, the SHA-256 of its files (None if it has random weights), and that of all its norms'
     weights as float32, in the order of `tensors` (None if all are 1, as before training)."""
     names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
     norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
@@ -477,8 +480,8 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
-    """Returns the name and the digest of the target that a draft's files name (None: they name
-    none), and whether it is this target (None: unknown). Raises ConfigError for an unreadable
+    """Returns the name and SHA-256 of the target that a draft's files name (None if they name
+    none), and whether that is `target` (None if unknown). Raises ConfigError for an unreadable
     config.json."""
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
@@ -495,12 +498,12 @@ def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | Non
 
 
 def made_for(draft: str, target: str) -> bool | None:
-    """Returns whether a draft was made for this target, both given by name; None: unknown."""
+    """Returns whether a draft was made for this target, both given by name; None if unknown."""
     return _origin(draft, target)[2]
 
 
 def doubt(draft: str, target: str) -> str:
-    """Returns a line of doubt if a draft names another target than this one, and else ""."""
+    """Returns a line of doubt unless a draft's files name this target, or none at all; then ""."""
     name, sha256, is_of = _origin(draft, target)
     if name is None or is_of:
         return ""
