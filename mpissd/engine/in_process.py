@@ -140,7 +140,7 @@ class Loops:
             self._faults.append(fault)
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns the source of newer draft weights, which is None unless overridden."""
+        """Returns the source of newer weights, for subclasses whose draft is trained; None here."""
         return None
 
     def close(self) -> None:

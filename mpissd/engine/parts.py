@@ -42,7 +42,8 @@ def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
 
 
 def group_waiters(job: Job, waiter: Waiter) -> Sequence[Waiter]:
-    """Returns a Waiter for each target group of a draft rank. waiter: how the rank itself waits."""
+    """Returns a Waiter, which waits for messages, for each target group that a draft serves.
+    waiter: the rank's own, used if there is one group."""
     groups = job.config.groups
     return [waiter] if groups == 1 else [GroupWaiter(waiter.deadline_s) for _ in range(groups)]
 

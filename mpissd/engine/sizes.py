@@ -94,7 +94,7 @@ class Sizes:
 
     @property
     def drafts_by_transformer(self) -> bool:
-        """Whether the draft runs a transformer's forwards; prompt lookup has none."""
+        """Whether the draft is a transformer: no bare matrix products, and no prompt lookup."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
 
     @property
@@ -104,20 +104,20 @@ class Sizes:
 
     @property
     def tokens_a_forward(self) -> int:
-        """How many tokens a draft forward drafts for a sequence: several with Medusa heads."""
+        """Tokens that a draft forward drafts for a sequence: several with Medusa heads or masks."""
         if isinstance(self.draft_shard, StateShard):
             return self.draft_shard.num_heads_used
         return 1 + self.masks if self.draft is None or self.masks else self.draft.num_tokens
 
     @property
     def masks(self) -> int:
-        """Mask tokens in a step of a parallel draft, which drafts K levels by K − 1 of them; 0 of
+        """The mask tokens in a parallel draft's forward, K − 1 to draft K tokens at once; 0 for
         other drafts."""
         return max(0, self.lookahead - 1) if self.config.parallel_drafting else 0
 
     @property
     def mask_ids(self) -> range:
-        """The token ids of these masks, which follow those of the draft's vocabulary."""
+        """The token ids of a parallel draft's mask tokens, which follow its vocabulary's ids."""
         vocab = 0 if self.draft is None else self.draft.vocab_size
         if isinstance(self.draft_shard, TransformerShard):  # it has its target's vocabulary
             vocab = self.draft_shard.shape.vocab_size
@@ -181,8 +181,7 @@ class Sizes:
 
     @property
     def verify_rows(self) -> int:
-        """The rows of a full verification, b(N+1): N drafted tokens and the last token a
-        sequence."""
+        """The rows of a full verification, b(N+1): a sequence's last token and N drafted ones."""
         return self.config.batch_size * (self.verified + 1)
 
     def rates(self, source: Source) -> tuple[float, ...]:

@@ -36,8 +36,8 @@ _COLUMN_AXES = (0, 6, 3)
 @dataclass(frozen=True)
 class ChainGeometry:
     """The macros with which chain.cu is compiled for a number of row tiles (8 rows of x each).
-    tiles: column tiles that a block computes at once. slots: of the ring buffer that holds weights
-    ahead. ahead: slots for which parts of x are prefetched. flying: weight copies in flight."""
+    tiles: column tiles that a block computes at once. slots: of the ring buffer of weights. ahead:
+    slots for which x is prefetched. flying: weight copies in flight."""
 
     row_tiles: int
     tiles: int
@@ -115,12 +115,12 @@ class Multiplication(NamedTuple):
 
 
 def suits(rows: int, columns: int) -> bool:
-    """Returns whether a weight has sizes that chain.cu takes: multiples of PAIR and of TILE."""
+    """Returns whether a weight [rows, columns] can be packed: multiples of 32 and of 16."""
     return rows > 0 and rows % PAIR == 0 and columns > 0 and columns % TILE == 0
 
 
 def aligned(x: Operand, out: Operand) -> bool:
-    """Returns whether the kernel can read x in units of 16 bytes, and write out in 4 bytes."""
+    """Returns whether x allows reads of 16 bytes at a time, and out writes of 4 bytes."""
     return not (x.address % 16 or x.step % 8 or out.address % 4 or out.step % 2)
 
 

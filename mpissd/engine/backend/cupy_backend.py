@@ -54,7 +54,7 @@ _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
 # Without this mode, cuBLAS may add the parts of a split product in float16. The mode costs at most
 # 1% (H200, 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
-_MAX_SHARED_BYTES = 97  # the number of cudaDevAttrMaxSharedMemoryPerBlockOptin
+_MAX_SHARED_BYTES = 97  # CUDA's number for cudaDevAttrMaxSharedMemoryPerBlockOptin
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,7 @@ class ChainRunner:
 
     def sum_last(self, out: Operand, inboxes: OneshotGroup) -> bool:
         """Makes the kernel also sum `out`, the last recorded product's output, over the ranks.
-        Returns False if `out` is something else, or exceeds the inboxes, where ranks exchange
-        sums."""
+        Returns False if `out` is another array, or exceeds the inboxes (buffers for exchanges)."""
         if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
             return False
         if min(out.rows, chain_plan.MAX_ROWS) * out.width > 2 * inboxes.capacity:
@@ -436,12 +435,12 @@ class CupyBackend(Backend):
             self._chain.flush()
 
     def sum_last(self, out: Any, inboxes: OneshotGroup) -> bool:
-        """Makes the product that computed `out` also sum it over the ranks; returns False if the
-        last recorded product did not compute `out`, or it is too large (see ChainRunner)."""
+        """Makes the product that computed `out` also sum it over the ranks, and returns True;
+        returns False if `out` is not the output of the last recorded product, or is too large."""
         return self._chain is not None and self._chain.sum_last(operand(out), inboxes)
 
     def limit_waits(self, seconds: float) -> None:
-        """Sets the seconds that kernels wait for each other and for other ranks at most."""
+        """Sets how long kernels wait at most, in seconds, for each other and for other ranks."""
         if self._chain is not None:
             self._chain.limit_s = seconds
 

@@ -107,8 +107,7 @@ class HostEntry:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """Reads an element of the list "host"; raises KeyError, TypeError or ValueError if
-        malformed."""
+        """Reads an entry of "host"; raises KeyError, TypeError or ValueError if it is malformed."""
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
@@ -126,7 +125,7 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     rows read."""
     batches = sorted({other.sequences for other in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
-    rows = sorted(points | {min(key.sequences, max(points))})  # More than b rows read no more KV.
+    rows = sorted(points | {min(key.sequences, max(points))})  # Rows beyond b read no more KV.
 
     def over_context(batch: int, number: int) -> float:
         curves = {k.context: f.seconds for k, f in measured.items() if k.sequences == batch}
@@ -147,8 +146,7 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
 
 
 def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Returns a table's forwards by key, in order of most_rows; of duplicates the last one
-    counts."""
+    """Returns a table's forwards by key, by rising most_rows; of duplicates the last counts."""
     by_key: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         tp, kv_tokens, params = (int(entry[name]) for name in ("tp", "kv_tokens", "params"))
@@ -288,9 +286,8 @@ class Profile:
         return max(moved, cost.flops / self.peak_flops_per_s)
 
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
-        """Returns the seconds of one all-reduce over `ranks` ranks. If that number was not
-        measured, the next larger one counts, else the largest. Raises ConfigError if none is
-        known."""
+        """Returns the seconds of one all-reduce over `ranks` ranks. An unmeasured number counts as
+        the next larger one, else as the largest. Raises ConfigError if none is known."""
         latencies = self.all_reduce_latency_s
         rates = self.all_reduce_bytes_per_s
         if ranks == 1:

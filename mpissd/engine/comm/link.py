@@ -132,8 +132,7 @@ class LeadEnd:
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions of round `round_`, which no rejection needs, and
-        drops them."""
+        """Waits for the `count` distributions of round `round_`, and drops them unread."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
@@ -287,7 +286,7 @@ class SocketWaiter(Waiter):
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(0.0, spin=False)
         self._end = math.inf
-        self._polls = select.poll()  # select() refuses the descriptors of a large server
+        self._polls = select.poll()  # select() fails for descriptors from 1024 on
         self._polls.register(connected, select.POLLIN)
 
     def until(self, test: Callable[[], bool], what: str) -> None:

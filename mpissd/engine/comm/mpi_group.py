@@ -46,7 +46,7 @@ PEERS = np.dtype(  # the layout of struct Peers in kernels/inbox.cu
         ("capacity", np.int64),
     ]
 )
-_SUM = 0  # modes of the kernel `exchange`
+_SUM = 0  # The kernel `exchange` has these two modes.
 _GATHER = 1
 _TRIAL_S = 20.0
 # Numbers of float16 in the test sums: from less than a thread block to more than one exchange.
@@ -312,7 +312,7 @@ class OneshotGroup(Group):
         inbox = self._inbox
         self._inbox = 0
         self._peers = None
-        with suppress(FaultError):  # a missing rank may still write to the inbox
+        with suppress(FaultError):  # Nothing is freed if a missing rank may still write.
             waiter.until(self._comm.Ibarrier().Test, "all ranks to unmap the inboxes")
             runtime.free(inbox)
         self._device.stop[0] = 0
@@ -406,7 +406,7 @@ class StagedGroup(Group):
         self._waiter = waiter
         self._memory: dict[Any, Any] = {}  # staging buffers, kept for reuse, by size or shape
 
-    def _settle(self) -> None:  # MPI does not wait for work that the stream still has to do.
+    def _settle(self) -> None:  # Waits for the stream, which MPI does not do.
         self._waiter.until(self._device.fence(), "forward, up to an all-reduce")
 
     def all_reduce(self, array: Any) -> None:

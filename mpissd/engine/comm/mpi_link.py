@@ -79,7 +79,8 @@ class MpiInbox(Inbox):
 
 
 def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns functions that make the outboxes and inboxes to and from rank `peer` of `comm`."""
+    """Returns functions that make the senders (outboxes) and the receivers (inboxes) of messages to
+    and from rank `peer` of `comm`."""
     return (
         lambda message: MpiOutbox(comm, [peer], message, waiter),
         lambda message: MpiInbox(comm, peer, message),
@@ -142,7 +143,8 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """A follower's end of the plan channel: receives plans from the lead, rank 0 of `comm`."""
+    """Receives plans (what to verify) on a follower, a target rank that is not the lead, from the
+    lead, which is rank 0 of `comm`."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
@@ -175,5 +177,5 @@ class PlanReceiver:
         return rows.reshape(header.rows, -1) if header.rows else None
 
     def close(self) -> None:
-        """Cancels the posted receives; called once the plan that stops has arrived."""
+        """Cancels the posted receives. Called after the plan that orders to stop has arrived."""
         close_all(self._plans, self._starts, self._prompts)

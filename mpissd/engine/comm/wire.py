@@ -56,8 +56,8 @@ class Kind(IntEnum):
 class Header(NamedTuple):
     """A message's header, with its fields in the order in which they are sent. checksum: CRC of all
     that follows it. rows: the number of rows, distributions or prompts. size: int32 in the body.
-    stop, lookahead, width, fill: sent with an outcome; the last three are its Control (−1: None).
-    weights: the version of the draft's weights."""
+    stop, lookahead, width, fill: sent with an outcome: whether to stop, and the lead's decisions on
+    the next round (Control; −1: None). weights: the version of the draft's weights."""
 
     checksum: int
     version: int
@@ -154,7 +154,7 @@ class Message:
         control: Control | None = None,
         weights: int = 0,
     ) -> int:
-        """Writes a message whose body is `parts` in turn; returns its int32 with the header."""
+        """Writes a message with the body `parts`; returns its size in int32, header included."""
         end = HEADER
         for part in parts:
             start, end = end, end + part.size

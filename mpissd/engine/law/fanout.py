@@ -182,8 +182,9 @@ class FanOuts:
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
-        """Returns fan-outs with F_k limited to `width` (None: no limit), and to 0 where k exceeds
-        `served`, the number of tokens under verification (None: K)."""
+        """Returns fan-outs with F_k, the candidates after k accepted tokens, limited to `width`
+        (None: no limit), and to 0 where k exceeds `served`, the number of tokens under verification
+        (None: K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property

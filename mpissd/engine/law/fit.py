@@ -48,7 +48,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
     rank, hits = _tally(ranks)  # how often each rank was observed
     limit, misses = _tally(limits[ranks == 0])  # how often each number of candidates missed
     first = int(rank[0]) if len(rank) else 1  # the smallest rank seen, m
-    # Without this and a rank above `first`, no finite A > 0 and r > 0 maximise the likelihood.
+    # A finite A > 0 and r > 0 maximise the likelihood only if `further`, and a rank > first occurs.
     further = (rank > first + 1).any() or (limit > first).any()
     if np.count_nonzero(limits) < LEAST_COUNT or not (further and (rank > first).any()):
         return None

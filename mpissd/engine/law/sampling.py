@@ -1,4 +1,4 @@
-"""Speculative sampling: draws a draft's tokens (proposals), accepts or rejects, and replaces them.
+"""Speculative sampling: draws draft tokens (proposals), accepts them or draws replacements.
 
 p is the target's distribution of the next token; q is the distribution that a proposal was drawn
 from. q is rounded to float32 *before* it is sampled (`record`), so that the draft rank and the
@@ -28,8 +28,8 @@ _FEW = 4096  # the largest V for which `draw` makes no use of block sums
 @dataclass(frozen=True)
 class Weights:
     """A distribution before its normalisation: p[i] = values[i] / total, where total > 0 is the sum
-    of values. Acceptance needs one p[i] and a draw none, and the division of all V values would
-    take a quarter of the time of a row."""
+    of values. The division of all V values, a quarter of the time of a row, is saved: acceptance
+    needs only one p[i], and a draw none."""
 
     values: Floats
     total: float
@@ -56,7 +56,7 @@ def probabilities(
 def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Weights:
-    """Returns the same distribution as `probabilities`, as weights [V] and their sum."""
+    """Returns the distribution of `probabilities` unnormalised: the weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0

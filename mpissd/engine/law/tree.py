@@ -44,7 +44,8 @@ class Tree:
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
-        """Computes the attributes; the parents rise."""
+        """Computes the attributes; parents must be ascending, so that nodes are numbered by
+        level."""
         count = len(parents) + 1
         above = np.array([0, *parents])
         children = [list[int]() for _ in range(count)]

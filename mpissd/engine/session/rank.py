@@ -55,7 +55,7 @@ class Rank:
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
         self.ledger: Ledger | None = None  # the time of each phase of the last pass on this rank
         self.digest = 0  # a checksum over all outcomes of the last pass, to compare ranks
-        self.draft_lost = False  # whether a pass lost the draft rank; later passes then have K = 0
+        self.draft_lost = False  # whether a run of the loops lost the draft rank; later, K = 0
         self.updates: Updates | None = None  # weights from the learner, on a draft rank
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]

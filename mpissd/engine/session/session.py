@@ -142,7 +142,8 @@ class Models:
         return steppers
 
     def _keys(self, need: Need) -> tuple[Key, Key]:
-        """Returns two cache keys: of a model's weights, and of the stepper on these weights."""
+        """Returns the cache keys of a model's weights, and of the stepper (compiled forwards) on
+        them."""
         options = need.options
         shard = need.shard
         # If all forwards have few rows, a GPU may store the weights of products in another layout.
@@ -156,7 +157,7 @@ class Models:
         return cast("Stepper | None", self._held[self._keys(need)[1]].made)
 
     def _is_there(self, need: Need) -> bool:
-        """Returns whether the cache has a stepper that this need can use; drops an unusable one."""
+        """Returns whether the cache has a stepper that `need` can use; drops one that it cannot."""
         keys = self._keys(need)
         for key in keys:
             if key in self._held:
@@ -227,8 +228,8 @@ class Models:
 
 @dataclass
 class Session:
-    """One configuration on open ranks: the resources of this rank while the job runs. learning: the
-    messages between this rank and the learners (None: nothing is learned)."""
+    """One configuration on open ranks: the resources of this rank while the job runs. learning:
+    this rank's messages with the learner, which trains the draft (None: no training)."""
 
     topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
@@ -243,7 +244,7 @@ class Session:
 
     @property
     def workload(self) -> Workload:
-        """The job's workload: it makes sequences, and the oracles that choose their tokens."""
+        """The job's workload: it makes sequences, and the oracles, which choose their tokens."""
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
@@ -369,8 +370,9 @@ def opened_machine(
 
 
 def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
-    """Returns the session of a machine's only configuration. serving: the settings of a server
-    (None: of a run). Collective; raises Refused on every rank if the job is impossible there."""
+    """Returns the session, one configuration on open ranks, for a machine's only configuration.
+    serving: a server's settings (None: for a run). Collective; raises Refused on every rank if the
+    job is impossible on these ranks."""
     with agreed(machine.topology.world):
         job = machine.resolve(config, serving)
     machine.models.expect([job])

@@ -2,8 +2,8 @@
 
 They include no header, and need CUDA 12 and compute capability 7.0 (V100); the transformer needs
 8.0, and the two persistent kernels, `chain` and `whole` (the megakernel), need 9.0. To check a file
-without a GPU, put the other files of its tuple below before it, and compile them with nvcc
--arch=sm_75 -cubin.
+without a GPU, join the files of a tuple below that contains it, as `source` does, and compile them
+with nvcc -arch=sm_75 -cubin.
 """
 
 from __future__ import annotations
