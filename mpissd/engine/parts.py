@@ -57,7 +57,7 @@ def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
     )
-    # Ranks are not counted for trees, where the children of a node take the first ones.
+    # Bonus tokens' ranks are counted in chains only: a tree node's children take the first ranks.
     ranks = RankCounts() if job.workload.reports_outcomes and not job.tree_lanes else None
     log = DraftLog(kept=job.serving is None, ranks=ranks)
     return Drafter(worker, policy, job.config.batch_size, waiter, log)

@@ -228,7 +228,7 @@ class Sizes:
 
     @property
     def draft_lanes(self) -> int:
-        """The scratch KV lanes of a target group in a draft, for branches and tree paths."""
+        """The scratch KV lanes that a draft has for a target group, one a branch or tree path."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
         if self.dynamic is not None:
@@ -312,7 +312,7 @@ class Sizes:
 def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyShard:
     """Returns rank 0's shard of a target over T = tp ranks. where: the target's name or path.
 
-    Raises ConfigError if T does not divide its heads or FFN; bare products need equal shards.
+    Raises ConfigError if T does not divide the target's heads or FFN, or a bare product's width.
     """
     if config.is_transformer:
         return TransformerShard(config_of(where), tp)

@@ -25,9 +25,9 @@ PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-# The sizes of a packed weight's axes after (tile, pair): step h, lane (r, c), half of four rows,
-# column block (columns 0-7 or 8-15), row of the half. A row's number within its pair has the
-# digits (c, h, half, row), and a column's number within its tile has the digits (block, r).
+# The sizes of a packed weight's axes after (tile, pair): h, r, c, half of four rows, block, row.
+# A row's number within its pair has the digits (c, h, half, row); h is the step.
+# A column's number within its tile has the digits (block, r); thread (r, c) of a warp reads it.
 _PACKED = (2, 8, 4, 2, 2, 2)
 _ROW_AXES = (1, 4, 2, 5, 7)
 _COLUMN_AXES = (0, 6, 3)

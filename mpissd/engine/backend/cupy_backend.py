@@ -51,8 +51,8 @@ _HALF = 2  # CUDA_R_16F
 _SINGLE = 0  # CUDA_R_32F
 _COMPUTE_FLOAT = 68  # CUBLAS_COMPUTE_32F
 _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
-# Without this mode, cuBLAS may add the parts of a split product in float16. The mode costs at most
-# 1% (H200, 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
+# Without this mode, cuBLAS may add the parts of a split product in float16.
+# The mode costs at most 1% (H200, 1B model, 24 rows: 0.733 ms a forward instead of 0.726).
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _MAX_SHARED_BYTES = 97  # CUDA's number for cudaDevAttrMaxSharedMemoryPerBlockOptin
 
@@ -98,8 +98,7 @@ class ChainRunner:
         self._noted: list[Multiplication] = []
         self._inboxes: OneshotGroup | None = None
         self._held = False
-        # For each chain of products: its table and the counters on the device, and the numbers of
-        # table rows, of sums over ranks, and of row tiles (8 rows of x each).
+        # By chain of products: its table, its counters, and its products, rank sums and row tiles.
         self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:
@@ -225,8 +224,7 @@ class CupyBackend(Backend):
         self._zero = np.array(0, np.float32)
         self._workspace = device_empty((_WORKSPACE_BYTES,), np.uint8)
         cublas.set_stream(self._handle, self.stream.ptr)
-        # The workspace is set after set_stream, which resets it. Without a workspace, captured
-        # products would allocate memory.
+        # set_stream resets the workspace, without which captured products would allocate.
         cublas.set_workspace(self._handle, self._workspace.data.ptr, _WORKSPACE_BYTES)
         cublas.set_math_mode(self._handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
 

@@ -232,14 +232,14 @@ class NcclGroup(Group):
 
 
 class OneshotGroup(Group):
-    """Collectives of up to 8 GPUs of one host, which map each other's memory by CUDA IPC; for
-    graphs too.
+    """Collectives of up to 8 GPUs of one host, which map each other's memory by CUDA IPC. CUDA
+    graphs may capture them.
 
     Each rank has an inbox in its GPU memory, into which all others write (kernels/inbox.cu). One
     store carries a data word and the number of its exchange, so that data cross NVLink once and no
     handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
-    bits. The kernel `exchange` sums one array; the persistent kernel of several products does so
-    itself.
+    bits. The kernel `exchange` sums one array; the persistent kernel of several products sums its
+    own.
 
     If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
     the backend's stop word. The sums are then NaN, and the program that waits for them raises

@@ -17,8 +17,7 @@ from mpi4py import MPI
 from mpissd.common.stage import OWN, STAGE, Stage
 from mpissd.common.wait import Waiter, within
 
-# In these stages of a job the deadline is multiplied, because other ranks may still open devices
-# and create weights, or the lead may summarize millions of rounds.
+# Deadlines are longer in stages in which ranks may still open devices or summarize many rounds.
 _FACTORS = {Stage.START: 30, Stage.OPEN: 30, Stage.GATHER: 10}
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from mpissd.engine.backend.base import DeviceInfo
 
-# The environment variables that hold the number of ranks and this process's rank, as set by Open
-# MPI, by MPICH and its derivatives, and by srun.
+# The variables with (number of ranks, rank) of Open MPI, of MPICH and its derivatives, of srun.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),

@@ -36,8 +36,7 @@ VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
 _FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
-# Three int32 precede a prompt's tokens: the number of tokens, how many of them are part of the
-# answer already, and the size in int32 of the JSON of the Sampling, which follows the tokens.
+# int32 before a prompt's tokens: their number, how many are of the answer, and its Sampling's size.
 _PROMPT_HEAD = 3
 
 

@@ -64,9 +64,9 @@ class PromptLookup(Lookup):
 
     def __init__(self, longest: int = LONGEST) -> None:
         super().__init__(longest)
-        # _latest[n − 1]: the index after the latest occurrence of each n-gram; _before[n − 1]:
-        # the index after the previous occurrence of the n-gram that ends the sequence.
+        # _latest[n − 1] maps each n-gram to the index after its latest occurrence.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+        # _before[n − 1] is the index after the previous occurrence of the last n tokens.
         self._before: list[int | None] = [None] * longest
 
     def _add(self, token: int) -> None:

@@ -57,8 +57,7 @@ from mpissd.engine.round.oracle import LogitsGather
 from mpissd.engine.round.rows import TargetWorker
 
 Logits = NDArray[np.float32]
-# Maps a measured object and a key to (a measurement, the time when it was made). Configurations on
-# one machine share measurements, which are dropped when the measured object is garbage-collected.
+# By measured object and key: (a measurement, its time), shared by the configurations on a machine.
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # the seconds between two polls of an idle rank
 _SMALL_BYTES = 2e9  # weights of a small model: 15 forwards a second on a core that reads 30 GB/s
@@ -301,8 +300,8 @@ class Machine:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to a job, the same on every rank, since it counts with the rank
-        of each role that has the least memory. Raises ConfigError if the job is impossible."""
+        """Resolves a configuration to a job. The least memory of any rank of a role counts, so that
+        all ranks get the same job. Raises ConfigError if the job is impossible."""
         target, draft = self.memory
         return resolve(
             config,

@@ -27,8 +27,8 @@ from mpissd.engine.text.tokenizer import Tokenizer
 Logits = NDArray[np.float32]
 Bits = NDArray[np.uint8]
 Ends = frozenset[int]
-# The limit of llguidance's work on a grammar before the first token, in its own units: .2 s of a
-# core, where its default allows 1.3 s. A choice of 10,000 words needs half of this limit.
+# The limit of llguidance's work before the first token takes .2 s of a core (its default: 1.3 s).
+# A choice of 10,000 words needs half of this limit.
 _FUEL = 200_000
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEVER = np.float32(-np.inf)

@@ -217,8 +217,8 @@ _CONTROL = 3  # ggml's number for the type of control tokens
 _USER_DEFINED = 4
 _SPELLED = (2, _CONTROL, _USER_DEFINED)  # types whose names are found in texts; 2: unknown token
 
-# Regular expressions that split text before byte pairs are merged, by llama.cpp's name of the
-# pre-tokenizer. Source: llama.cpp, llama-vocab.cpp, and the models' own tokenizer.json.
+# By these regular expressions llama.cpp's pre-tokenizers split text before byte pairs are merged.
+# The source is llama-vocab.cpp of llama.cpp, and the models' own tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -240,9 +240,9 @@ _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
 )
-# Each line of _ONE_OF lists the texts of control tokens with one meaning; a GGUF file may instead
-# name that token under the key in _GROUPS. If a vocabulary has several texts of a line, llama.cpp
-# takes any of them; here, all tokens of the last three lines end an answer.
+# A line of _ONE_OF lists the texts of control tokens with one meaning, whose key is in _GROUPS.
+# A GGUF file's own key overrides the list. Of several texts in a vocabulary llama.cpp takes any.
+# Here, all tokens of the last three lines end an answer.
 _GROUPS = "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"
 _ONE_OF = """
     <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
