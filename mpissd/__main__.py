@@ -24,8 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# NumPy reads these when it is imported. A rank gets one thread, as more would compete with the
-# threads of other ranks.
+# NumPy reads these at import: one thread for each rank, as more would compete.
 for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
@@ -50,8 +49,7 @@ from mpissd.lab.sweep.plan import SweepConfig
 HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
-# The functions of the commands, imported only when called, so that --help needs neither NumPy nor
-# MPI.
+# Each command's function, imported when called: --help needs neither NumPy nor MPI.
 FRONTS = {  # called in the process that the user starts, which starts the ranks
     "chat": "mpissd.lab.chat:chat",
     "serve": "mpissd.serve.front:serve",

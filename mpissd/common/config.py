@@ -327,7 +327,8 @@ class WorkloadFlags(Checked):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that --stop gives: none, one, or a JSON list of them. Raises ConfigError."""
+        """The stop strings, none or more, from --stop: a string or a JSON list. Raises
+        ConfigError."""
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
@@ -515,8 +516,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# Flags with default values are left out of the digest, so that a new flag does not change the
-# digests of committed rows. The oldest flags are always in it.
+# New flags must not change old digests, so the digest lacks default values except of these.
 _ALWAYS_IN_DIGEST = frozenset(
     "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
     "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "
@@ -524,8 +524,7 @@ _ALWAYS_IN_DIGEST = frozenset(
     "rounds num_tokens seed warmup_rounds".split()
 )
 _NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # flags that change no measured round
-# Removed flags at the one value that older rows have for configurations which still exist, so that
-# these configurations keep their digests.
+# Removed flags with the values that the digests of older rows were made with.
 _RETIRED: dict[str, Any] = {
     "on_late": "finish",
     **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),

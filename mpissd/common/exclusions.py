@@ -1,7 +1,8 @@
 """The pairs of features that cannot be used together, each with its error message.
 
 What one flag requires of another is declared with the flag (`needs` in config.py). The tables here
-cover conditions on more than two flags: on models, rates, fan-outs and trees.
+cover conditions on more than flags: on models, rates, fan-outs and trees. A comment above each
+table names the objects that its conditions and messages read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Exclusion:
 
 def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
     """Raises ConfigError for the first exclusion whose two features are both asked for. values: the
-    objects that `is_asked` and the message read; a comment above each table lists them."""
+    objects that the conditions and messages of these exclusions read, by name."""
     for row in exclusions:
         if row.is_asked(SimpleNamespace(**values)):
             other = row.other if row.other.startswith("without ") else f"with {row.other}"
@@ -38,7 +39,7 @@ def refuse(exclusions: Iterable[Exclusion], **values: Any) -> None:
             raise ConfigError(message.format(**values))
 
 
-# Exclusions for every run. Their texts and `is_asked` use: config.
+# Exclusions for every run; their conditions read `config`.
 FLAGS = (
     Exclusion("target={config.target}", "without draft", "both, or mode=ar",
               lambda at: at.config.target and not at.config.draft
@@ -46,7 +47,7 @@ FLAGS = (
     Exclusion("learners=1", "backup=fast in sd", "a draft model",
               lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
-# Exclusions by device and by forward. Their texts and `is_asked` use: config, backend.
+# Exclusions by backend; their conditions read `config` and `backend`.
 DEVICES = (
     Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",
               lambda at: at.config.draft_device and at.backend != "emulated"),
@@ -59,8 +60,7 @@ FORWARDS = (
     Exclusion("fuse", "forward=transformer", "forward=gemm",
               lambda at: at.config.fuse and at.config.is_transformer),
 )  # fmt: skip
-# Exclusions for drafts that are heads on the target (Medusa, EAGLE, …) or a lookup. Their texts and
-# `is_asked` use: config; draft, a ModelShape.
+# Exclusions for head-sized drafts and lookups; their conditions read `config` and `draft`.
 HEADS = (
     Exclusion("draft={draft.name}", "mode={config.mode}, backup={config.backup}",
               "mode=sd, backup=fast",
@@ -76,8 +76,7 @@ HEADS = (
               lambda at: at.draft.num_tokens > 1
               and at.config.backup_lookahead not in (None, at.config.lookahead)),
 )  # fmt: skip
-# Exclusions for drafts that read the target's hidden states. Their texts and `is_asked` use:
-# config; tp; draft, a ModelShape; kind, a name in shapes.STATE_KINDS.
+# Exclusions for drafts that read the target's states, by `config`, `tp`, `draft` and its `kind`.
 STATES = (
     Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
               "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
@@ -90,13 +89,12 @@ STATES = (
               "at most its {draft.num_layers} heads",
               lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
 )  # fmt: skip
-# A cache hit cannot be imposed where no candidate is kept. The text and `is_asked` use: job;
-# fan_out, a list of F_k.
+# A hit cannot be imposed without candidates; the condition reads `job` and a list `fan_out`.
 FAN_OUTS = (
     Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
               lambda at: at.job.hit_law.p_hit and not all(at.fan_out)),
 )  # fmt: skip
-# Exclusions for tree drafts, and for all drafts. Their texts and `is_asked` use: config, job.
+# Exclusions for tree drafts, then for all drafts; their conditions read `config` and `job`.
 TREES = (
     Exclusion("backup_lookahead={job.backup_lookahead}", "tree_shape=dynamic", "{job.lookahead}",
               lambda at: at.job.backup_lookahead < at.job.lookahead
@@ -109,8 +107,7 @@ TREES = (
               lambda at: at.job.hit_law.p_hit is not None and at.job.fan_out,
               "keys share the ranks of nodes"),
 )  # fmt: skip
-# Exclusions for drafts that draft all tokens in one forward. Their texts and `is_asked` use:
-# config; draft, a ModelShape; masks, how many mask tokens it has (None: as many as needed).
+# Exclusions for drafts in one forward; they read `config`, `draft`, its mask tokens `masks`.
 PARALLEL = (
     Exclusion("parallel_drafting", "draft={draft.name}", "a draft model of its own",
               lambda at: at.draft.head or at.draft.num_tokens > 1),

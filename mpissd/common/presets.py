@@ -39,8 +39,7 @@ _SHAPES = (
     # The model's embeddings are 512 wide; their projections to the hidden width are not modelled.
     ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
     ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
-    # Models of equal size that differ in depth and width, from Decoding Speculative Decoding
-    # (2402.01528), table 1.
+    # Equal sizes, other depths: Decoding Speculative Decoding (arXiv 2402.01528), table 1.
     ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
     ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
     # A pair for laptops. In float32 on one core the target has 47 MB and takes 8.7 ms for 8 rows,

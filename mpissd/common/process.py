@@ -8,8 +8,7 @@ import os
 import struct
 from pathlib import Path
 
-# From linux/pidfd.h: struct pidfd_info and the ioctl PIDFD_GET_INFO, which gives an exit status
-# since Linux 6.15.
+# struct pidfd_info and PIDFD_GET_INFO of linux/pidfd.h; its exit status is since Linux 6.15.
 _INFO_SIZE = 64
 _INFO_EXIT = 1 << 3
 _EXIT_AT = 60

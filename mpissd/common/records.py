@@ -23,8 +23,7 @@ class RoundRecords:
         self.lookahead = lookahead
         # {request id: number of its tokens, the stop included} of sequences that reached a stop.
         self.ends: dict[int, int] = {}
-        # Wall seconds of each round, appended by the loop that times it, and device seconds of its
-        # forward.
+        # Seconds of each round (wall time, from the loop that times it) and of its forward.
         self.round_s = array("d")
         self.t_target_s = array("d")
         self._versions = array("i")  # the version of the draft's weights, by round

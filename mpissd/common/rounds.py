@@ -125,8 +125,8 @@ class Sampling:
 
 
 def _read(kind: str, value: Any) -> Any:
-    """Returns a JSON value as the value of a field; raises an error if its type is wrong. kind: the
-    field's type annotation."""
+    """Returns a JSON value as a Python value of a field's type annotation `kind`; raises an error
+    if the value has another type."""
     if kind == "Biases":
         return tuple((_read("int | None", token), _read("float", bias)) for token, bias in value)
     if kind.startswith("str"):

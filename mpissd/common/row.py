@@ -325,7 +325,7 @@ class Row(Mapping[str, Any]):
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """What the command `sweep` stored in the row: id, task, repeat, flags; else None."""
+        """A sweep's id, task, repeat and flags if `sweep` measured the row, else None."""
         sweep = self._origin("sweep")
         return sweep if isinstance(sweep, dict) else None
 

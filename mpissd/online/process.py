@@ -182,8 +182,7 @@ def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) ->
     is_over = False
     while not is_over:
         is_over = comms.must_stop()
-        # If the trainer is gone, messages stay unread; the lead rank then soon stops sending
-        # examples.
+        # Without a trainer, messages stay unread, so that the lead rank stops sending them.
         is_busy = trainer.is_alive and received()
         if sending is None or sending[0].Test():
             sending = None

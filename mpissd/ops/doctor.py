@@ -68,8 +68,7 @@ print(MPI.Get_library_version().replace("\\n", " "))
 maps = pathlib.Path("/proc/self/maps")
 print(maps.read_text() if maps.exists() else "")
 """
-# (pattern of an error message of mpirun, MPI or mpissd, how to fix the error). The first match is
-# used. A configuration error names the allowed values itself.
+# (pattern of an error message of mpirun, MPI or mpissd, its fix); the first match counts.
 _FIXES = (
     (
         "slots",
@@ -124,8 +123,8 @@ class Finding(NamedTuple):
 
 
 def doctor(config: DoctorConfig, check: Check) -> int:
-    """Prints the table; returns 0 if a run with these flags works, otherwise 2. With --dry_run no
-    ranks are started. check: raises ConfigError for flags that `run` refuses before MPI starts."""
+    """Prints the table of faults; returns 0 if a run with these flags works, otherwise 2. With
+    --dry_run no ranks are started. check: raises ConfigError for flags that `run` refuses."""
     run = replace(config.run, learners=0)  # a learner takes no part in opening the models
     if config.json:
         return examine_rank(run, check)
@@ -416,9 +415,10 @@ def examine_rank(config: RunConfig, check: Check) -> int:
 
 
 def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
-    """Opens and closes models and communicators as a run would; returns {what: choice} of the lead
-    rank, with a warning if the draft seems not to fit the target. Collective. Stores device names
-    in `ranks`. Removes empty folders that it made. Raises ConfigError or Refused on every rank."""
+    """Opens and closes models and communicators as a run would; returns what the lead rank chose
+    (backend, all-reduce, pair), with a warning if the draft seems not to fit the target.
+    Collective. Stores device names in `ranks`. Removes empty folders that it made. Raises
+    ConfigError or Refused on every rank."""
     from mpissd.engine.session.session import doubt_of, opened
 
     sharpen_sleep()

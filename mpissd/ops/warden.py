@@ -31,8 +31,7 @@ _TICK_S = 0.5
 _WAKE_S = 0.01  # sleep between two checks while a decision about a fault is due
 _STATUS_S = 0.3  # longest wait for the exit status of a rank that has ended
 _ORDERED_S = 0.3  # longest time for all ranks to end after the launcher has signalled them
-# A launcher that is ended kills its ranks first, and is gone at most 0.2 s after them. If only one
-# rank was killed, the launcher runs on for 0.25 s at least.
+# Time from a rank's death to its launcher's, if that was ended; otherwise 0.25 s or longer.
 _SWEEP_S = 0.2
 _OTHERS_S = 3.0  # delay of a doubtful report, since another host's watchdog may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
@@ -214,8 +213,8 @@ class Warden:
                 fields = process.stat(launcher)
                 if fields is not None and process.name(launcher).startswith("hydra_"):
                     above = fields[1]  # MPICH's launcher starts ranks by a proxy, its child
-                # A launcher that the user ends forwards no output, so the watchdog writes to the
-                # launcher's stderr itself.
+                # A launcher that the user ends forwards nothing, so this process writes to its
+                # stderr.
                 with suppress(OSError):
                     mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
                     self._stderr = os.open(f"/proc/{above}/fd/2", mode)

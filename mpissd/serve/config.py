@@ -25,8 +25,7 @@ from mpissd.common.flags import (
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-# Flags of `serve` that only its HTTP process uses, not its ranks, whose temperature is 0: each
-# request has its own temperature.
+# Flags that ranks do not get: their temperature is 0, as each request has its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
 DRAIN_S = 100.0  # less than the time from Slurm's warning to its kill, in launch/replica.sh
 AUTO = "auto"

@@ -47,8 +47,8 @@ class Driver(RoundObserver):
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round
-        # Handled while the next round verifies: tokens to send, and the last round for the
-        # controller.
+        # Tokens to send, and the last round for the controller; both wait until the next forward
+        # runs.
         self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
@@ -147,8 +147,8 @@ class Driver(RoundObserver):
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Has the controller choose for the sequences in _live. Where the target computes on this
-        core, choosing lengthens the round, so a choice holds for some rounds unless it was a
+        """Has the controller choose K and width for the sequences in _live. Choosing lengthens a
+        round whose target computes on this core, so a choice holds for some rounds unless it was a
         trial."""
         tasks = self.scheduler.tasks(self._live)
         if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:

@@ -53,8 +53,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     the ranks get too. Raises ConfigError if the models cannot be loaded, or the port is taken."""
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
-    # The ranks do not get the flags that only the front uses: every user of the host can read a
-    # process's command line, and so an API key in it.
+    # A command line can be read by every user, so the ranks' has no API key.
     words = list(arguments)
     for name in FRONT_FLAGS:
         words = without(words, name)

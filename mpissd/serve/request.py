@@ -33,8 +33,7 @@ MOST_TOP = 5  # the most alternatives that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # By role: fields that a message may have besides role and content.
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-# Fields of OpenAI's answers that this server's lack. Clients send them back in messages; empty
-# values of theirs are ignored.
+# Fields of OpenAI's answers that clients may send back in messages; empty ones are ignored.
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
 CALL = "<tool_call>"  # begins a tool call in most models' answers
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -314,7 +313,7 @@ def _real(low: float, high: float, *, is_open: bool = False) -> Parser:
 
 
 def _only(*neutral: Any) -> Parser:
-    """Returns a parser of an unsupported field, which accepts only values without effect."""
+    """Returns a parser of an API field without support: it accepts only values without effect."""
     return _field(
         lambda value: any(value == each and type(value) is type(each) for each in neutral),
         ", ".join(map(json.dumps, neutral)),
