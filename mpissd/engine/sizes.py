@@ -119,7 +119,7 @@ class Sizes:
     def mask_ids(self) -> range:
         """The token ids of a parallel draft's mask tokens, which follow its vocabulary's ids."""
         vocab = 0 if self.draft is None else self.draft.vocab_size
-        if isinstance(self.draft_shard, TransformerShard):  # it has its target's vocabulary
+        if isinstance(self.draft_shard, TransformerShard):  # Its target has the same vocabulary.
             vocab = self.draft_shard.shape.vocab_size
         return range(vocab, vocab + self.masks)
 
@@ -218,7 +218,7 @@ class Sizes:
 
     @property
     def tree_lanes(self) -> int:
-        """The scratch KV lanes for the paths of a batch's trees off their principal paths."""
+        """The scratch KV lanes of a batch's trees, one for each leaf off the first-child path."""
         return self.config.batch_size * (self.verified if self.dynamic else self.tree.num_lanes)
 
     @property
@@ -242,10 +242,10 @@ class Sizes:
 
     @property
     def grown_rows(self) -> int:
-        """The rows of the draft's largest growth step (one more token a branch), at least b."""
+        """The rows of the draft's largest growth step, which adds a token to each branch."""
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
-        if self.masks:  # an inline draft stores up to K accepted tokens in the same forward
+        if self.masks:  # Without branches the forward also stores up to K accepted tokens.
             return self.group_lanes * ((1 if self.fan_out else 2) * self.lookahead)
         return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
 

@@ -85,7 +85,7 @@ class Operand(NamedTuple):
             return False
         if self.step != other.step:
             return True
-        # With equal steps they may be column ranges of one buffer that do not overlap.
+        # Operands with equal steps may be column ranges of one buffer that do not overlap.
         apart = (other.address - self.address) // 2 % self.step
         return apart < self.width or apart + other.width > self.step
 

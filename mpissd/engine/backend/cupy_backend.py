@@ -325,7 +325,7 @@ class CupyBackend(Backend):
         warps = min(16, ceil_div(width, 256))
         kind, words = ("_float32", 2) if values.dtype == np.float32 else ("", 1)
         count = rows * chunks * k * words
-        if count not in self._scratches:  # They are kept, as captured graphs hold their addresses.
+        if count not in self._scratches:  # Buffers are kept, because graphs hold their addresses.
             self._scratches[count] = device_empty((count,), np.uint32)
         merged = self._scratches[count]
         sizes = (np.int64(step(values)), np.int32(width), np.int32(chunk), np.int32(k))
@@ -424,7 +424,7 @@ class CupyBackend(Backend):
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
     def launcher(self, *, early: bool) -> Launcher:
-        """Returns a launcher of further kernels on this stream; early: see Launcher."""
+        """Returns a Launcher on this stream; early: a kernel may start before the last ends."""
         return Launcher(self.stream, self.device_id, early=early)
 
     def flush(self) -> None:
@@ -456,7 +456,7 @@ class CupyBackend(Backend):
 
     def close(self) -> None:
         self.destroy_graphs()
-        if self._handle:  # It is destroyed after the graphs that captured its products.
+        if self._handle:  # cuBLAS is destroyed after the graphs that captured it.
             self._cublas.destroy(self._handle)
             self._handle = 0
         if self._chain is not None:
@@ -465,7 +465,7 @@ class CupyBackend(Backend):
         self._scratches.clear()
 
     def random_words(self, num_bytes: int) -> Any:
-        """Returns a buffer of num_bytes or more of random data, which no hardware reads faster."""
+        """Returns num_bytes or more of random data, whose reads no compression makes cheap."""
         return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
 
     def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:

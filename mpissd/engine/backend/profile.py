@@ -207,7 +207,7 @@ class Profile:
 
     @property
     def few_rows(self) -> int:
-        """The largest row count for whose jobs a special kernel was measured, or 0."""
+        """The most rows of jobs for which a special kernel was measured; 0 if there is none."""
         kernels = (kernel for kernels in self.forwards.values() for kernel in kernels)
         return max((kernel.most_rows or 0 for kernel in kernels), default=0)
 

@@ -125,7 +125,7 @@ class LeadEnd:
         return speculation
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
-        """Waits for the `count` distributions of round `round_`; returns float32 [count, V]."""
+        """Waits for the draft's `count` distributions of round `round_`: float32 [count, V]."""
         inbox = self.wait_for_proposals()
         rows = wire.read_proposals(inbox.message, round_, count)
         self._release_proposals(inbox, count)

@@ -121,7 +121,7 @@ class PieceInbox:
         self._ended = False
 
     def take(self) -> Bytes | None:
-        """Returns the next piece, which the next call overwrites; None if none has arrived."""
+        """Returns the next piece of weights, which later calls overwrite; None if none is there."""
         if self._ended:
             return None
         if self._request is None:

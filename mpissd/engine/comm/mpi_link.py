@@ -108,7 +108,7 @@ class PlanSender:
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends the plan of round speculation.round; with `stop` the followers end after it."""
+        """Sends followers a plan (what to apply and verify); they end after it if `stop` is set."""
         message = self._plans.message
         self._plans.send(wire.write_outcome(message, outcome, stop, speculation))
         self._count(4 * message.usual)

@@ -172,7 +172,7 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (all drafted tokens were accepted) among which this model differs."""
+        """The values of `end` (whether all drafted tokens were accepted) with separate models."""
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:

@@ -168,17 +168,17 @@ class FanOuts:
     after_miss: tuple[int, ...] = ()
 
     def behind(self, source: int) -> tuple[int, ...]:
-        """Returns the fan-outs to use when this Source drafted the tokens under verification."""
+        """Returns F_0..F_K to use when this Source drafted the tokens under verification."""
         return self.after_hit if source == Source.CACHE else self.after_miss
 
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
-        """Both tuples of fan-outs, after_hit first."""
+        """The fan-outs F_0..F_K after cache hits, and those after misses."""
         return self.after_hit, self.after_miss
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether both tuples of fan-outs are equal."""
+        """Whether the fan-outs after cache hits equal those after misses."""
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
@@ -189,17 +189,17 @@ class FanOuts:
 
     @property
     def widest_each(self) -> tuple[int, ...]:
-        """For each k, the larger F_k of both tuples."""
+        """The larger number of candidates F_k after hits and after misses, for each k."""
         return tuple(map(max, zip(*self.lists, strict=True)))
 
     @property
     def widest(self) -> int:
-        """The largest F_k of both tuples."""
+        """The largest number of candidates F_k, for any k, after hits or misses."""
         return max(self.widest_each, default=0)
 
     @property
     def branches(self) -> int:
-        """The larger ΣF_k of both tuples: the most branches of a sequence."""
+        """The most branches that a sequence can have: the larger ΣF_k after hits and misses."""
         return max(sum(fan_out) for fan_out in self.lists)
 
 

@@ -39,7 +39,7 @@ class Lookup(ABC):
         self._add(token)
 
     def drafted(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that followed the earlier occurrence; [] without one."""
+        """Returns up to `count` tokens that once followed the last tokens; [] if none did."""
         start = self._start()
         return [] if start is None else self.tokens[start : start + count]
 
@@ -143,6 +143,6 @@ class SuffixLookup(Lookup):
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:
-    """Returns an empty index of this kind, a value of --lookup; longest: as in Lookup."""
+    """Returns an empty index of this kind (--lookup); longest: the most last tokens to compare."""
     lookup: Lookup = imported(LOOKUPS[kind])(longest)
     return lookup

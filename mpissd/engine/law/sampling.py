@@ -91,7 +91,7 @@ def record(probs: Floats) -> Row:
 
 
 def recorded(row: Row) -> Floats:
-    """Returns the normalised distribution [V] of a `record` row, bit-identical on every rank."""
+    """Returns the normalised distribution [V] of a float32 row, bit-identical on every rank."""
     exact = row.astype(np.float64)
     return np.asarray(exact / exact.sum())
 

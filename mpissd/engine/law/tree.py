@@ -189,7 +189,7 @@ def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray
 
 @lru_cache(maxsize=256)
 def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
-    """Returns the tree of at most `nodes` nodes with the most accepted tokens by these laws."""
+    """Returns the tree of at most `nodes` tokens with the longest accepted path by these laws."""
     return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN)))
 
 

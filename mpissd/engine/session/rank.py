@@ -131,7 +131,7 @@ class Rank:
                 self._serve(drafters)
                 return None
             assert target is not None, "a target rank without a worker"
-            OWN.bytes[DOING] = int(Doing.VERIFY)  # what is reported between waits
+            OWN.bytes[DOING] = int(Doing.VERIFY)  # what the watchdog reports between waits
             speculator = self._speculator(drafters[0] if drafters else None)
             target = self._deciding(target, speculator)
             if self.receiver is not None:

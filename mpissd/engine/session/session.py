@@ -295,7 +295,7 @@ class Machine:
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes the topology of jobs with each of these numbers of draft ranks. Collective."""
+        """Makes a topology for jobs with each of these numbers of draft ranks. Collective."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 

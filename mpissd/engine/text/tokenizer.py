@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim its space
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, by precedence
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning, in order
 # The errors that a damaged tokenizer file, or a value of a wrong type in it, raises when read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the single-byte tokens of a byte-fallback vocabulary
