@@ -84,9 +84,8 @@ class Forwards(Protocol):
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
         """Sets the inputs of the next forward, of `rows` rows. tokens: the input tokens of its
-        first n rows, int32 [n]; the other rows are padding. places: where these n rows lie in the
-        KV cache. lists: whether ForwardOptions.top_k candidates are read per row, instead of the
-        best one."""
+        first n rows, int32 [n]; the others are padding. places: where these n rows lie in the KV
+        cache. lists: whether ForwardOptions.top_k candidates are read per row, instead of one."""
 
     def launch(self) -> None:
         """Starts the forward whose inputs were uploaded last."""
@@ -115,9 +114,8 @@ class Forwards(Protocol):
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
-    """Merges the k best candidates of each of T shards of the vocabulary into the k best of all,
-    [heads, n, k]. ids, values: [heads, T, n, k]. Among equal logits the lower token id comes
-    first."""
+    """Merges the k best candidates of each of T vocabulary shards into the k best of all, [heads,
+    n, k]. ids, values: [heads, T, n, k]. Among equal logits the lower token id comes first."""
     heads, shards, count, k = ids.shape
     tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
@@ -169,7 +167,7 @@ class Judging:
 class Judgement:
     """The target's verdict on a drafted token. token: the accepted token, its replacement, or the
     target's own sample if nothing was drafted. is_replaced: whether `token` replaces a rejected
-    token. needs_row: whether the token was rejected, but not replaced because Judging.kept was
+    one. needs_row: whether the token was rejected, but not replaced because Judging.kept was
     missing."""
 
     token: int

@@ -18,7 +18,7 @@ from mpissd.common.presets import ModelShape
 from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.model.transformer.config import TransformerConfig
 
-_BLOCKS = (64, 32, 16, 8, 4, 2)  # sizes of blocks of columns, the best for kernels first
+_BLOCKS = (64, 32, 16, 8, 4, 2)  # sizes of a block of columns; kernels prefer the larger ones
 _BALANCED = 16  # With so many blocks a rank, one block more unbalances the ranks little.
 _SPLIT = 128  # A GPU's attention is split into ranges of so many positions.
 WEIGHT_BYTES = 2  # bytes of a weight on a GPU: 16-bit floats
@@ -38,7 +38,7 @@ class ForwardOptions:
     # The next four fields size the KV cache, and stay 0 for a model without one.
     capacity: int = 0  # the most tokens that a sequence may have
     lanes: int = 0  # number of lanes, scratch KV buffers of speculative branches
-    steps: int = 0  # tokens that a lane (a branch's KV buffer) has room for
+    steps: int = 0  # the most tokens of a lane (a branch's KV buffer)
     pool: int = 0  # the most tokens of all sequences together; 0: each may have `capacity`
     states: bool = False  # keep each position's last hidden state, for a draft that reads it
 
@@ -286,9 +286,8 @@ class TransformerShard(_Costs):
         return ForwardKey(self.shape.name, self.tp, True, True, tokens, sequences)
 
     def kv_read(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int = 2) -> int:
-        """Returns the bytes of keys and values that a forward reads on this rank. A sequence's
-        prefix (options.context) counts once for all of its rows, each row's own suffix
-        separately."""
+        """Returns the KV bytes that a forward reads on this rank. A sequence's prefix
+        (options.context) counts once for all its rows; each row's own suffix counts separately."""
         shared = self.kv_bytes(options.context, min(rows, sequences), itemsize)
         return shared + self.kv_bytes(rows * options.own_tokens, 1, itemsize)
 
@@ -361,7 +360,7 @@ class StateShard(TransformerShard):
         return int(self.config.kind == "eagle")
 
     def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of the KV cache, and of both models' hidden states at each position."""
+        """Returns the bytes of the KV cache and of the draft's and the target's hidden states."""
         states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
         return super().cache_bytes(rows, sequences, options, itemsize) + states
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
-Find = Callable[[int, Any, Any], None]  # (k, ids, values): writes each row's k best tokens
+Find = Callable[[int, Any, Any], None]  # given (k, ids, values), writes each row's k best tokens
 
 
 class Stack(ABC):
@@ -63,7 +63,7 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets where the next forward's rows lie in the KV cache; None: they do not use it."""
+        """Sets where the next forward's rows lie in the KV cache; None: they do not use one."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the KV cache of these slots, because their sequences have ended."""
@@ -81,8 +81,7 @@ class Stack(ABC):
     @abstractmethod
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Any | None]:
         """Returns the ids and logits of the last forward's candidates, [heads, T ranks, rows, k].
-        The logits are None without ForwardOptions.values. rows, k: as they were passed to
-        `body`."""
+        The logits are None without ForwardOptions.values. rows, k: as passed to `body`."""
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
@@ -92,8 +91,8 @@ class Stack(ABC):
 @dataclass(frozen=True)
 class Best:
     """Device buffers for the k likeliest tokens of each row. ids, values: their ids (int32) and
-    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: on all T ranks, [T ·
-    max_rows, k]."""
+    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: on all ranks, [T · max_rows,
+    k]."""
 
     ids: Any
     values: Any
@@ -103,8 +102,8 @@ class Best:
 
 class ReadOut:
     """Brings the likeliest tokens of each row from all T ranks of a group to the host. ids, values:
-    ids and logits of the last forward, flat arrays of [heads, T, rows, k]. by_k: the device buffers
-    for each number k of tokens per row."""
+    ids and logits of the last forward, flat arrays of [LM heads, T, rows, k]. by_k: the device
+    buffers for each number k of tokens per row."""
 
     def __init__(
         self,
@@ -184,8 +183,7 @@ class GemmWeights:
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
     ) -> None:
-        """Makes random weights. max_rows: rows of the largest forward, which decide a GPU's
-        layout."""
+        """Makes random weights, laid out for forwards of up to max_rows rows."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -222,7 +220,7 @@ class GemmWeights:
         return "+".join(sorted({self.backend.kernel(product.weight) for product in products}))
 
     def key(self, matrix: int) -> int:
-        """Returns the seed of the random elements of matrix number `matrix` of the model."""
+        """Returns the seed from which matrix number `matrix` of the model gets its elements."""
         return (self._seed * 0x9E3779B9 + matrix * 0x85EBCA77) & 0xFFFFFFFF
 
     def _layer(self, n: int) -> list[Product]:
@@ -249,9 +247,9 @@ class GemmWeights:
                 weight = self.backend.weight(group)
                 products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
                 start = stop
-            width = next(iter(widths.values()))  # of q or gate; nothing reads k, v and up
+            width = next(iter(widths.values()))  # width of q or gate, as nothing reads k, v and up
             rows = (rank * width, (rank + 1) * width)
-            scale = (width * shard.tp) ** -0.5  # by the whole matrix's depth, over all ranks
+            scale = (width * shard.tp) ** -0.5  # keeps the variance: depth over all ranks
             part = WeightPart(self.key(n * _MATRICES + last + 1), *rows, 0, hidden, scale)
             weight = self.backend.weight([part])
             products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))

@@ -47,8 +47,7 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages: enough for all slots' capacity, or for `pool` tokens if that is
-        less."""
+        """The number of pages: enough for all slots' capacity, or for `pool` tokens if fewer."""
         total = self.slots * self.pages_per_slot
         return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
@@ -60,9 +59,10 @@ class CacheSizes:
 
 class RowPlaces:
     """Where a forward's rows lie in the KV cache, and the page table, in one int32 buffer that the
-    device reads. rows: [4, max_rows], each row's slot (PADDING: none), position, lane and trunk, as
-    in forwards.Places. pages: [slots, pages_per_slot], each slot's pages in rising order of
-    positions."""
+    device reads. rows: [4, max_rows], for each row its slot (its sequence's part of the cache;
+    PADDING: none), its position, its lane (scratch memory of a branch; −1: none), and its trunk
+    (the number of tokens before the branch). pages: [slots, pages_per_slot], each slot's pages by
+    rising position."""
 
     def __init__(
         self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes
@@ -180,7 +180,7 @@ class PageTable:
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # named after a page that is no longer valid
+                if page in self._keys:  # its name contains a predecessor that is no longer valid
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key

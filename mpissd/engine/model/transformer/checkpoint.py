@@ -95,9 +95,10 @@ def quantize(
     matrix: Floats, dither: Floats | None = None
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Quantises a matrix [outputs, inputs] to int8, with a scale for each block of 32 inputs;
-    returns the integers and the scales, float16 [outputs, inputs / 32]. The largest of a block is
-    ±127. dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding (1502.02551,
-    section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the nearest."""
+    returns the integers and the scales, float16 [outputs, inputs / 32]. A block's largest weight
+    becomes ±127. dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding
+    (1502.02551, section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the
+    nearest."""
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
         raise ConfigError(f"{inputs} inputs of a matrix: allowed: multiples of {BLOCK}")
@@ -114,14 +115,14 @@ def quantize(
 
 
 def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
-    """Returns the float32 values of an int8 matrix. scales: as `quantize` returns them."""
+    """Returns the float32 values of an int8 matrix. scales: float16 [outputs, ⌈inputs / 32⌉]."""
     return ArrayTensor(matrix, scales).part().read()
 
 
 class Tensor:
-    """A stored vector [n] or matrix [outputs, inputs], of which only the requested part is read.
-    bits: the size of a weight in a CPU's memory. Arguments of its methods: rows, columns, the
-    part's slices with a start and a stop; a vector has rows only."""
+    """A stored vector [n] or matrix [outputs, inputs], of which methods read only the part that
+    they are asked for. bits: the size of a weight in a CPU's memory. rows, columns: the ranges of a
+    part, slices with a start and a stop; a vector has rows only."""
 
     shape: tuple[int, ...]
     bits = 16.0
@@ -141,13 +142,14 @@ class Tensor:
         return None
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
-        """Returns how a device can generate these random weights; None if they are not random."""
+        """Returns the rule by which a device makes these random weights; None: not random."""
         return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows (outputs) and columns (inputs) of a stored tensor, slices with a start and a stop."""
+    """A part of a stored tensor. rows, columns: its ranges of outputs and inputs, slices with a
+    start and a stop."""
 
     tensor: Tensor
     rows: slice
@@ -172,7 +174,7 @@ class Part:
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Returns how a device can generate these random weights; None if they are not random."""
+        """Returns the rule by which a device makes these random weights; None: not random."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
@@ -209,7 +211,8 @@ class ArrayTensor(Tensor):
 
 
 class LentRows(Tensor):
-    """A draft's LM head of rows of its target's: in ggml's blocks if those are, or else in int8."""
+    """A draft's LM head that consists of rows of its target's LM head. They stay in ggml's blocks
+    if the target's head is stored so, and are quantised to int8 otherwise."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
         """head: the target's LM head. ids: the token of each of the draft's rows, rising."""
@@ -337,9 +340,9 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
         key = zlib.crc32(f"{seed} {name}".encode())
         if len(size) == 1:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
-        scale = float(size[1] ** -0.5)  # keeps outputs near 1; less for o and down, which add up
+        scale = float(size[1] ** -0.5)  # keeps the scale of activations near 1
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            scale *= float((2 * config.shape.num_layers) ** -0.5)
+            scale *= float((2 * config.shape.num_layers) ** -0.5)  # they add up over layers
         return RandomTensor(key, size, scale)
 
     by_name = {name: tensor(name, size) for name, size in tensors(config)}
@@ -358,8 +361,8 @@ def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
     """Returns `base` with these arrays in place of the tensors that `replaced` names. arrays:
     vectors, and matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for
-    each 32 inputs. Raises ProtocolError if one is missing, is not finite, or has another shape than
-    in `base`."""
+    each 32 inputs. Raises ProtocolError if one is missing, not finite, or has another shape than in
+    `base`."""
     where = f"version of {base.name}"
     sizes = replaced(base)
     by_name = dict(base.by_name)
@@ -392,7 +395,7 @@ def packed(arrays: Arrays) -> bytes:
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
-    """Returns the arrays in safetensors' bytes; raises ProtocolError for other bytes."""
+    """Returns the arrays in bytes of the format safetensors; raises ProtocolError for others."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -27,7 +27,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
 # Keys of a config.json that change results in other architectures or programs.
-# In the supported families transformers ignores them; here a file that sets one is refused.
+# transformers ignores these keys in the supported families; a file that sets one is refused.
 CHANGING = """
     text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim
@@ -159,8 +159,7 @@ Rule = tuple[str, Any, bool, str]
 
 
 def _check(path: Path, rules: Sequence[Rule]) -> None:
-    """Raises ConfigError for the first rule whose value is not supported. path: the model's
-    file."""
+    """Raises ConfigError for the first rule whose value is not supported. path: the file read."""
     for key, value, is_supported, allowed in rules:
         if not is_supported:
             raise ConfigError(
@@ -169,8 +168,8 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 
 def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
-    """Returns rules that refuse every key not in `read`, but null values and private keys (_…).
-    prefix: text before the key in a message."""
+    """Returns a rule for each key that is not in `read`: its value must be null, or the key begin
+    with _. prefix: text before the key in a message."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
         for key in sorted(keys.keys() - set(read))
@@ -277,8 +276,8 @@ def _number(path: Path, config: Mapping[str, Any], key: str, default: float | No
 def of_gguf(
     file: GgufFile, shape: ModelShape, factors: NDArray[np.float32] | None
 ) -> TransformerConfig:
-    """Returns the configuration in a .gguf's metadata; raises ConfigError if it is not supported.
-    factors: the file's tensor rope_freqs.weight, float32 [head_dim / 2], which divides the rotary
+    """Returns the configuration in a .gguf's metadata; raises ConfigError if unsupported. factors:
+    the file's tensor rope_freqs.weight, float32 [head_dim / 2], which divides the rotary
     frequencies."""
     path = file.path
     family = str(file.metadata["general.architecture"])

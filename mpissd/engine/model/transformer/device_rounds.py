@@ -68,9 +68,8 @@ class Sheet:
         tree: Tree,
         dynamic: Size | None = None,
     ) -> None:
-        """Makes all arrays as views of one buffer. host_ints: allocates a buffer of so many int32.
-        dynamic: the sizes of trees that change each round; `tree` is then a chain of as many
-        levels."""
+        """Makes all arrays as views of one buffer. host_ints: allocates so many int32. dynamic: the
+        sizes of trees that change each round; `tree` is then a chain of as many levels."""
         self.sequences = sequences
         self.tree = tree
         self.dynamic = dynamic
@@ -116,11 +115,12 @@ class Ends:
 @dataclass(frozen=True)
 class RoundStage:
     """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
-    run it. number: 0 … K + 1, or PLANT (see this module's docstring). turn: the round modulo RING.
-    draft: None on a rank that does not draft. On the device: table, as Sheet.table; firsts, int32
-    [T], the first token of each rank's share of the target's vocabulary; ids, the token of each
-    column of the draft's logits (None: column n is token n); shapes, the dynamic trees (None: all
-    rounds have sheet.tree)."""
+    run it. number: 0 before the first forward, j = 1 … K after the draft's forward j, K + 1 after
+    the target's, PLANT before the target's forward over a dynamic tree. turn: the round modulo
+    RING. draft: None on a rank that does not draft. On the device: table, as Sheet.table; firsts,
+    int32 [T], the first token of each rank's share of the target's vocabulary; ids, the token of
+    each column of the draft's logits (None: column n is token n); shapes, the dynamic trees (None:
+    all rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -134,8 +134,9 @@ class RoundStage:
 
     @property
     def level(self) -> tuple[int, int, int, int]:
-        """The level that the stage handles, of one sequence: its first node, its number of nodes,
-        and the number of rows of the draft's forward before the stage and of that after it."""
+        """What the stage handles of one sequence: the first node and the number of nodes of a
+        level, and the number of rows of the draft's forward before the stage, and of that after
+        it."""
         tree = self.sheet.tree
         number = self.number
         if number == 0 or number > tree.depth:
@@ -196,8 +197,7 @@ class RoundStage:
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Stages 1 … K of a dynamic tree: finds the nodes of a level and puts the likeliest into
-        the draft's next forward; after the last level, writes the N chosen tokens to the target's
-        forward."""
+        the draft's next forward; the last of them writes the N chosen tokens to the target's."""
         level = self.number
         draft = self.draft
         shapes = self.shapes
@@ -291,9 +291,9 @@ class DeviceRounds:
         dynamic: Size | None = None,
     ) -> None:
         """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
-        draft: on the same backend; None in AR, and on a rank that does not draft. Both models are
-        transformers. dynamic: the sizes of trees that change each round; `tree` is then a chain of
-        as many levels."""
+        draft: None in AR, and on a rank that does not draft. Both models are transformers on one
+        backend. dynamic: the sizes of trees that change each round; `tree` is then a chain of as
+        many levels."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
@@ -368,7 +368,8 @@ class DeviceRounds:
         self.is_on = sequences == self.sheet.sequences
 
     def begin(self, state: Ints) -> None:
-        """Sets the state of all sequences, [S, 4] as in Sheet.state, before the first round."""
+        """Sets each sequence's slot, last position and last two tokens, as columns of
+        Sheet.state."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 
@@ -379,8 +380,9 @@ class DeviceRounds:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches a round behind the rounds under way. forced: prescribed tokens, [S, N + K + 1],
-        as in Sheet.forced."""
+        """Launches a round behind the rounds under way. forced: int32 [S, N + K + 1], for each of S
+        sequences the prescribed tokens of N drafted nodes and of K + 1 levels of the target
+        (NOBODY: none)."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:
@@ -396,8 +398,9 @@ class DeviceRounds:
         return self._programs[round_ % RING][-1]
 
     def outcome(self, round_: int) -> Ints:
-        """Returns a finished round's outcome, int32 [S, N + 2] as in Sheet.decided: per sequence
-        the accepted node, the bonus token and the drafted tokens. Rounds must be read in order."""
+        """Returns a finished round's outcome, int32 [S, N + 2]: for each of S sequences the
+        accepted node, the bonus token and the N drafted tokens. Rounds must be read in the order of
+        their launches."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         outcome: Ints = self.sheet.decided[round_ % RING].copy()

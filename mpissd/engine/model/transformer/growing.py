@@ -100,9 +100,10 @@ class DeviceGrowth:
 
     def begin(self, lanes: Any, places: Places, picks: Any, steps: int) -> bool:
         """Launches the first of `steps` steps after the scoring forward, which was launched last.
-        lanes: the branches, with `first` and `tokens` as in GrowthSheet.tokens. places: where the
-        first step's rows lie in the KV cache. picks: as GrowthSheet.picks. Returns False, with
-        nothing done, if no programs were compiled for so many branches."""
+        lanes: the branches, whose `first` and `tokens` are their prescribed tokens (NOBODY: the
+        draft decides). places: where the first step's rows lie in the KV cache. picks: int32 [3,
+        n], where each branch takes its first token (see GrowthSheet). Returns False, with nothing
+        done, if no programs were compiled for so many branches."""
         sheet = self.sheet
         part = slice(len(lanes))
         if not len(lanes) or (turns := self._steps.get(self._stepper.bucket(len(lanes)))) is None:

@@ -28,11 +28,10 @@ _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakerne
 
 @dataclass
 class LayerWeights:
-    """One layer's weights on this rank; None: the model family or this kind of draft has no such
-    weight."""
+    """One layer's weights on this rank; None where the model family or kind of draft has none."""
 
     attention_norm: Array = None
-    qkv: Array = None  # q, k and v as one product
+    qkv: Array = None  # the weights of q, k and v as one matrix
     qkv_bias: Array | None = None
     q_norm: Array | None = None  # [head_dim], the weight of the RMSNorm of each query head
     k_norm: Array | None = None
@@ -97,8 +96,7 @@ class Ops(Protocol):
         lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Allocates zeros, [slots, positions, hidden], for the hidden state before each
-        position."""
+        """Allocates zeros [slots, positions, hidden]: the hidden state before each position."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
         """Stores hidden states for a draft that reads them: states[slot][position + 1] = x for each
@@ -113,20 +111,18 @@ class Ops(Protocol):
         """Copies to the device where the rows lie in the KV cache, as the first operation."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries]; drawn or replayed tokens may have any
-        value."""
+        """Sets hidden[m] = table[tokens[m] mod entries]; replayed tokens may have any value."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
-        """Adds delta (if any) to `hidden`, the residual stream; sets x = RMSNorm(hidden) ·
-        weight."""
+        """Adds delta (if any) to hidden, the residual stream; x = RMSNorm(hidden) · weight."""
 
     def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
         """Computes q, k and v of layer `n` from the normalised input x, with biases and norms of
         heads if the model family has them; rotates q and k, and writes k and v to the cache."""
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
-        """Sets out = softmax(q·kᵀ/√head_dim)·v, in layer `number`, over the positions a row may
-        attend."""
+        """Sets out = softmax(q·kᵀ/√head_dim)·v over each row's visible positions, in layer
+        `number`."""
 
     def product(self, x: Array, weight: Array, out: Array, rows: int) -> None:
         """Sets out = x·weightᵀ."""
@@ -145,9 +141,8 @@ class Ops(Protocol):
         has the same bits for any number of rows."""
 
     def top_k(self, logits: Array, k: int, ids: Array, values: Array, rows: int) -> None:
-        """Writes the k largest logits of each row, largest first, to `values` (float32 [rows, k]),
-        and their columns to `ids` (int32 [rows, k]). Of equal logits the lower column comes
-        first."""
+        """Writes each row's k largest logits, largest first, to `values` (float32 [rows, k]), and
+        their columns to `ids` (int32 [rows, k]). Of equal logits the lower column comes first."""
 
     def ids(self, ids: Ints) -> Array:
         """Copies integers to the device, and returns the copy."""
@@ -169,8 +164,8 @@ class Ops(Protocol):
         ints[:count] = parts[0]
 
     def adopt(self, cache: Array, moves: Ints) -> None:
-        """Copies accepted branches from lanes (scratch memory) to slots. moves: int32 [S, 4], rows
-        of (lane, slot, first position, number of tokens); lane < 0: nothing to copy."""
+        """Copies accepted branches from lanes (scratch memory) to slots. moves: int32 [sequences,
+        4], rows of (lane, slot, first position, number of tokens); lane < 0: nothing to copy."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
                 self.move(cache, lane, slot, start, start + count)
@@ -180,7 +175,7 @@ class Ops(Protocol):
         3], rows of (source, destination, number of tokens); source < 0: nothing to copy."""
 
     def draws(self, logits: Array) -> Any:
-        """Returns what samples tokens from `logits` on the device; None if the host samples."""
+        """Returns a sampler of tokens from `logits` on the device; None if the host samples."""
         return None
 
     def read(self, logits: Array, rows: Sequence[int]) -> Floats:
@@ -197,8 +192,7 @@ def ops_of(
 ) -> Ops | None:
     """Makes the operations of a transformer on this backend; None for the emulated one, which
     computes nothing. heads, kv_heads: heads on this rank. page: positions of a page of the KV cache
-    (None: the backend's default). Raises ConfigError if a library is missing, or for another
-    backend."""
+    (None: the backend's default). Raises ConfigError for a missing library, or another backend."""
     if backend.name == "emulated":
         return None
     if backend.name not in _MADE_BY:

@@ -69,8 +69,7 @@ _PIECE = 1 << 17  # elements dequantised at once, so few that they stay in the p
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports a library that `what` (named in messages) needs; raises ConfigError if it is
-    missing."""
+    """Imports the library `name`; raises ConfigError if it is missing. what: what needs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -259,7 +258,7 @@ def gguf_name(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _gguf_name(name: str) -> str:
-    """Returns the name in a .gguf of a tensor of layer 0, or outside the layers."""
+    """Returns the name in a .gguf of a Hugging Face tensor of layer 0, or of no layer."""
     gguf = library("gguf", "a .gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all families' tensors
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
@@ -272,8 +271,8 @@ class GgufTensor(Tensor):
         self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
     ) -> None:
         """data: the blocks, [rows, bytes of a row], or [bytes] of a vector. kind: their ggml type.
-        head_dim: that of q or k if their rotated pairs of rows are side by side, as llama.cpp has
-        them, else 0."""
+        head_dim: that of q or k if the file has llama.cpp's order of rows (rotated pairs adjacent),
+        else 0."""
         self.shape = shape
         self._data = data
         self._kind = kind
@@ -325,7 +324,7 @@ class GgufFiles:
         self._head_dim = head_dim if self.is_llama else 0
 
     def get(self, name: str) -> Tensor | None:
-        """Returns a tensor by Hugging Face name, None if it is missing. Raises ConfigError."""
+        """Returns the tensor of this name, None if missing; raises ConfigError if unreadable."""
         if (info := self.file.tensors.get(gguf_name(name))) is None:
             return None
         self.unread.discard(gguf_name(name))
@@ -419,9 +418,8 @@ def _stamp(where: str) -> Stamp:
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
     """Opens a model's weights; reads no tensor yet. where: any name that presets.resolve_model
-    takes. seed: decides random weights. target: the target's name, for a draft, whose head is cut
-    to its target's vocabulary; tokens that the draft lacks are never drafted. Raises
-    ConfigError."""
+    takes. seed: decides random weights. target: the target's name, for a draft: its head is cut to
+    the target's vocabulary; tokens that the draft lacks are never drafted. Raises ConfigError."""
     path = files_of(where)
     shape = resolve_model(where)
     other = None if target is None else open_checkpoint(target)
@@ -481,7 +479,7 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
     """Returns the name and SHA-256 of the target that a draft's files name (None if they name
-    none), and whether that is `target` (None if unknown). Raises ConfigError for an unreadable
+    none), and whether that is `target` (None if unknown). Raises ConfigError for a damaged
     config.json."""
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
@@ -503,7 +501,7 @@ def made_for(draft: str, target: str) -> bool | None:
 
 
 def doubt(draft: str, target: str) -> str:
-    """Returns a line of doubt unless a draft's files name this target, or none at all; then ""."""
+    """Returns a warning if a draft's files name a target that may differ from this one; else ""."""
     name, sha256, is_of = _origin(draft, target)
     if name is None or is_of:
         return ""

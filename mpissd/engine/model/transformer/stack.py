@@ -82,9 +82,8 @@ def load_weights(
     page: int | None = None,
 ) -> TransformerWeights:
     """Reads and packs one rank's share of a model's weights. shard: the share, and the number of
-    layers. max_rows: rows of the largest forward. page: positions of a page of the KV cache (None:
-    the backend's default). Raises ConfigError for a checkpoint that lacks a part, and
-    MemoryError."""
+    layers. max_rows: rows of the largest forward. page: positions of a KV page (None: the backend's
+    default). Raises ConfigError for a checkpoint that lacks a part, and MemoryError."""
     config = checkpoint.config
     ops = ops_of(backend, config, heads=shard.heads, kv_heads=shard.kv_heads, page=page)
     if ops is None:
@@ -402,8 +401,8 @@ class MedusaStack(StateStack):
 
 
 def open_stack(weights: TransformerWeights, *parts: Any, **sizes: int) -> TransformerStack:
-    """Makes the stack that suits the weights: a transformer, Medusa heads, or another draft that
-    reads hidden states. parts, sizes: the other arguments of TransformerStack."""
+    """Makes the model on this rank that suits the weights: a transformer, Medusa heads, or another
+    draft that reads hidden states. parts, sizes: the other arguments of TransformerStack."""
     kinds: dict[str, Any] = {"": TransformerStack, "medusa": MedusaStack}
     stack: TransformerStack = kinds.get(weights.config.kind, StateStack)(*parts, weights, **sizes)
     return stack

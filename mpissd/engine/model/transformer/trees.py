@@ -34,17 +34,17 @@ _LEAST = np.float32(-1e30)  # the least log probability; a logit that is not fin
 
 def table_of(tree: Tree) -> Ints:
     """Returns a draft tree as the kernels between forwards (stages) read it, int32 [10, N + 1]: a
-    column for the last committed token, then one for each node. NOBODY: no value. PARENT, LEVEL,
-    RANK: a node's parent, level, and rank among its siblings. LINE, ROW: the row of the draft's
-    forward, of one sequence, that computes its parent, and the row that computes the node. LANE:
-    the scratch KV memory that stores the node (NOBODY: the sequence's slot). SPANS: SPAN times the
-    number of further lanes that store it. FORK: the level at which its path enters a lane.
-    KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many of the path's nodes
-    it holds."""
+    column for the root, the last committed token, then one for each node. NOBODY: no value. PARENT,
+    LEVEL, RANK: a node's parent, level, and rank among its siblings. LINE, ROW: among one
+    sequence's rows of a draft's forward, the row that computes the parent, and the row that
+    computes the node. LANE: the scratch KV memory that stores the node (NOBODY: the sequence's
+    slot). SPANS: SPAN times the number of further lanes that store it. FORK: the level at which its
+    path enters a lane. KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many
+    of the path's nodes are there."""
     table = np.full((KEPT + 1, len(tree.levels)), NOBODY, np.int32)
     table[PARENT, 1:] = tree.parents
     table[LINE, 1:] = np.concatenate([[], *tree.lines])
-    table[LINE, tree.depths == 1] = 1  # after the row of the token before the last one
+    table[LINE, tree.depths == 1] = 1  # the root is in row 1 of the draft's first forward
     for inner in tree.inner:
         table[ROW, inner] = np.arange(len(inner))
     table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
@@ -63,13 +63,12 @@ class Size:
 
     @property
     def most_found(self) -> int:
-        """The number of candidate nodes in all levels together, of which N are chosen."""
+        """The number of candidate nodes in all levels together; the N likeliest are verified."""
         return self.first(self.depth + 1)
 
     @property
     def draft_lanes(self) -> int:
-        """Lanes (scratch KV memory) per sequence in the draft's cache, one for each computed
-        node."""
+        """Lanes (scratch KV memory) per sequence in the draft's cache: one per computed node."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
@@ -80,11 +79,11 @@ class Size:
 @dataclass(frozen=True)
 class Shapes:
     """The dynamic draft trees of S sequences, in device arrays; NOBODY: no value. nodes: int32 [S,
-    4, size.most_found], the candidate nodes found so far, level by level, as rows TOKEN; ABOVE, the
-    parent (NOBODY: the last committed token); SURE, the log probability (float32 bits); NEXT_ROW,
-    the row in the draft's next forward. copies: int32 [S · WIDTH, 3], for each row of that forward
-    its parent's lane (scratch KV memory), its own lane, and how many levels to copy from the
-    parent's lane. tables: int32 [S, 10, N + 1], the chosen trees as in table_of, without RANK, LINE
+    4, size.most_found], the candidate nodes found so far, level by level. Its rows: TOKEN; ABOVE,
+    the parent (NOBODY: the last committed token); SURE, the log probability (float32 bits);
+    NEXT_ROW, the row in the draft's next forward. copies: int32 [S · WIDTH, 3], for each row of
+    that forward its parent's lane (scratch KV memory), its own lane, and how many levels to copy to
+    it. tables: int32 [S, 10, N + 1], the chosen trees as table_of returns them, without RANK, LINE
     and ROW."""
 
     size: Size

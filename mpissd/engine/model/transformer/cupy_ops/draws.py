@@ -32,8 +32,7 @@ _TELL = np.dtype([("value", "f8"), ("total", "f8"), ("token", "i4"), ("verdict",
 
 @dataclass(eq=False)
 class KeptRow:
-    """A sampled token's distribution on the device: weights, float32 [columns], with the sum
-    `total`."""
+    """A sampled token's distribution on the device, as float32 weights whose sum is `total`."""
 
     backend: Any
     values: Any
@@ -71,7 +70,7 @@ class CupyDraws:
             ask["kept"] = address(row.values)
         top = max((drafting.top for drafting in asked), default=0)
         tops = None
-        if top:  # a power of two, because the backend keeps memory for each number of rows
+        if top:  # rows become a power of two, as the backend keeps memory for each row count
             rows = 1 << max(drafting.row for drafting in asked).bit_length()
             rows = min(rows, len(self._logits))
             if top not in self._tops:
@@ -115,7 +114,10 @@ class CupyDraws:
     def _answers(
         self, count: int, proposes: int, scale: float, tops: Any, top: int, places: Any
     ) -> Any:
-        """Runs the kernel for the first `count` requests, waits, and returns its answers."""
+        """Runs the kernel for the first `count` requests, waits, and returns its answers. proposes:
+        1 to sample draft tokens, 0 to judge them. scale, tops, top: the factor of Saguaro's
+        sampling, and the ids and number of the tokens to which it applies. places: the entry of
+        each token in the draft's distributions (None: entry t is token t)."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         options = np.int32(proposes), np.float64(scale), tops, np.int32(top), places

@@ -55,10 +55,9 @@ _STAGING_ELEMENTS = 1 << 26  # Elements of a checkpoint's matrix that are copied
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight matrix packed for the kernel skinny.cu: `depth` inputs, `columns` outputs in tiles
-    of 16. gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim,
-    if each tile has 8 columns of a head's first half and the 8 that RoPE rotates with them; else
-    0."""
+    """A weight matrix packed for skinny.cu: `depth` inputs, `columns` outputs in tiles of 16.
+    gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim, if
+    each tile has 8 columns of a head's first half and the 8 that RoPE rotates with them; else 0."""
 
     values: Any
     depth: int
@@ -137,15 +136,14 @@ def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class GpuCache:
-    """The KV cache, in pages and lanes (scratch memory of branches), and attention's scratch
-    memory.
+    """The KV cache, in pages and lanes (scratch memory of branches), and attention's buffers.
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same, [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32 [position, pair,
     2]. words: RowPlaces.ints on the device. qkv: a forward's q, k and v, float32. count, tasks: the
-    number and the list of attention tasks. partial, tops: each split's weighted sums of values, and
-    its largest score with the sum of its weights. splits: the most splits (ranges of positions) of
-    a sequence.
+    number and the list of attention tasks. partial, tops: for each split (range of positions) its
+    weighted sum of values, and its largest score with the sum of its weights. splits: the most
+    splits of a sequence.
     """
 
     sizes: CacheSizes
@@ -170,8 +168,7 @@ class GpuCache:
 
 
 def task_bytes(head: int) -> int:
-    """Returns an attention block's bytes of shared memory (ATTEND_BYTES, attend.cu). head:
-    head_dim."""
+    """Returns the bytes of an attention block's shared memory (ATTEND_BYTES). head: head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
@@ -179,9 +176,9 @@ def task_bytes(head: int) -> int:
 
 class CupyOps(Ops):
     """A transformer's operations on one GPU, for this rank's share of heads. Kernels are enqueued
-    on the backend's stream, so that a graph may capture a forward. early: whether a kernel may
-    start before the one before it ends. Raises ConfigError for a GPU or a model that the kernels do
-    not support."""
+    on the backend's stream, where a graph may capture them. early: whether a kernel may start
+    before the one before it ends. Raises ConfigError for a GPU or a model that the kernels do not
+    support."""
 
     kernel = "cuda"
     computes_padding = True
@@ -254,9 +251,9 @@ class CupyOps(Ops):
         shift = step - TILE // 2  # the first column of the tiles' right half
 
         def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            """Returns kernel arguments for `count` outputs in two groups: (16-byte units, depth /
-            32, depth) and (columns from the left half's first one on, from the right half's first
-            one on, columns per tile)."""
+            """Returns kernel arguments for `count` outputs: (16-byte units, depth / 32, depth), and
+            (columns from the left half's first on, from the right half's first on, columns per
+            tile)."""
             units = np.int64(ceil_div(count, step) * TILE * depth // 8)
             columns = np.int32(count), np.int32(count - shift), np.int32(step)
             return (units, np.int32(depth // PAIR), np.int32(depth)), columns
@@ -466,7 +463,7 @@ class CupyOps(Ops):
         return self.launcher.uploaded(ids, np.int32)
 
     def run_stage(self, stage: Any) -> None:
-        """Runs chained.cu or dynamic.cu between two forwards, on page-locked host memory."""
+        """Makes the next forward's inputs by chained.cu or dynamic.cu, in page-locked memory."""
         sheet = stage.sheet
         target = stage.target
         shapes = stage.shapes
@@ -505,7 +502,7 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.STAGES, (blocks,), (_STAGE_THREADS,), args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
-        """Runs grow.cu between two steps of a draft's branches, on page-locked host memory."""
+        """Makes the inputs of a draft's next growth step by grow.cu, in page-locked memory."""
         best = draft.best.ids
         host = np.uintp(sheet.ints.ctypes.data)
         sizes = np.int32(rows), np.int32(sheet.places.shape[1])

@@ -186,8 +186,7 @@ def inverse_rms(row, eps):
 
 @njit(**JIT)
 def norm(hidden, delta, adds, weight, eps, x, rows):
-    """Adds delta (if `adds`) to `hidden`, the residual stream; sets x = RMSNorm(hidden) ·
-    weight."""
+    """Adds delta (if `adds`) to hidden, the residual stream; sets x = RMSNorm(hidden) · weight."""
     width = len(weight)
     for m in range(rows):
         row = hidden[m]

@@ -71,8 +71,7 @@ class Logits:
 
 
 class NumbaOps(Ops):
-    """A transformer's operations on NumPy arrays; activations are padded to whole blocks of
-    columns."""
+    """A transformer's operations on NumPy arrays, with activations padded to whole blocks."""
 
     kernel = "numba"
     computes_padding = False

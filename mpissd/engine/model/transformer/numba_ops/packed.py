@@ -124,7 +124,7 @@ class Chunk:
         self._number = builder.trunc(number, I32)
 
     def groups(self, kind: int) -> Iterator[InputGroup]:
-        """Yields the groups of inputs that share a scale, in order. kind: ggml's type of them."""
+        """Yields the groups of inputs that share a scale, in order. kind: ggml's type."""
         types_ = {Q4_0: self._q4_0, Q4_1: self._q4_1, Q8_0: self._q8_0, Q4_K: self._q4_k}
         return types_.get(kind, self._q6_k)()
 
@@ -166,9 +166,8 @@ class Chunk:
     def _nibbles(
         self, words: Sequence[int], shifts: Sequence[int], first: int
     ) -> list[tuple[int, Callable[[], Any]]]:
-        """Returns (number, function) for each pair of 4-bit integers in these words: the pairs at
-        the first two shifts are numbered from `first` on, and those at the other two shifts after
-        them."""
+        """Returns (number, function) for each pair of 4-bit integers in these words: pairs at the
+        first two shifts have numbers from `first` on, and pairs at the other two follow."""
         places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
         numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
         pairs = [partial(self._bits, words[w], shifts[n], 0x000F000F) for w, n in places]
@@ -200,7 +199,7 @@ class Chunk:
         return self._build.bitcast(halves, WORDS)
 
     def _half(self, number: Any) -> Any:
-        """Emits the float32 of float16 number 0 or 1 in the word of scales."""
+        """Emits float16 number `number` (0 or 1) of the word of scales as a float32."""
         shift = splat(self._build, self._build.mul(number, I32(16)))
         bits = self._build.lshr(load(self._build, self._scales, WORDS), shift)
         shorts = self._build.trunc(bits, ir.VectorType(I16, LANES))
@@ -208,7 +207,7 @@ class Chunk:
         return self._build.fpext(halves, VECTOR)
 
     def _byte(self, word: int, index: int) -> Any:
-        """Emits the float32 of signed byte number `index` of a word."""
+        """Emits signed byte number `index` of a word as a float32."""
         top = self._build.shl(self._word(word), _all(WORDS, 24 - 8 * index))
         return self._build.sitofp(self._build.ashr(top, _all(WORDS, 24)), VECTOR)
 

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 
 
 # Tiles of many rows read a wide block in several passes, each of which skips some cache lines.
-# On AVX2 that halves the speed; all tiles read a block of 16 columns in one pass.
+# Several passes halve the speed on AVX2; all tiles read 16 columns in one pass.
 # The widths were measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
 TILES = {
     "avx512": Tiles(lanes=16, registers=32, width=64),
@@ -36,7 +36,7 @@ TILES = {
     "neon": Tiles(lanes=4, registers=32, width=16),
     "sse": Tiles(lanes=4, registers=16, width=16),
 }
-MOST_ROWS = 6  # the most rows of one tile
+MOST_ROWS = 6  # the largest number of rows of one tile
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -137,9 +137,8 @@ def _sums(
     starts: list[Any],
 ) -> list[Any]:
     """Emits the loop that adds up products along the depth; returns the final sums. weights: their
-    address, the elements from step to step, and the words from a read to its prefetch. inputs: the
-    address of each row. steps: the number of steps, at least one. starts: the initial sums, row by
-    row."""
+    address, the elements from step to step, and the words from a read to its prefetch. inputs: each
+    row's address. steps: the number of steps, at least one. starts: the initial sums by row."""
     entry = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("loop", "end"))
     builder.branch(loop)
