@@ -13,9 +13,8 @@ import os
 import signal
 import sys
 
-# Ctrl-C during the imports below ends the process without a traceback. Up to here the signal is
-# ignored if launch/local.sh started this process; otherwise Ctrl-C during Python's own start would
-# print a traceback.
+# launch/local.sh has Ctrl-C ignored up to here, as Python's start would print a traceback.
+# During the imports below Ctrl-C ends the process without a traceback.
 _is_ignored = os.environ.pop("MPISSD_CHECKS", None) is not None
 if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -50,7 +50,7 @@ class Proposer:
         self._publishes = True
         group = parallel.tensor_parallel_size
         group *= getattr(parallel, "prefill_context_parallel_size", 1)
-        if parallel.rank % group == 0:  # of the last pipeline stage one rank asks
+        if parallel.rank % group == 0:  # one rank of the last pipeline stage asks for drafts
             self.client = DraftClient(
                 os.environ["MPISSD_DRAFT"],
                 vllm_config.speculative_config.num_speculative_tokens,

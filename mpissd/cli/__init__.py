@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: its parser, and the commands `plan`, `compare` and `--version`."""

@@ -516,7 +516,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# New flags must not change old digests, so the digest lacks default values except of these.
+# The digest lacks flags at their defaults, so that new flags change none; these are always in it.
 _ALWAYS_IN_DIGEST = frozenset(
     "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
     "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "

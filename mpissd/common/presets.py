@@ -42,9 +42,8 @@ _SHAPES = (
     # Equal sizes, other depths: Decoding Speculative Decoding (arXiv 2402.01528), table 1.
     ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
     ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
-    # A pair for laptops. In float32 on one core the target has 47 MB and takes 8.7 ms for 8 rows,
-    # the draft has 1.7 MB and takes 0.13 ms a step. A CPU's time grows with every row, so the draft
-    # is small enough to grow 24 branches while two target ranks verify.
+    # For laptops; in float32 on one core: 47 MB, 8.7 ms for 8 rows; 1.7 MB, 0.13 ms for a step.
+    # A CPU's time grows with each row, so the draft is small enough for 24 branches in that time.
     ModelShape("toy-target", 4, 512, 8, 4, 64, 1408, True, 4096),
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )

@@ -57,7 +57,7 @@ class DraftConfig(TextFlags):
 
 @dataclass(frozen=True)
 class RanksFlags(TextFlags):
-    """The base of the flags of `chat` and `serve`, which start MPI ranks: T, D, a run's flags."""
+    """The base of the flags of `chat` and `serve`: how many ranks they start, and a run's flags."""
 
     if TYPE_CHECKING:
         run: RunConfig

@@ -24,8 +24,8 @@ class MissLaw(NamedTuple):
     floor: float = 0.0
 
 
-# With F = 3 this model hits .75. A table-model pair at temperature 1 hits .68 after a rejection and
-# .80 after all tokens were accepted. The paper's A = 1 would make a fan-out of 1 useless.
+# With F = 3 this model hits .75; a table-model pair at temperature 1 hits .68 after a rejection,
+# .80 after all were accepted. The paper's A = 1 would make a fan-out of 1 useless.
 ASSUMED = MissLaw(0.75, 1.0), MissLaw(0.75, 1.0)
 ASSUMED_LAW = f"power:A={ASSUMED[0].A},r={ASSUMED[0].r}"
 DEFAULT = MissLaw(0.5068, 0.6233, 0.0968), MissLaw(0.1737, 0.9954, 0.0215)

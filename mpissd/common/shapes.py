@@ -22,9 +22,8 @@ from dataclasses import dataclass, fields, replace
 from mpissd.common.errors import ConfigError
 
 SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # number of layers after a name: llama-3.1-70b@8L
-# The kinds of drafts that read the target's last hidden state: Medusa heads (2401.10774), an MLP
-# speculator (2404.19124), an EAGLE or multi-token-prediction layer (2401.15077; 2412.19437, section
-# 2.2).
+# Kinds of drafts that read the target's last hidden state: Medusa (2401.10774), MLP (2404.19124),
+# and EAGLE (2401.15077), which also stands for an MTP layer (2412.19437, section 2.2).
 STATE_KINDS = ("medusa", "mlp", "eagle")
 _MEDUSA_HEADS = 4
 _MOST = 2**31 - 1  # the largest width, depth or vocabulary size

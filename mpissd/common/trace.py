@@ -62,8 +62,8 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# _NEXT[phase that ends] is the activity (Doing) that begins then. A draft rank shows it to its
-# host's watchdog process, which prints it if the rank fails.
+# _NEXT[phase that ends] is the activity (Doing) that begins then.
+# A draft rank shows its activity to the host's watchdog process, which prints it after a fault.
 _ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
 _GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)
 _NEXT = bytes([*_ANSWERING, *_GROWING, Doing.OUTCOME_WAIT, Doing.GROWTH])
@@ -74,8 +74,8 @@ class Ledger:
 
     def __init__(self, phases: type[IntEnum]) -> None:
         self.names = [phase.name.lower() for phase in phases]
-        # A mark stores the time at which its phase ended, in ns, and the phase. A round stores
-        # three numbers: its own number, its start in ns, and the count of all marks up to its end.
+        # A mark stores its phase, and the end of this phase in ns.
+        # A round stores its number, its start in ns, and the number of all marks up to its end.
         self._ends, self._phases, self._rounds = array("q"), array("b"), array("q")
         self._start = perf_counter_ns()
 
@@ -156,10 +156,10 @@ class DraftLog:
     the draft's candidates the bonus token was (features.ranks.RankCounts), or None. stored_s:
     seconds that the draft spent in the last round on tokens that its KV cache lacked."""
 
-    # Columns of `table`. t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the
-    # cache. t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.
-    # num_jit: misses for which the draft model drafted. steps_ready: tokens that a branch had when
-    # it was hit.
+    # t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the cache.
+    # t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.
+    # num_jit: the number of cache misses for which the draft model drafted.
+    # steps_ready: how many tokens a branch had when it was hit.
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:

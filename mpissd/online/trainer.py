@@ -58,7 +58,7 @@ from mpissd.online.process import receive, send
 CROSS_ENTROPY = 0.3  # weights of the two parts of the loss, as in the late steps of learn.train
 VARIATION = 3.0
 DITHER = 0  # seed of the random numbers by which weights are rounded
-ERRORS = 2.0  # standard errors by which a version must be better (docs/online.md)
+ERRORS = 2.0  # a new version must be better by so many standard errors (docs/online.md)
 FALL = 0.02  # a version whose agreement with the target fell by more than this is a bad one
 PATIENCE = 3  # bad versions in a row after which training restarts from the last published one
 MIN_HELD = 8  # held-out sequences that are needed before a version is published

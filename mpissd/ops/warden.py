@@ -85,8 +85,8 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether to wait a little before judging how the rank ended: its exit status may still
-        come or, if MPI had not started, the news that the launcher ended first."""
+        """Whether to judge the rank's end later, since its exit status may still come or, if MPI
+        had not started, the news that the launcher ended first."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 

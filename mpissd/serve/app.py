@@ -42,7 +42,7 @@ from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
-DRAINED_BYTES = 1 << 25  # bytes read of a longer body, as most clients send it all first
+DRAINED_BYTES = 1 << 25  # a longer body is read so far, since most clients send all of it first
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # requests at once, each on a connection; below the usual limit of 1,024 open files
 _CHAT = "/v1/chat/completions"

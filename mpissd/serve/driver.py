@@ -123,8 +123,8 @@ class Driver(RoundObserver):
         return result
 
     def _way(self, live: list[int]) -> Way:
-        """Returns the K and width of the next round: by the mode that all requests in `live` ask
-        for, else as the controller chose during the previous round, perhaps for other requests."""
+        """Returns the K and width of the next round. The mode decides if all requests in `live` ask
+        for the same one; otherwise the controller has chosen during the previous round."""
         if self.goodput is None or self.draft_lost:
             return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {task.request.sampling.mode for task in self.scheduler.tasks(live)}
@@ -141,7 +141,8 @@ class Driver(RoundObserver):
         return self._within(way, live)
 
     def _within(self, way: Way, live: list[int]) -> Way:
-        """Returns `way` with at most the K that the requests allow: the largest of their limits."""
+        """Returns `way`, with K lowered to the largest limit that one of the `live` requests
+        sets."""
         limits = [task.request.sampling.lookahead for task in self.scheduler.tasks(live)]
         most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
