@@ -90,8 +90,7 @@ class Student:
         self.longest = longest
         is_int8 = self.source.by_name["model.layers.0.mlp.down_proj.weight"].bits == INT8_BITS
         self._int8 = is_int8 and not exact
-        # Layers compute in bfloat16 if the device has instructions for it. On such a CPU they take
-        # a fifth of the time (AMD EPYC, one core: 121 instead of 26 GFLOP/s).
+        # With bfloat16 instructions a CPU takes a fifth of the time (AMD EPYC: 121, not 26 GFLOP/s)
         has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         self.blocks = blocks_of(
             config, torch.bfloat16 if device != "cpu" or has() else torch.float32
@@ -257,9 +256,8 @@ class Learner:
     memory: Memory = field(default_factory=lambda: Memory(4096))
 
     def __post_init__(self) -> None:
-        # state: "learning"; "diverged" after a loss or weight that was not finite, whereupon
-        # training went back to the last published version; or "refused" if the latest version did
-        # not agree with the target significantly more often on held-out sequences.
+        # "diverged": a loss or weight was not finite; training resumed from the last version.
+        # "refused": on held-out sequences the latest version was not significantly better.
         self.state = "learning"
         self.counts = Counts()
         self.agreement: float | None = None  # of the last tested version with the target

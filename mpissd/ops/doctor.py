@@ -374,8 +374,7 @@ def examine_rank(config: RunConfig, check: Check) -> int:
             sys.stdout.write(f"{MARK}{json.dumps({**report, 'step': step})}\n")
             sys.stdout.flush()
 
-    # A library that hangs while it holds Python's GIL stops all Python threads, so a thread in C
-    # has to end the process.
+    # This timer, in C, ends the process even if a library that hangs holds Python's GIL.
     faulthandler.dump_traceback_later(config.deadline_s + 2 * _MORE_S, exit=True)
     reach("MPI_Init")
     rank, size, library = mpi_patient.identity()

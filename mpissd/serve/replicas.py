@@ -104,9 +104,9 @@ def write(folder: Path, entry: Entry) -> None:
 
 
 def read(folder: Path) -> list[Entry]:
-    """Returns the replicas of a folder, sorted by id; skips other files. Their words are put into
-    HAProxy's configuration, so files with a space or a newline in a word are skipped too. Raises
-    OSError if the folder, or a file in it, cannot be read."""
+    """Returns the replicas of a folder, sorted by id; skips other files, and files whose host or id
+    has a space or a newline, since both are put into HAProxy's configuration. Raises OSError if the
+    folder, or a file in it, cannot be read."""
     entries, known = [], {f.name for f in fields(Entry)}
     for name in sorted(os.listdir(folder)):
         stem, end = os.path.splitext(name)
