@@ -320,8 +320,8 @@ class GemmStack(Stack):
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
         """Returns a function that enqueues one forward of `rows` rows. k: candidates read out per
-        row (None: ForwardOptions.top_k). Without an LM head they are the largest columns of the
-        hidden vector."""
+        row (None: ForwardOptions.top_k). Without an LM head, the candidates are the largest hidden
+        columns."""
         k = k or self.options.top_k
         backend = self.backend
         weights = self.weights

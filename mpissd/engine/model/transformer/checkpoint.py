@@ -47,7 +47,7 @@ HEAD_NORM = "norm.weight"  # the norm after a Medusa head's residual block
 HEAD_IDS = "head_ids"
 WHOLE = "whole files"
 SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; others whole"
-LARGEST = 1 << 29  # bytes of the largest file whose digest covers all bytes
+LARGEST = 1 << 29  # size in bytes of the largest file that is digested whole
 _HEAD = 1 << 24
 _SAMPLE = 1 << 16
 _SAMPLES = 64
@@ -142,7 +142,7 @@ class Tensor:
         return None
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
-        """Returns the rule by which a device makes these random weights; None: not random."""
+        """Returns the rule by which a device makes this part's random weights; None: not random."""
         return None
 
 
@@ -174,7 +174,7 @@ class Part:
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Returns the rule by which a device makes these random weights; None: not random."""
+        """Returns the rule by which a device makes the random weights; None: not random."""
         return self.tensor.recipe(self.rows, self.columns)
 
 

@@ -28,11 +28,11 @@ _IN_FLIGHT = 2  # the most programs that are launched before the host reads the 
 class GrowthSheet:
     """Host arrays through which the kernels between forwards (stages) grow up to R branches by K
     tokens. They are views of `ints`, int32 [1 + R · (8 + K)]. step: [1], the number of the next
-    stage. places: [4, R], where the next step's rows lie in the KV cache, as RowPlaces.rows. picks:
-    [3, R], for each branch the row of the last forward that gives its next token, the token's rank
-    among that row's candidates, and a candidate that is skipped, because it is already drafted
-    there (NOBODY: none). tokens: [K + 1, R], the branches' first tokens, then those of each step;
-    NOBODY: the stage decides."""
+    stage. places: [4, R], the slot, position, lane and trunk of the next step's rows (see
+    forwards.Places). picks: [3, R], for each branch the row of the last forward that gives its next
+    token, the token's rank among that row's candidates, and a candidate that is skipped, because
+    the draft has proposed it there already (NOBODY: none). tokens: [K + 1, R], the branches' first
+    tokens, then those of each step; NOBODY: the stage decides."""
 
     def __init__(self, ints: HostArray, rows: int) -> None:
         self.ints = ints

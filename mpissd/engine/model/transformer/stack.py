@@ -1,8 +1,8 @@
 """A transformer on one rank: its share of the weights (see shard.py), and its forward.
 
-Drafts that read their target's last hidden state (shapes.STATE_KINDS) differ at both ends.
-Let e be the embedding of a position's token, h the target's normalised last hidden state before
-that position, n, n', n_i, norm_i RMSNorms and S, E matrices of the draft:
+Drafts that read their target's last hidden state (shapes.STATE_KINDS) have another input and
+output. Let e be the embedding of a position's token, h the target's normalised last hidden state
+before that position, n, n', n_i, norm_i RMSNorms and S, E matrices of the draft:
 
     mlp, eagle   u = h + S·n(h) + E·n'(e); one layer on u (mlp: its SwiGLU block only); its final
                  norm gives s. The LM head reads s, and s is h of the next position.
@@ -10,8 +10,8 @@ that position, n, n', n_i, norm_i RMSNorms and S, E matrices of the draft:
 
 S and E side by side are the matrix that fuses h and e in EAGLE (2401.15077, section 4.1) and in
 DeepSeek-V3's module (2412.19437, equation 21). Wertheimer et al. (2404.19124) have a normalised sum
-and GELU with weights for each place; `mlp` has SwiGLU with the same weights at each place. A Medusa
-head's block is SwiGLU, and not one SiLU product (2401.10774, section 2.1.1).
+and GELU with other weights at each drafted position; `mlp` has SwiGLU with the same weights at all.
+A Medusa head's block is SwiGLU, and not one SiLU product (2401.10774, section 2.1.1).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _THREADS = 256
 _STAGES = {  # A block's copies in flight, by (tiles of columns, tiles of rows).
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
-_WIDE_TILES = 1024  # With so many tiles, a block computes two, and reads x half as often.
+_WIDE_TILES = 1024  # In weights of so many tiles a block computes two, which halves its reads of x.
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
 # L2 bandwidth limits then: a block loads (columns + rows) data for (columns · rows) work.
 _LARGE = ((4, 8, 3), (2, 8, 4))
@@ -359,7 +359,7 @@ class CupyOps(Ops):
 
     @property
     def scale(self) -> float:
-        """The factor on queries, log2(e) / √head_dim, with which softmax takes powers of 2."""
+        """The factor on queries, log2(e) / √head_dim, so that softmax can use powers of 2."""
         return float(self._head**-0.5 * 1.4426950408889634)  # log2 e
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> GpuCache:
