@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, tensors
+from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, MASKS, tensors
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
 from tests.weight_files import CONFIG, write_folder
 
@@ -44,12 +44,14 @@ def tiny_pair(
     scale: float = 1.0,
     seed: int = 0,
     head_ids: Sequence[int] | None = None,
+    masks: int = 7,
     **sizes: int,
 ) -> TinyPair:
     """Writes a pair: the draft's matrices are the target's and a share `noise` of other ones.
 
     scale: of the LM head, which sets how sharp the target's distributions are. head_ids: the
-    tokens that the draft knows (None: all). sizes: of config.
+    tokens that the draft knows (None: all). masks: the draft's mask tokens, which are random.
+    sizes: of config.
     """
     told = config(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +71,13 @@ def tiny_pair(
         ids = np.array(head_ids, np.int32)
         draft["lm_head.weight"] = draft["lm_head.weight"][ids]
         draft["head_ids"] = ids  # type: ignore[assignment]
-    both = {"target": target, "draft": draft}
-    return TinyPair(*(write_folder(folder / name, told, both[name]) for name in both))
+    draft[MASKS] = np.random.default_rng(seed).normal(size=(masks, told["hidden_size"]))
+    draft[MASKS] = draft[MASKS].astype(np.float16)
+    with_masks = {**told, "mpissd": {"masks": masks}}
+    return TinyPair(
+        write_folder(folder / "target", told, target),
+        write_folder(folder / "draft", with_masks, draft),
+    )
 
 
 KINDS = ("medusa", "mlp", "eagle")

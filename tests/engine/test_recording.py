@@ -106,7 +106,10 @@ def test_contradictions_are_refused(path: Path) -> None:
     with np.load(path) as archive:
         found = dict(archive)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"header": header_of(path, schema=2)}, "schema 2: allowed: 1"),
+        ({"header": header_of(path, schema=3)}, "schema 3: allowed: 1, 2"),
+        ({"marginals": np.zeros((2, 3, 5), np.uint16)}, "marginals has 2 rows"),
+        ({"marginals": np.zeros((len(found["top"]), 4, 5))}, r"marginals \(.*allowed: .* 1..3, R"),
+        ({"marginals": np.full((len(found["top"]), 3, 5), 12)}, "marginals holds a token beyond"),
         ({"header": np.frombuffer(b"[1]", np.uint8)}, "list"),
         ({"header": header_of(path, vocab="many")}, "int"),
         ({"header": header_of(path, vocab=3)}, "beyond the vocabulary of 3"),
@@ -167,6 +170,10 @@ RUNS: list[dict[str, Any]] = [
     {"mode": "ssd", "lookahead": 3, "fan_out": "list:6,0,2,1", "batch_size": 4, "backup": "fast"},
     {"mode": "ssd", "lookahead": 5, "fan_out": "geometric:12/uniform:1", "batch_size": 2},
     {"mode": "ssd", "lookahead": 5, "fan_out": "uniform:8", "backup_lookahead": 2},
+    {"mode": "sd", "num_drafts": 0, "lookahead": 5, "batch_size": 2, "parallel_drafting": True},
+    {"mode": "sd", "num_drafts": 0, "lookahead": 5, "tree": 12, "parallel_drafting": True},
+    {"mode": "ssd", "lookahead": 5, "fan_out": "uniform:8", "parallel_drafting": True},
+    {"mode": "ssd", "lookahead": 4, "tree": 9, "fan_out": "uniform:1", "parallel_drafting": True},
 ]
 
 

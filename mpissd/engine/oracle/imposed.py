@@ -81,6 +81,14 @@ class Stream:
         [n]. Beyond the accepted path none equals Y."""
         return self.ranked(rows, tree.depths[1:] - 1, tree.ranks[1:], ahead)
 
+    def after(
+        self, speculation: Speculation, tree: Tree, rows: Index, nodes: Ints, ranks: Ints
+    ) -> Ints:
+        """Returns the bonus candidates [n, m] of batch rows `rows` [n] after nodes [m] of the
+        served tree, by rank [m] among the tokens that are not the node's children."""
+        taken: Index = np.array([len(children) for children in tree.children])
+        return self.ranked(rows, tree.depths[nodes], taken[nodes] + ranks)
+
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` only."""
         origin = self._origin if rows is None else self._origin[rows]
@@ -361,8 +369,7 @@ class ImposedDraft(Imposed, DraftOracle):
         chosen = np.arange(len(speculation.rows)) if rows is None else rows
         if tree.num_lanes:
             node, rank = lanes_of(fan_out)
-            taken: Index = np.array([len(children) for children in tree.children])
-            candidates = self._stream.ranked(chosen, tree.depths[node], taken[node] + rank)
+            candidates = self._stream.after(speculation, tree, chosen, node, rank)
             ahead = np.tile(tree.depths[node] + 1, len(chosen))
             tokens = self._stream.nodes(tree, np.repeat(chosen, len(node)), ahead)
         else:

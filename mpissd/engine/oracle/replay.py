@@ -30,13 +30,14 @@ from mpissd.common.output import whole_file
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.law.fanout import lanes_of
 from mpissd.engine.law.lookup import make_lookup
+from mpissd.engine.law.tree import Tree
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.oracle.workload import Workload, laws_label
 from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
-SCHEMA = 1
+SCHEMA = 2
 LONGEST = 3  # tokens that a prompt lookup compares at most
 _SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
@@ -56,7 +57,9 @@ class Recorded:
     would have followed it, because the last round may accept some of them. end: number of tokens of
     the answer, the stop token included. stopped: whether the answer ended with a stop token, and
     not at a limit. Row n of rollout [end, K] has the draft's greedy tokens after n tokens of the
-    answer, and row n of top [end, F + 1] its likeliest next tokens, best first.
+    answer, and row n of top [end, F + 1] its likeliest next tokens, best first. marginals [end, K −
+    1, R], of a parallel draft: its likeliest tokens of the 2nd, 3rd, … place after n tokens, all
+    from one forward, best first; None of another draft.
     """
 
     prompt: Ids
@@ -65,6 +68,7 @@ class Recorded:
     stopped: bool
     rollout: Ids
     top: Ids
+    marginals: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,13 @@ class Recording:
         return int(self.sequences[0].top.shape[1]) - 1
 
     @property
+    def at_once(self) -> tuple[int, int]:
+        """The largest K of a replay whose draft drafts all tokens in one forward, and the most
+        children of a node of its trees; (1, 0) if no such forwards were recorded."""
+        marginals = self.sequences[0].marginals
+        return (1, 0) if marginals is None else (marginals.shape[1] + 1, marginals.shape[2])
+
+    @property
     def label(self) -> str:
         """The file's name and the beginning of its SHA-256, as in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
@@ -125,6 +136,8 @@ def save(path: Path, recording: Recording) -> None:
     }
     if recording.known is not None:
         arrays["known"] = recording.known.astype(kind)
+    if marginals := [part.marginals for part in parts if part.marginals is not None]:
+        arrays["marginals"] = np.concatenate(marginals).astype(kind)
     with whole_file(path) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
@@ -151,8 +164,9 @@ def _load(path: str, changed: int, size: int) -> Recording:
         header = json.loads(archive["header"].tobytes())
         arrays = {name: archive[name] for name in _ARRAYS}
         draft_ids = archive.get("known")
-    if header.get("schema") != SCHEMA:
-        raise ValueError(f"schema {header.get('schema')}: allowed: {SCHEMA}")
+        marginals = archive.get("marginals")  # files of schema 1 have none
+    if header.get("schema") not in (1, SCHEMA):
+        raise ValueError(f"schema {header.get('schema')}: allowed: 1, {SCHEMA}")
     ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
     rows, lookahead = arrays["rollout"].shape
     wanted = {
@@ -163,12 +177,19 @@ def _load(path: str, changed: int, size: int) -> Recording:
         "rollout": int(ends.sum()),
         "top": rows,
     }
+    if marginals is not None:
+        arrays["marginals"] = marginals
+        wanted["marginals"] = rows
+        if marginals.ndim != 3 or not 0 < marginals.shape[1] < lookahead or not marginals.size:
+            raise ValueError(
+                f"marginals {marginals.shape}: allowed: [{rows}, 1..{lookahead - 1}, R]"
+            )
     for name, count in wanted.items():
         if len(arrays[name]) != count:
             raise ValueError(f"{name} has {len(arrays[name])} rows, {count} are meant")
     if not rows or not lookahead or min(ends.min(), counts.min()) < 1:
         raise ValueError("a prompt, its answer or its drafts are empty")
-    for name in ("prompts", "tokens", "rollout", "top"):
+    for name in {"prompts", "tokens", "rollout", "top", "marginals"} & arrays.keys():
         if int(arrays[name].max()) >= header["vocab"] or int(arrays[name].min()) < 0:
             raise ValueError(f"{name} holds a token beyond the vocabulary of {header['vocab']}")
 
@@ -182,6 +203,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
         arrays["stopped"].tolist(),
         parts("rollout", ends),
         parts("top", ends),
+        [None] * len(ends) if marginals is None else parts("marginals", ends),
         strict=True,
     )
     return Recording(
@@ -241,13 +263,19 @@ class RecordedDraft(RecordedStream):
         lookahead: int,
         widest: int,
         lookup: str | None = "prompt",
+        *,
+        at_once: bool = False,
     ) -> None:
         """capacity: slots. widest: the largest F_k. lookup: the kind of a fast backup (None: there
-        is none)."""
+        is none). at_once: whether one forward drafts all tokens, by the recorded marginals."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
         self._top = self._tabled([part.top[:, : widest + 1] for part in parts])
+        self._levels: Ints | None = None  # a parallel draft's likeliest tokens by place, [·, K, R]
+        if at_once and lookahead > 1:
+            self._levels = self._tabled([_levels(part, lookahead) for part in parts])
+            self._rollout = self._levels[:, :, 0]
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
@@ -289,6 +317,40 @@ class RecordedDraft(RecordedStream):
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
         origin = (self._origin[rows] + ahead)[:, None]
         return self._top.take((origin + depths) * self._width + ranks)
+
+    def nodes(self, tree: Tree, rows: Index, ahead: Index | int = 0) -> Ints:
+        if self._levels is None:
+            return super().nodes(tree, rows, ahead)
+        origin = (self._origin[rows] + ahead)[:, None]
+        drafts: Ints = self._levels[origin, tree.depths[1:] - 1, tree.ranks[1:]]
+        return drafts
+
+    def after(
+        self, speculation: Speculation, tree: Tree, rows: Index, nodes: Ints, ranks: Ints
+    ) -> Ints:
+        if self._levels is None:
+            return super().after(speculation, tree, rows, nodes, ranks)
+        # The children of a node have marginals' ranks, which differ from those of `top`.
+        children = np.full((len(nodes), tree.width), -1)
+        for n, node in enumerate(nodes.tolist()):
+            children[n, : len(tree.children[node])] = tree.children[node]
+        served = speculation.tokens[rows][:, children - 1]
+        served[:, children < 0] = -1
+        top = self._top[self._origin[rows][:, None] + tree.depths[nodes]]
+        is_served = (top[..., None] == served[:, :, None]).any(axis=-1)
+        order = np.argsort(is_served, axis=-1, kind="stable")  # the served ones last
+        places = order[:, np.arange(len(nodes)), ranks]
+        candidates: Ints = np.take_along_axis(top, places[..., None], axis=-1)[..., 0]
+        return candidates
+
+
+def _levels(part: Recorded, lookahead: int) -> Ids:
+    """Returns the likeliest tokens of the first K = lookahead places after each prefix of an
+    answer, as one forward of a parallel draft predicts them, [end, K, R]."""
+    marginals = part.marginals
+    assert marginals is not None, "a recording without marginals"
+    first = part.top[:, None, : marginals.shape[2]]
+    return np.concatenate([first, marginals[:, : lookahead - 1]], axis=1)
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
@@ -353,6 +415,15 @@ class ReplayWorkload(Workload):
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "
                 f"{job.target.vocab_size}: allowed: forward=gemm, or a target that has as many"
             )
+        if job.config.parallel_drafting:
+            most, children = recording.at_once
+            if not children:
+                raise ConfigError(
+                    f"parallel_drafting with recording={job.config.recording}: its draft has no "
+                    "mask tokens: allowed: a recording of one that has"
+                )
+            wanted[0] = (f"lookahead={job.lookahead}", job.lookahead, most)
+            wanted.append((tree, job.tree.width, children))
         for name, value, limit in wanted:
             if value > limit:
                 raise ConfigError(
@@ -385,9 +456,14 @@ class ReplayWorkload(Workload):
         config = job.config
         widest = min(job.widest, self.recording.widest)  # no candidates are read without branches
         stream = RecordedDraft(
-            self.recording, config.batch_size, job.lookahead, widest, config.fast_lookup
+            self.recording,
+            config.batch_size,
+            job.lookahead,
+            widest,
+            config.fast_lookup,
+            at_once=config.parallel_drafting,
         )
-        return ImposedDraft(stream, tree=job.tree)
+        return ImposedDraft(stream, job.tokens_a_forward, job.tree)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         parts = self.recording.sequences

@@ -34,6 +34,7 @@ from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # most tokens in one forward, by backend
 _TELL_S = 2.0
+_RANKS = 8  # candidates that are kept of each depth of a parallel draft
 
 Tokens = Sequence[int]
 
@@ -98,15 +99,17 @@ def make(config: PairConfig) -> Recording:
     source = ModelSource(draft, target)
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
-    count = sum(len(p) + end * steps for p, (_, end) in zip(asked, answers, strict=True))
+    masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1))
+    a_prefix = steps + len(masks)  # rows of forwards
+    count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
     with (
         _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
         _counted(model, "drafting", count),
     ):
         for prompt, (tokens, end) in zip(asked, answers, strict=True):
-            rollout, top = drafted(model, prompt, tokens[:end], steps)
+            drafts = drafted(model, prompt, tokens[:end], steps, masks)
             stopped = tokens[end - 1] in stops
-            parts.append(Recorded(np.array(prompt), np.array(tokens), end, stopped, rollout, top))
+            parts.append(Recorded(np.array(prompt), np.array(tokens), end, stopped, *drafts))
 
     models = open_checkpoint(target), open_checkpoint(draft, target=target)
     about = {
@@ -231,19 +234,35 @@ def answered(
     return list(zip(answers, ends, strict=True))
 
 
-def drafted(model: Model, prompt: Tokens, answer: Tokens, lookahead: int) -> tuple[Ints, Ints]:
-    """Returns (rollout [n, K], top [n, top_k]): the K tokens that the draft decodes greedily, and
-    its likeliest next tokens, after each proper prefix of an answer of n tokens. All prefixes are
-    continued as one batch; the sequence's keys and values are shared."""
+def drafted(
+    model: Model, prompt: Tokens, answer: Tokens, lookahead: int, masks: Sequence[int] = ()
+) -> tuple[Ints, Ints, Ints | None]:
+    """Returns what a draft predicts after each proper prefix of an answer of n tokens.
+
+    These are its greedy continuation of K = lookahead tokens, [n, K]; its likeliest next tokens,
+    [n, top_k]; and, of a parallel draft, the likeliest tokens at its mask tokens `masks`, which
+    predict the 2nd, 3rd, … token after the prefix, [n, len(masks), _RANKS] (None without masks).
+    """
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):
         part = rollout[start : start + model.rows]
         slots = np.zeros(len(part), np.int32)
-        lanes = np.arange(len(part), dtype=np.int32)
+        lanes = np.arange(len(part), dtype=np.int32)  # each prefix has scratch memory of its own
         trunks = len(prompt) + start + lanes
         for step in range(lookahead - 1):
             places = Places(slots, trunks + np.int32(step), lanes, trunks)
             part[:, step + 1] = model.feed(part[:, step], places)[:, 0]
+    marginals = list[Ints]()
+    count = len(masks)
+    group = model.rows // count if count else 0  # prefixes of a forward
+    for start in range(0, len(answer) if count else 0, max(group, 1)):
+        size = min(group, len(answer) - start)
+        lanes = np.repeat(np.arange(size, dtype=np.int32), count)
+        trunks = len(prompt) + start + lanes
+        ahead = np.tile(np.arange(count, dtype=np.int32), size)
+        places = Places(np.zeros_like(lanes), trunks + ahead, lanes, trunks)
+        ids = model.feed(np.tile(masks, size), places)[:, :_RANKS]
+        marginals.append(ids.reshape(size, count, -1))
     model.release([0])
-    return rollout, top
+    return rollout, top, np.concatenate(marginals) if count else None
