@@ -21,7 +21,7 @@ from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
-from mpissd.engine.law.acceptance import hit_law_of, resolve_acceptance
+from mpissd.engine.law.acceptance import PARALLEL, hit_law_of, resolve_acceptance
 from mpissd.engine.law.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
 from mpissd.engine.law.tree import shape
 from mpissd.engine.model.forwards import MOST_SPAN, SPAN
@@ -246,7 +246,10 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
     """Returns the job of this target and this draft (their names), without regard to memory."""
     target, draft = _models(config, tp, where, draft_where, backend)
     lookahead = 0 if config.mode == "ar" else config.lookahead
-    primary = resolve_acceptance(config.acceptance_text, lookahead)
+    primary_text = config.acceptance_text
+    if config.parallel_drafting and primary_text.startswith("laws:"):
+        primary_text = primary_text.replace("laws", PARALLEL, 1)
+    primary = resolve_acceptance(primary_text, lookahead)
     fast = resolve_acceptance(config.acceptance_fast_text, lookahead)
     job = Job(
         config=config,
@@ -338,7 +341,8 @@ def _with_tree(job: Job) -> Job:
         levels = min(job.lookahead, config.tree)
         size = Size(config.tree, levels)
         return replace(job, lookahead=levels, backup_lookahead=levels, dynamic=size)
-    tree = shape(config.tree, job.acceptance[Source.CACHE].hazards, law)
+    primary = job.acceptance[Source.CACHE]
+    tree = shape(config.tree, primary.hazards, law, primary.levels)
     acceptance = {
         source: replace(rates, hazards=rates.hazards[: tree.depth])
         for source, rates in job.acceptance.items()

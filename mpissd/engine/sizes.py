@@ -187,10 +187,11 @@ class Sizes:
     def rates(self, source: Source) -> tuple[float, ...]:
         """Returns the acceptance rate of each level of the tokens that `source` drafts, given that
         the level before was accepted: at most K rates."""
-        hazards = self.acceptance[source].hazards[: self.lookahead]
+        law = self.acceptance[source]
+        hazards = law.hazards[: self.lookahead]
         if not self.tree.num_lanes or not hazards:
             return hazards
-        return self.tree.rates(positional(hazards, self.hit_law, self.tree.width))
+        return self.tree.rates(positional(hazards, self.hit_law, self.tree.width, law.levels))
 
     @property
     def fan_outs(self) -> FanOuts:

@@ -69,7 +69,7 @@ def test_a_histogram_s_law_is_the_truncated_histogram(counts: list[int], lookahe
         ("rates:.9,.8,1.7", "1.7: allowed: 0 to 1"),
         ("marginal:.8,.9,.1", "never rise"),
         ("rate:.9,.8,.7", "did you mean 'rates'"),
-        ("often", "allowed: alpha, laws, marginal, prompt, rates, suffix"),
+        ("often", "allowed: alpha, laws, marginal, parallel, prompt, rates, suffix"),
         ("p_hit:1.1", "p_hit: 1.1: allowed: 0 to 1"),
         ("power:A=-1,r=1", "hit_a=-1.0"),
         ("power:A=.5,r=0", "hit_r=0.0"),

@@ -8,6 +8,7 @@ alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8
 rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
 laws:FILE          measured on the draft of a real pair of models (load_laws)
+parallel:FILE      measured on such a draft, when one forward drafts all K tokens
 prompt:FILE, suffix:FILE    measured on tokens looked up in the text (lookup.py)
 
 Hit models, where F is the number of bonus candidates kept after k accepted tokens:
@@ -52,7 +53,8 @@ from mpissd.common.workloads import LOOKUPS
 DEFAULT_FAST = "alpha:0.3"  # the assumed acceptance of looked-up tokens, if not measured
 NEVER = 2**31 - 1  # the rank of a bonus token that no number of candidates would include
 SCHEMA = 1  # the version of the format of laws files
-LAW_FILES = ("laws", *LOOKUPS)  # the kinds of acceptance models that read a laws file
+PARALLEL = "parallel"
+LAW_FILES = ("laws", *LOOKUPS, PARALLEL)  # the kinds of acceptance models that read a laws file
 _BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
@@ -61,10 +63,13 @@ _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 @dataclass(frozen=True)
 class AcceptanceLaw:
     """An acceptance model of K drafted tokens: hazards[i − 1] is P(x_i accepted | x_1..x_{i−1}
-    accepted). Raises ConfigError for a rate outside 0..1."""
+    accepted). levels[i − 1], of drafts whose K tokens come from one forward, has by rank the
+    probability that the target's token is the draft's candidate of that rank there; empty: unknown.
+    Raises ConfigError for a rate outside 0..1."""
 
     hazards: tuple[float, ...]
     label: str
+    levels: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for rate in self.hazards:
@@ -109,10 +114,14 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
     if kind in LAW_FILES:
         measured = load_laws(values).behind(lookahead)
         counts = measured.accepted if kind == "laws" else measured.fast.get(kind)
+        if counts is None and kind == PARALLEL:
+            what = f"laws={values} at K = {lookahead}: no draft of several tokens a forward"
+            raise ConfigError(f"{what}: allowed: of a recording of one with mask tokens")
         if counts is None:
             return resolve_acceptance(DEFAULT_FAST, lookahead)
         hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(counts), lookahead))
-        return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}")
+        levels = measured.levels[:lookahead] if kind == PARALLEL else ()
+        return AcceptanceLaw(hazards, f"rates:{','.join(map(str, hazards))}", levels)
     error = unknown("acceptance", kind, ("alpha", "rates", "marginal", *LAW_FILES))
     raise ConfigError(f"{error}, as in 0.8 or rates:.9,.8,.7")
 
@@ -275,8 +284,9 @@ class LawsAt:
     """What a laws file holds for rounds of K = `lookahead` drafted tokens.
 
     accepted: the number of rounds that accepted k = 0 … K tokens. fast: the same for looked-up
-    tokens, by kind of lookup. rejected, complete: the hit model after a rejection, and after K
-    accepted tokens; None if too few outcomes were observed to fit one.
+    tokens, by kind of lookup, and for K tokens that one forward of a parallel draft drafts
+    (PARALLEL). levels: as in AcceptanceLaw. rejected, complete: the hit model after a rejection,
+    and after K accepted tokens; None if too few outcomes were observed to fit one.
     """
 
     lookahead: int
@@ -284,6 +294,7 @@ class LawsAt:
     fast: Mapping[str, tuple[int, ...]]
     rejected: Power | None
     complete: Power | None
+    levels: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -367,4 +378,9 @@ def _laws_at(read: Mapping[str, Any]) -> LawsAt:
         None if fit is None else Power(*(float(fit[name]) for name in ("A", "r", "floor")))
         for fit in fits
     )
-    return LawsAt(lookahead, checked(read["accepted"]), fast, rejected, complete)
+    counts = np.array(read.get("levels") or np.zeros((0, 2)), np.float64)
+    if counts.ndim != 2 or len(counts) not in (0, lookahead) or (counts < 0).any():
+        raise ValueError(f"levels of {counts.shape} counts with K = {lookahead}")
+    shares = counts[:, :-1] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    levels = tuple(tuple(round(share, 4) for share in row) for row in shares.tolist())
+    return LawsAt(lookahead, checked(read["accepted"]), fast, rejected, complete, levels)

@@ -179,18 +179,29 @@ def _count(lanes: Index, spans: Index) -> int:
 CHAIN = Tree(range(MOST_NODES))
 
 
-def positional(hazards: Sequence[float], hit_law: HitLaw, width: int) -> NDArray[np.float64]:
+Levels = tuple[tuple[float, ...], ...]
+
+
+def positional(
+    hazards: Sequence[float], hit_law: HitLaw, width: int, levels: Levels = ()
+) -> NDArray[np.float64]:
     """Returns law[d, r], the probability that the target's token at level d + 1 of the draft is the
     draft's (r + 1)-th likeliest, given that the path to there is accepted: [K, R = width]. Column 0
-    is `hazards`; the others follow from the hit model after a rejection."""
+    is `hazards`; the others follow from the hit model after a rejection. levels: the whole table,
+    where it is measured (AcceptanceLaw); columns beyond it are 0."""
+    if levels:
+        table = np.zeros((len(hazards), width))
+        measured = np.array(levels)[: len(hazards), :width]
+        table[: len(measured), : measured.shape[1]] = measured
+        return table
     later = np.diff(hit_law.hit_probabilities(width - 1)[0])
     return np.array([[rate, *(1 - rate) * later] for rate in hazards])
 
 
 @lru_cache(maxsize=256)
-def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw) -> Tree:
+def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw, levels: Levels = ()) -> Tree:
     """Returns the tree of at most `nodes` tokens with the longest accepted path by these laws."""
-    return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN)))
+    return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN), levels))
 
 
 def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:

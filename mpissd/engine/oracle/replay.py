@@ -274,7 +274,7 @@ class RecordedDraft(RecordedStream):
         self._top = self._tabled([part.top[:, : widest + 1] for part in parts])
         self._levels: Ints | None = None  # a parallel draft's likeliest tokens by place, [·, K, R]
         if at_once and lookahead > 1:
-            self._levels = self._tabled([_levels(part, lookahead) for part in parts])
+            self._levels = self._tabled([levels_of(part, lookahead) for part in parts])
             self._rollout = self._levels[:, :, 0]
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
@@ -344,7 +344,7 @@ class RecordedDraft(RecordedStream):
         return candidates
 
 
-def _levels(part: Recorded, lookahead: int) -> Ids:
+def levels_of(part: Recorded, lookahead: int) -> Ids:
     """Returns the likeliest tokens of the first K = lookahead places after each prefix of an
     answer, as one forward of a parallel draft predicts them, [end, K, R]."""
     marginals = part.marginals

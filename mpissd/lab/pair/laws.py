@@ -38,9 +38,9 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
 from mpissd.common.workloads import LOOKUPS
-from mpissd.engine.law.acceptance import SCHEMA, hazards_of_counts
+from mpissd.engine.law.acceptance import PARALLEL, SCHEMA, hazards_of_counts
 from mpissd.engine.law.fit import most_likely
-from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, load
+from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, levels_of, load
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
@@ -76,11 +76,15 @@ class Outcomes(NamedTuple):
     """Counts of the rounds of one recording or row with K drafted tokens. accepted: for each
     sequence, the number of rounds that accepted 0 … K tokens, [sequences, K + 1]. ranks: of bonus
     tokens after a rejection, and after K accepted tokens; None if unknown. fast: {kind of lookup:
-    the same counts as `accepted` if that lookup alone drafts}; {} if unknown."""
+    the same counts as `accepted` if that lookup alone drafts}; {} if unknown. Its kind PARALLEL
+    has the rounds in which one forward of a parallel draft drafts all K tokens; levels, [sequences,
+    K, R + 1], then counts the ranks of the target's token at each place among that forward's R
+    candidates, or beyond them, given that the tokens before it are among theirs."""
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
     fast: Mapping[str, Array] = {}
+    levels: Array | None = None
 
     def without(self, group: int, groups: int) -> Outcomes:
         """Returns the counts without the sequences n for which n mod `groups` = `group`."""
@@ -92,7 +96,9 @@ class Outcomes(NamedTuple):
         if self.ranks is not None:
             rejected, complete = (part._replace(counts=kept(part.counts)) for part in self.ranks)
             ranks = rejected, complete
-        return Outcomes(kept(self.accepted), ranks, {k: kept(of) for k, of in self.fast.items()})
+        fast = {kind: kept(counts) for kind, counts in self.fast.items()}
+        levels = None if self.levels is None else kept(self.levels)
+        return Outcomes(kept(self.accepted), ranks, fast, levels)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,22 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
         for n, part in enumerate(recording.sequences):
             runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
             np.add.at(counts[n], runs, 1)
-    return Outcomes(accepted, (rejected, complete), fast)
+    most, num_ranks = recording.at_once
+    if not num_ranks or lookahead > most:
+        return Outcomes(accepted, (rejected, complete), fast)
+    fast[PARALLEL] = np.zeros((num, lookahead + 1), np.int64)
+    levels = np.zeros((num, lookahead, num_ranks + 1), np.int64)
+    for n, part in enumerate(recording.sequences):
+        drafts = levels_of(part, lookahead)
+        np.add.at(fast[PARALLEL][n], [run for _, run in _rounds(part, drafts[:, :, 0])], 1)
+        true = part.tokens[np.arange(part.end)[:, None] + np.arange(lookahead)]
+        is_true = drafts == true[..., None]
+        place = np.where(is_true.any(axis=-1), is_true.argmax(axis=-1), num_ranks)
+        is_reached = np.ones(part.end, np.bool_)
+        for level in range(lookahead):
+            np.add.at(levels[n, level], place[is_reached, level], 1)
+            is_reached &= place[:, level] < num_ranks
+    return Outcomes(accepted, (rejected, complete), fast, levels)
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
@@ -289,6 +310,9 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
     judged = accepted + int(total[:-1].sum())
     ranked = [of.ranks for of in outcomes if of.ranks is not None]
     looked_up = [of.fast for of in outcomes if of.fast]
+    kinds = [kind for kind in (*LOOKUPS, PARALLEL) if all(kind in of for of in looked_up)]
+    levels = [of.levels for of in outcomes if of.levels is not None]
+    known = len(levels) == len(outcomes) and len({of.shape[2] for of in levels}) == 1
     return {
         "lookahead": lookahead,
         "rounds": rounds,
@@ -301,8 +325,9 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
         "complete": _hits([complete for _, complete in ranked]),
         "fast": {
             kind: np.sum([of[kind].sum(axis=0) for of in looked_up], axis=0).tolist()
-            for kind in (LOOKUPS if looked_up else ())
+            for kind in (kinds if looked_up else ())
         },
+        "levels": np.sum([of.sum(axis=0) for of in levels], axis=0).tolist() if known else [],
     }
 
 
@@ -399,4 +424,5 @@ def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[st
             yield f"   the law fails at F = {', '.join(failed)}: off by over 10%"
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
-        yield f"{kind} lookup alone: {tokens:.3f} tokens a round"
+        name = "all tokens in one forward" if kind == PARALLEL else f"{kind} lookup alone"
+        yield f"{name}: {tokens:.3f} tokens a round"
