@@ -47,6 +47,7 @@ LAYERS = {
     "mpissd.lab.load": 10,
     "mpissd.lab.sweep": 10,
     "mpissd.vllm": 6,
+    "mpissd.huggingface": 6,
     "mpissd.learn": 7,
     "mpissd.online": 8,
     "mpissd.ops": 7,

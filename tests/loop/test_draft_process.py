@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY
 from mpissd.common.rounds import Event, Outcome, Request, Sampling
 from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, write_prompts
 from mpissd.engine.features.draft_client import DraftClient
+from mpissd.huggingface import Candidates
 from mpissd.vllm import Proposer
 from tests.loop.text_rig import logits_behind
 from tests.scripts import until
@@ -209,6 +210,21 @@ def test_faults_cost_drafts_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     client.close()
     drafts.kill()
     drafts.wait()
+
+
+class Ids(list[list[int]]):
+    """The two methods of a tensor of tokens that a candidate generator uses."""
+
+    tolist, new_tensor = list.copy, staticmethod(list)
+
+
+def test_candidates_of_hugging_face_follow_one_sequence(engine: Engine) -> None:
+    candidates, tokens = Candidates(engine.client, longest=12), [4, 2]
+    while len(tokens) < 12:
+        ((drafted,), _) = candidates.get_candidates(Ids([tokens]))
+        assert drafted[: len(tokens)] == tokens and len(drafted) <= min(len(tokens) + K, 11)
+        tokens = [*drafted[: len(tokens) + 1], 6]  # the first drafted token is accepted, if any
+    assert engine.client.counts["new"] == 2 and engine.client.counts["accepted"] > 2
 
 
 def test_a_rank_whose_drafts_are_not_read_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
