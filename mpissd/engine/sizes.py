@@ -243,7 +243,7 @@ class Sizes:
 
     @property
     def grown_rows(self) -> int:
-        """The rows of the draft's largest growth step, which adds a token to each branch."""
+        """The rows of the draft's largest growth step, a forward that extends all branches."""
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
         if self.masks:  # Without branches the forward also stores up to K accepted tokens.

@@ -424,7 +424,7 @@ class CupyBackend(Backend):
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
     def launcher(self, *, early: bool) -> Launcher:
-        """Returns a Launcher on this stream; early: a kernel may start before the last ends."""
+        """Returns a Launcher on this stream; early: whether kernels may start early (Launcher)."""
         return Launcher(self.stream, self.device_id, early=early)
 
     def flush(self) -> None:

@@ -259,7 +259,7 @@ def packets() -> socket.socket:
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
     """Returns the functions that make the outboxes and inboxes of a link over a connected socket.
-    Sends raise OSError if the peer has left or reads nothing, and receives FaultError if it has
+    Sends raise OSError if the peer has left or reads nothing; receives raise FaultError if it
     left."""
     connected.setblocking(False)
     return (
