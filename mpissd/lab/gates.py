@@ -48,9 +48,8 @@ class _UnknownError(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """A result row and its raw rounds, as the rules read them.
-
-    Reading an unknown value raises _UnknownError, which ends the rule without a fault."""
+    """A result row and its raw rounds, as the rules read them. Reading an unknown value raises
+    _UnknownError, which ends the rule without a fault."""
 
     row: Row
     rounds: Rounds

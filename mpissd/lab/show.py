@@ -65,10 +65,9 @@ def columns_of(terminal: TextIO) -> int:
 
 
 class Meter:
-    """Counts the tokens, decoding rounds and cache hits of one answer, and computes rates.
-
-    first_s: seconds from the start to the first tokens. has_cache: whether rounds look up a
-    speculation cache (SSD), which the first round cannot hit."""
+    """Counts the tokens, decoding rounds and cache hits of one answer, and computes rates. first_s:
+    seconds from the start to the first tokens. has_cache: whether rounds look up a speculation
+    cache (SSD), which the first round cannot hit."""
 
     def __init__(self, has_cache: bool = False, clock: Callable[[], float] = perf_counter) -> None:
         self.has_cache = has_cache
@@ -212,7 +211,6 @@ class Painter:
 
 class Show:
     """Turns the rounds of one sequence into its text, on rank 0, and passes the text to `write`.
-
     text: decodes tokens. write: is called with (pieces of text, numbers for the margin). limit:
     most tokens of the answer. is_live: whether `write` prints at once. has_cache: whether rounds
     look up a speculation cache."""

@@ -1,1 +1,1 @@
-"""Measures a run: it calibrates the job, measures its rounds, and writes the result row."""
+"""The command `run`: times forwards, decodes the measured rounds, and writes the result row."""

@@ -1,9 +1,10 @@
-"""Compares a run with the other uses of its ranks, in turns, for one verdict.
+"""Compares a run with alternatives on the same ranks, to tell whether its speculation pays.
 
-The uses are the run's own, and AR and SD inline on its target ranks and on all its ranks, each at
-its own best K. A turn measures each use once, with one seed and the same prompts; the next turn
-begins with another use, and of a run over many prompts takes the next ones. A use that no open
-question needs is measured no more. The rows are kept in OUT/beside, a row a pass.
+The alternatives are AR and inline SD (the draft model on the target's ranks), on the run's target
+ranks and on all its ranks, each at its best K. A turn measures the run's configuration and each
+alternative once, with one seed and the same prompts. The order changes from turn to turn, and a run
+over many prompts takes other prompts in each turn. What no open question needs is not measured
+again. Each measurement's row is kept in OUT/beside.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
 _OWN = """lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape
     parallel_drafting""".split()
-_WIDTH = 0.03  # of an interval that is small enough
-_TURNS = 4  # at least, before a small interval ends them
-_LATE_S = 20.0  # after the time is over, for the fewest turns
-_PASS_S = 0.25  # of a pass of the run's own, as far as its tokens allow
-_ANSWER = 0.05  # of the time: the longest pass over the next ones of many prompts
-_FEWEST = 32  # tokens of a sequence in a pass
+_WIDTH = 0.03  # Turns end when the intervals of all ratios are within ±3%.
+_TURNS = 4  # number of turns before which narrow intervals do not end the comparison
+_LATE_S = 20.0  # extra time in s to reach the fewest turns that a verdict needs
+_PASS_S = 0.25  # target duration in s of one measurement
+_ANSWER = 0.05  # longest measurement of a run over many prompts, as a share of the whole time
+_FEWEST = 32  # fewest tokens of a sequence in one measurement
 _MOST = 4000
-_WARM_ROUNDS = 4  # of every pass
-_SPARE_BYTES = 4 << 30  # of two machines at once: activations, graphs, libraries
+_WARM_ROUNDS = 4  # warm-up rounds before every measurement
+_SPARE_BYTES = 4 << 30  # memory left for activations, graphs and libraries if two jobs are open
 _MOST_SEED = 2**64
 
 
 @dataclass
 class Place:
-    """A use of the GPUs, with the machine and configuration that measure it."""
+    """One of the compared alternatives, with the machine and configuration that measure it."""
 
     use: TimedUse
     machine: Machine
@@ -59,9 +60,9 @@ class Place:
 def compared(
     machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
 ) -> UseComparison | str | None:
-    """Compares a finished run with other uses of its ranks; collective. Returns the comparison, or
-    why there is none; None except on rank 0. row: the run's, on rank 0. measure: measures one
-    session. say: shows progress, on rank 0."""
+    """Compares a finished run with alternatives on its ranks; all ranks must call this. Returns the
+    comparison, or a text that says why there is none; None except on rank 0. row: the run's row on
+    rank 0, None elsewhere. measure: measures one configuration. say: shows progress on rank 0."""
     try:
         comparison = _Beside(machine, run, row, measure, say).compared()
     except Refused as refused:  # raised on all ranks
@@ -73,9 +74,10 @@ class _Beside:
     def __init__(
         self, machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
     ) -> None:
-        """Takes the machine, configuration and row of the finished run; collective."""
+        """machine, run, row: of the finished run (row: None except on rank 0). Chooses how many
+        tokens and prompts one measurement decodes. All ranks must call this."""
         job = machine.resolve(run)
-        if run.pair is None and run.target is None:  # the default pair depends on T
+        if run.pair is None and run.target is None:  # The default pair depends on T.
             run = replace(run, target=job.target_where, draft=job.draft_where or None)
         self._machine = machine
         self._run = run
@@ -92,11 +94,12 @@ class _Beside:
         if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
             note = f"Passes decode at most the first {self._tokens} tokens of an answer."
             self._comparison.notes.append(note)
-        self._probes: list[dict[str, float]] = []  # what disturbed each turn
+        self._probes: list[dict[str, float]] = []  # for each turn: {disturbance: share of time}
 
     def compared(self) -> UseComparison:
-        """Measures the uses in turns; collective. Only rank 0 knows their speeds. A use that cannot
-        run is kept with its reason. Raises Refused if OUT/beside cannot be written."""
+        """Measures the run's configuration and the alternatives in turns; all ranks must call this.
+        Only rank 0's result has the speeds. An alternative that cannot run is kept with its reason.
+        Raises Refused if OUT/beside cannot be written."""
         machine = self._machine
         run = self._run
         topology = machine.topology
@@ -111,7 +114,7 @@ class _Beside:
         narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (first.tp, first.gpus))
         families = [first, *(family for family in narrow if family != first)]
         if first == Family("sd", first.tp, 0) and not run.tree:
-            families.append(first)  # at its best K, too
+            families.append(first)  # An inline SD run is also measured at its best K.
         places = [self._place(machine, family) for family in families]
         if len(families) > len({*families}) and places[-1].use == places[0].use:
             places.pop()
@@ -143,11 +146,12 @@ class _Beside:
         return self._comparison
 
     def _place(self, machine: Machine, family: Family) -> Place:
-        """Adds a use to the comparison and chooses its K; returns its place. Collective."""
+        """Adds an alternative (mode, T and D) to the comparison and chooses its K; returns it with
+        the configuration that measures it. All ranks must call this."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit)
-        is_own = not self._comparison.uses  # it comes first
+        is_own = not self._comparison.uses  # The run's own configuration comes first.
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
         values: dict[str, Any] = {
@@ -162,14 +166,15 @@ class _Beside:
             with agreed(machine.topology.world):
                 job = machine.resolve(config)
             use.lookahead = job.lookahead
-            machine.models.expect([job])  # the uses of a machine share programs
+            machine.models.expect([job])  # so that all jobs of this machine share programs
         except Refused as refused:
             use.refused = str(refused)
         return Place(use, machine, config)
 
     def _holds_both(self, places: Sequence[Place]) -> bool:
-        """Whether each rank's memory has room for the models of this division and of the division
-        that gives all ranks to the target. Collective."""
+        """Returns whether each rank has memory for two sets of models at once: with the run's
+        division into target and draft ranks, and with all ranks as target ranks. All ranks must
+        call this."""
         machine = self._machine
         jobs = [machine.resolve(place.config) for place in places if not place.use.refused]
         sizes = [job.rank_bytes(machine.backend.itemsize) for job in jobs]
@@ -179,9 +184,10 @@ class _Beside:
         return all(machine.topology.world.allgather(room is None or both + _SPARE_BYTES <= room))
 
     def _turns(self, places: Sequence[Place], budget_s: float) -> None:
-        """Measures the places in turns until every ratio's interval is small; collective. The first
-        turn only warms up. A turn begins if it should end within the budget, within twice the
-        budget if no verdict is there yet, or _LATE_S later if there are too few turns for one."""
+        """Measures the alternatives in turns until the intervals of all speed ratios are narrow, or
+        the time is over; all ranks must call this. The first turn only warms up. A turn begins if
+        it should end within budget_s; within twice that time if no verdict is known yet; or up to
+        _LATE_S later if a verdict needs more turns."""
         begun = perf_counter()
         world = self._machine.topology.world
         left = [place for place in places if not place.use.refused]
@@ -199,7 +205,7 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                is_busy = worst[-1 - int(TRIMMED * len(worst))]  # fewer disturbed turns are trimmed
+                is_busy = worst[-1 - int(TRIMMED * len(worst))]  # The mean trims fewer busy turns.
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
             is_open = UNKNOWN in {answer.verdict for answer in self._comparison.answers()}
@@ -211,12 +217,13 @@ class _Beside:
                 is_part = turn < max(_TURNS, self._prompts / self._per_pass)
                 needed = self._comparison.needed(-1 if is_part else _WIDTH)
             kept = [place.use in needed and not place.use.refused for place in left]
-            is_over, kept = world.bcast((is_late, kept))  # only rank 0 knows them
+            is_over, kept = world.bcast((is_late, kept))  # Only rank 0 knows the speeds.
             left = list(compress(left, kept))
             turn += 1
 
     def _speed(self, place: Place, turn: int) -> float | None:
-        """Measures one pass; returns its tokens a second on rank 0. Collective."""
+        """Measures one alternative once; returns its tokens/s on rank 0, or None elsewhere and if
+        it failed. All ranks must call this. turn: number of the turn, which changes the seed."""
         machine = place.machine
         session = row = None
         seed = (self._run.seed + turn) % _MOST_SEED
@@ -229,26 +236,27 @@ class _Beside:
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
-            if refused.exit_code != GateError.exit_code:  # a flagged row is only left out
+            if refused.exit_code != GateError.exit_code:  # An inconsistent row is only left out.
                 place.use.refused = str(refused)
         if session is not None:
             session.resources.close()
         rest(machine.topology)
         if row is None:
             return None
-        if turn and self._run.is_text:  # outcomes that are imposed differ with each turn's seed
+        if turn and self._run.is_text:  # Imposed acceptance differs with each turn's seed.
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
         is_whole = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
         if job.workload.is_imposed and is_whole and not job.config.tree:
-            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # its draws would only add noise
+            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # The draws would only add noise.
             return speed(row) * mean / row.acceptance_length
         return speed(row)
 
 
 def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
-    """Returns the tokens of a sequence and the number of sequences that a pass decodes. prompts: of
-    the run. A pass takes as long as the run needs for .25 s of tokens; if there are more prompts
-    than decode together, it decodes whole answers in up to a 20th of the comparison's time."""
+    """Returns (most tokens of a sequence, number of sequences) to decode in one measurement. row,
+    prompts: the run's row and number of prompts. A measurement should take .25 s at the run's
+    speed. If the prompts do not fit into one batch, longer answers are decoded to their end, in up
+    to a 20th of the comparison's time."""
     is_long = prompts > row.batch_size
     per_s = row.tok_per_s / row.batch_size
     seconds = max(_PASS_S, _ANSWER * run.beside_s) if is_long else _PASS_S
@@ -261,19 +269,19 @@ def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
 
 
 def acceptance_rates(row: Row) -> tuple[float, ...] | None:
-    """Returns the acceptance rate at each position of a run; the last stands for later positions
-    too. None if the run did not measure them."""
+    """Returns the measured acceptance rate of each draft position, given that the ones before were
+    accepted; the last rate is repeated for later positions. None if the run did not measure it."""
     counts = np.array(row.accept_histogram, np.float64)
     if row.tree_nodes or len(counts) < 2:
         return None
-    reached = counts[::-1].cumsum()[::-1]  # [K + 1], rounds that accepted at least so many
+    reached = counts[::-1].cumsum()[::-1]  # number of rounds that accepted at least k, [K + 1]
     rates = (reached[1:] + 0.5) / (reached[:-1] + 1)
     return (*rates.tolist(), *[float(rates[-1])] * 8)
 
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
-    """Returns the configuration of `mode` for the same work without a draft rank. Flags of the
-    run's own method get defaults, but SD keeps the tree of a run with a fixed tree."""
+    """Returns the configuration that does the run's work in another mode without a draft rank.
+    Flags that belong to the run's own mode get defaults; only SD keeps the run's draft tree."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
     values: dict[str, Any] = {name: fields[name].default for name in reset}
@@ -288,8 +296,9 @@ def rival(run: RunConfig, mode: str) -> RunConfig:
 
 
 def speed(row: Row) -> float:
-    """Returns the tokens a second; of text without the first round and later prompts' prefill. If a
-    limit ended every sequence, tokens beyond it count: the last round took as long as others."""
+    """Returns a row's decoding speed in tokens/s; for text without the first round and the time of
+    later prompts. If every sequence reached the token limit, the tokens of its last round beyond
+    the limit count, too, because that round took as long as others."""
     prompts = row.num_prompts or row.batch_size or 1
     tokens = float(row.num_tokens)
     if tokens == prompts * (row.token_limit or 0):

@@ -1,11 +1,11 @@
-"""Times a job's forwards in series, and reads the host's costs off the ledgers of warm-up rounds.
+"""Times a job's forwards one by one, and computes the host's costs from its warm-up rounds.
 
-`calibrate` runs before the rounds: it times forwards bucket by bucket while the other ranks wait,
-and measures the rates that bound them. `host_costs` computes HostCosts afterwards. Each cost is the
-median of a phase; a phase that waits for a forward counts only its time beyond the forward in
-series. Measured rounds are not used, so that a row's prediction does not depend on the numbers that
-it is compared with. The part of the lead's wait that the draft's phases do not explain is the
-link's time, with naps of both ranks.
+Before the rounds, `calibrate` times the target's and the draft's forward at each row count while
+other ranks wait, and measures memory bandwidth and flop/s. Afterwards `host_costs` computes the
+durations of host work. Each is the median of a timed phase; if a phase waits for a forward, the
+forward's time is subtracted. The part of rank 0's wait for draft tokens that the draft's phases do
+not explain is the time of messages. Measured rounds are not used, so that a row's prediction does
+not depend on the durations with which it is compared.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.simulation import Grid, expect
 
 WARM_ID = 1 << 30  # first request id of the warm-up's sequences
-_SKIPPED = 6  # one of so many warm-up rounds, the first ones, does not count
+_SKIPPED = 6  # The first sixth of the warm-up rounds does not count.
 _REPEATS = 5
-_MOST_REPEATS = 50  # of a transformer's forward on a CPU
-_BUDGET_S = 0.1  # for these repeats
+_MOST_REPEATS = 50  # most timed repeats of a transformer's forward on a CPU
+_BUDGET_S = 0.1  # time in s for the repeats of one forward on a CPU
 _BUILDING_S = 3600.0
-_MOST_K = 10  # the largest K that is tried where acceptance is imposed
+_MOST_K = 10  # largest K that is tried when K is chosen
 _CHOSEN = "lookahead", "fan_out", "backup_lookahead"
-_VERIFIED = (1, 4, 8)  # rows of the target's forwards that are timed to choose K
-_DRAFTED = (1, 8, 16)  # rows of the draft's
-_MARGIN = 1.05  # the default K and fan-out stay unless others are so much faster
+_VERIFIED = (1, 4, 8)  # row counts of the target's forward that are timed to choose K
+_DRAFTED = (1, 8, 16)  # row counts of the draft's forward that are timed to choose K
+_MARGIN = 1.05  # The default K and fan-out are kept unless others are this much faster.
 Seconds = Mapping[int, float]  # seconds of a forward, by its rows
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class JobProfile:
-    """Measured device costs of this job for the predictor, and rates for the floor of a forward."""
+    """The measured durations of a job, from which its rounds are predicted, and the rates that give
+    the shortest possible time of a forward."""
 
     device: DeviceCosts
     read_bytes_per_s: float | None  # read rate of the lead's device
@@ -73,9 +74,9 @@ class JobProfile:
 
 
 def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
-    """Times the job's forwards; returns its profile without host costs on the lead rank, None
-    elsewhere. Collective. Measurements of the same process are reused. is_brief: each forward is
-    timed once, and the rates stay unknown."""
+    """Times the job's forwards; returns the durations (without host work) on rank 0, None
+    elsewhere. All ranks must call this. Earlier measurements of this process are reused. is_brief:
+    each forward is timed once, and bandwidth and flop/s are not measured."""
     session = rank.session
     topology = session.topology
     backend = session.backend
@@ -83,7 +84,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
     used = list[datetime]()
 
     def once(owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
-        """Returns the value of `measure`, or the value measured before for (owner, key)."""
+        """Returns the value of measure(), which is called only once for each (owner, key)."""
         values = session.calibrations.setdefault(owner, {})
         if key not in values:
             values[key] = measure(), datetime.now(timezone.utc)
@@ -92,8 +93,8 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         return value
 
     def forward_times(stepper: Stepper) -> tuple[Seconds, Mapping[int, Seconds]]:
-        """Returns {rows: seconds} of a model's forwards, and {candidates: {rows: seconds}} of those
-        that score candidates of each row. Collective over the model's ranks."""
+        """Returns {rows: seconds} of a model's forwards, and {k: {rows: seconds}} of forwards that
+        also select the top k tokens of each row. All ranks of the model must call this."""
 
         def timed(rows: int, *, lists: bool) -> float:
             measure = partial(_time, stepper, rows, session, lists=lists, is_brief=is_brief)
@@ -107,8 +108,8 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         scoring = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
         return seconds, {candidates: {rows: timed(rows, lists=True) for rows in scoring}}
 
-    session.barrier(Waiter(_BUILDING_S, spin=False))  # the other ranks may still be making weights
-    stepper = None  # only the first target group measures: devices are alike
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # Other ranks may still be making weights.
+    stepper = None  # stays None except in the first target group: all groups' devices are alike
     seconds: Seconds = {}
     reduces = read = peak = None
     if topology.group_index == 0 and rank.target is not None:
@@ -124,7 +125,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         read = once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
         peak = once(stepper.stack, tuple(stepper.buckets), backend.peak_flops)
         if peak is not None and backend.info.kind != "emulated":
-            # On a busy CPU a forward may have run in a quieter moment than the large product.
+            # On a busy CPU, a forward may have been faster than the product that measures the peak.
             rates = (stepper.cost(rows).flops / s for rows, s in seconds.items() if s > 0)
             peak = max(peak, *rates)
     session.barrier()
@@ -146,8 +147,9 @@ def _stepper(worker: Any) -> Stepper:
 def forwards(
     stepper: Stepper, rows: int, sequences: int, waiter: Waiter, *, lists: bool = False
 ) -> Iterator[float]:
-    """Runs a forward of `rows` rows each time a value is requested, and yields its device seconds.
-    Rows are uploaded each time, since forwards of other sizes may run in between."""
+    """Yields the device seconds of a forward of `rows` rows, which runs each time that a value is
+    requested. The inputs are uploaded again each time, because forwards of other sizes may run in
+    between. sequences: batch size. lists: whether the top k tokens of each row are selected."""
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
     places = _timed_places(rows, sequences, stepper.options)
     while True:
@@ -158,9 +160,9 @@ def forwards(
 
 
 def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns places of `rows` rows after the mean context, for timing; None without a cache. Rows
-    are grouped by sequence as in a verification, so that neighbours read the same keys and values.
-    """
+    """Returns positions in the KV cache for `rows` rows after the configured context, for timing;
+    None if the model has no cache. Consecutive rows belong to one sequence, as in a verification,
+    so that they read the same keys and values."""
     if not options.capacity:
         return None
     number = np.arange(rows)
@@ -170,8 +172,9 @@ def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places 
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
-    """Returns the median device seconds of repeated forwards of `rows` rows; on a CPU more are run,
-    since other processes may slow its cores. is_brief: only one counts."""
+    """Returns the median device seconds of repeated forwards of `rows` rows. On a CPU more repeats
+    are run, because other processes may slow it. lists: whether the top k tokens of each row are
+    selected. is_brief: whether only one forward is timed."""
     batch = session.job.config.batch_size
     start = perf_counter()
     timed = forwards(stepper, rows, batch, session.waiter, lists=lists)
@@ -181,7 +184,7 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
     if is_brief:
         repeats = 1
     elif session.backend.info.kind == "cpu" and stepper.options.capacity:
-        if stepper.stack.group.size > 1:  # the same number on every rank of the forward
+        if stepper.stack.group.size > 1:  # All ranks must run the same number of forwards.
             first_s = session.topology.group.bcast(first_s)
         repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
     times = [next(timed) for _ in range(repeats)]
@@ -190,7 +193,8 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
 
 
 def chosen(session: Session) -> dict[str, Any] | None:
-    """Returns the seconds from which K and fan-out of the shipped pair were chosen, or None."""
+    """Returns the timed seconds from which this run's K and fan-out were chosen; None if they were
+    not chosen by timing."""
     values = session.calibrations.get(session.backend, {})
     config = session.job.config
     value, _ = values.get(("chosen", config.mode, config.drafts), (None, None))
@@ -198,9 +202,9 @@ def chosen(session: Session) -> dict[str, Any] | None:
 
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
-    """Returns the configuration with the fastest K and fan-out here if no given flag says them.
-    Collective. Only for one sequence of the shipped pair on CPUs, whose
-    acceptance is known; the timed seconds are kept for `chosen`."""
+    """Returns the configuration with the K and fan-out that are fastest on this machine, or
+    unchanged if a given flag sets them or acceptance rates are unknown (_is_chosen_here). All ranks
+    must call this. given: names of the given flags."""
     if not (_is_chosen_here(machine, config) and given.isdisjoint(_CHOSEN)):
         return config
     with agreed(machine.topology.world):
@@ -209,13 +213,13 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
 
 
 def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = None) -> RunConfig:
-    """Returns the configuration of SD with its fastest K on this division of the machine.
-    Collective; raises Refused. rates: measured acceptance rates by position; without rates, K stays
-    unless the workload imposes rates or the pair is the shipped one."""
+    """Returns an SD configuration with the fastest K on these ranks; all ranks must call this.
+    rates: measured acceptance rate of each draft position; without them, K is kept unless
+    acceptance is imposed or known. Raises Refused on all ranks if the job is impossible."""
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
-            with suppress(ConfigError):  # a list of rates, or a recording, may have fewer
+            with suppress(ConfigError):  # Acceptance rates may be known for fewer positions.
                 job = machine.resolve(replace(config, lookahead=k))
                 break
         job = job or machine.resolve(config)
@@ -230,7 +234,8 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
 
 
 def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
-    """Whether a run of this configuration chooses K: one sequence of the shipped pair on CPUs."""
+    """Returns whether K may be chosen for this configuration: it decodes one sequence with the
+    built-in pair, whose acceptance rates are known, on CPUs."""
     is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
     is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
     is_drafted = config.mode != "ar" and config.backup == "jit" and machine.backend.name == "numpy"
@@ -238,8 +243,9 @@ def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
 
 
 def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[float]) -> RunConfig:
-    """Returns the configuration with the K and fan-out that are fastest by forwards timed here.
-    Collective. job: a job with the rows to time. rates: acceptance rates by position."""
+    """Times forwards, and returns the configuration with the K and fan-out that are fastest by
+    them. All ranks must call this. job: the configuration as a job, large enough for the rows to
+    time. rates: acceptance rate of each draft position."""
     machine.models.expect([job])
     best = None
     session = machine.session(job)
@@ -255,9 +261,9 @@ def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[f
 
 
 def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
-    """Returns {rows: median seconds} of the target's and of the draft's forwards; collective. On
-    CPUs they are CPU seconds, without other processes' turns. In SSD both ranks are timed at once,
-    as they share the memory's bandwidth."""
+    """Returns {rows: median seconds} of the target's forwards, and of the draft's; all ranks must
+    call this. On CPUs, CPU time is measured, which excludes other processes. In SSD, target and
+    draft are timed at the same time, because they share the memory bandwidth."""
     topology = session.topology
     config = session.job.config
     is_ahead = config.mode == "ssd"
@@ -279,12 +285,12 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
         return {rows: median(seconds[n :: len(sizes)]) for n, rows in enumerate(sizes)}
 
     for stepper in (target, draft):
-        timed(stepper, (1,), 1)  # loads the compiled kernels
+        timed(stepper, (1,), 1)  # The first forward loads the compiled kernels.
     session.barrier()
     verify_s = timed(target, _VERIFIED, 3)
     if not is_ahead:
         session.barrier()
-    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # ahead: as long as the target's
+    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # 9 last as long as the target's 3.
     root = topology.first_draft if config.drafts else 0
     return verify_s, topology.world.bcast(draft_s, root=root)
 
@@ -292,9 +298,10 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
 def fastest(
     job: Job, verify_s: Seconds, draft_s: Seconds, rates: Sequence[float] = DEFAULT_RATES
 ) -> tuple[int, str]:
-    """Returns the K and fan-out with the highest expected rate; the job's own unless others are 5%
-    faster. rates: acceptance by position. The expected rate is a mean over errors of draft_s, since
-    a draft step that just fits into a forward promises too much."""
+    """Returns the (K, fan-out) with the most simulated tokens/s; the job's own values unless others
+    are 5% faster. verify_s, draft_s: {rows: seconds} of forwards. rates: acceptance rate of each
+    position. The tokens/s are a mean over draft steps 20% shorter to 25% longer, because steps that
+    only just fit into the target's forward would promise too much."""
     default = (job.lookahead, job.config.fan_out)
     jobs = dict[tuple[int, str], Job]()
     for k, f in product(range(1, 1 + len(rates)), (1, 2, 3) if job.fan_out else (0,)):
@@ -312,10 +319,10 @@ def fastest(
 
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
-    """Returns the seconds that the all-reduces of a forward of b(K+1) rows take: 0 at T = 1, None
-    if unknown. Collective over the target ranks. Those in a captured forward cannot be timed alone,
-    so on GPUs as many are timed in another program. On CPUs Group.spent_s times them where they
-    run."""
+    """Returns the seconds of all all-reduces in one verification of b(K+1) rows: 0 at T = 1, None
+    if unknown. All target ranks must call this. All-reduces inside a CUDA graph cannot be timed;
+    so on GPUs the same number is timed in a program of its own. On CPUs None is returned, because
+    Group.spent_s times them during the rounds."""
     cost = stepper.cost(stepper.bucket(session.job.verify_rows))
     backend = session.backend
     group = session.group
@@ -324,7 +331,7 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     if isinstance(backend, EmulatedBackend):
         try:
             once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        except ConfigError:  # the profile was probed on one rank and has no all-reduces
+        except ConfigError:  # The profile was measured on one rank and has no all-reduces.
             return None
         return cost.num_all_reduces * once
     if group.spent_s is not None:
@@ -347,9 +354,10 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The warm-up rounds that count, of the lead rank or of a draft: the ledger [n, 2 + phases].
-    num_rows: of the lead, rows of each verification [n]. rounds: of a draft, [n, DraftLog.COLUMNS].
-    grow_s: of a draft, the median step that grows branches; None if none grew."""
+    """The timed phases of the n warm-up rounds that count, on rank 0 or on a draft. ledger: round,
+    its ns, and the ns of each phase, [n, 2 + phases]. num_rows (rank 0 only): rows of each
+    verification, [n]. rounds (draft only): the columns DraftLog.COLUMNS. grow_s (draft only): the
+    median seconds of a step that grows branches; None if no branch grew."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None
@@ -358,7 +366,8 @@ class WarmUp:
 
     @classmethod
     def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
-        """Returns the warm-up of a draft, whose pass began with `count` warm-up rounds."""
+        """Returns the warm-up rounds of a draft: the first `count` rounds of its log, without those
+        that do not count."""
         span = count // _SKIPPED, count
         slices = log.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
@@ -366,7 +375,7 @@ class WarmUp:
         return cls(log.ledger.table(*span), None, log.table(*span), grow_s)
 
     def seconds(self, phase: int) -> Floats:
-        """Returns the seconds of a phase in each round, [n]."""
+        """Returns the seconds that the phase took in each round, [n]."""
         return np.asarray(self.ledger[:, 2 + phase] * 1e-9, np.float64)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -377,7 +386,8 @@ class WarmUp:
 
 
 def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
-    """Runs a new loop's first `count` rounds on throw-away sequences; returns those that count."""
+    """Runs `count` warm-up rounds on throw-away sequences, before any others of `loop`; returns the
+    timed phases of the rounds that count."""
     requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
     loop.admit(requests)
     loop.ledger.restart()
@@ -391,7 +401,8 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
 
 
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
-    """Returns a job's host costs from its warm-up; draft: None in AR or if the draft was lost."""
+    """Returns a job's durations of host work, from its warm-up rounds on rank 0 (lead) and on the
+    draft (None in AR, or if the draft rank was lost). device: durations of forwards."""
     costs: dict[str, Any] = {
         f"lead_{name}": np.median(lead.seconds(LeadPhase[name.upper()]))
         for name in "send commit broadcast upload sample record".split()
@@ -400,7 +411,8 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
     launch = lead.seconds(LeadPhase.LAUNCH)
     wait = lead.seconds(LeadPhase.DEVICE_WAIT)
     beyond = np.median(launch + wait - _forward_s(device.verify, lead.num_rows))
-    costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))  # NumPy computes in the launch
+    # With NumPy the launch computes the forward, so it counts only as far as it exceeds that.
+    costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))
     costs["wake"] = beyond - costs["lead_launch"]
     if draft is not None:
         costs |= _draft_costs(job, device, draft)
@@ -410,14 +422,15 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
 
 
 def _forward_s(table: RowTable, rows: Any) -> Floats:
-    """Returns the seconds of the smallest timed forwards that have room for these rows."""
+    """Returns, for each of `rows`, the seconds of the smallest timed forward with at least as many
+    rows, to which the forward is padded."""
     places = np.searchsorted(table.rows, rows)
     last = len(table.rows) - 1
     return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
 
 
 def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]:
-    """Returns the costs of the draft's host by field of HostCosts."""
+    """Returns {field of HostCosts: seconds} of the host work on the draft."""
     costs: dict[str, Any] = {
         f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
         for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)
@@ -425,7 +438,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
     answers = draft.seconds(DraftPhase.SPECULATE)
     num_jit = draft.column("num_jit")
     steps_ready = draft.column("steps_ready")
-    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # answered without a draft step
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # rounds that needed no draft step
     if job.config.backup == Source.FAST.name.lower():
         is_ready |= (num_jit == 0) & (steps_ready == 0)
     assemble = answers[is_ready].min() if is_ready.any() else 0.0
@@ -434,7 +447,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
         return costs
     batch = job.config.batch_size
     branches = batch * job.fan_outs.branches
-    wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows, by level
+    wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows of each step
     backup = job.num_forwards(job.backup_lookahead)
     missed = answers[num_jit == batch]
     if draft.grow_s is not None:
@@ -453,9 +466,10 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
 
 
 def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
-    """Returns the seconds of one way of the link, and of reading an OUTCOME that has arrived
-    already, as it has after growth that was cut short. As the lead then also waits for the running
-    growth step, the link is read from the other rounds or, if there are none, from the fastest."""
+    """Returns {field of HostCosts: seconds} of one message between rank 0 and the draft (link), and
+    of reading a message that has already arrived (draft_read), as it has if the draft was still
+    growing branches. In such rounds rank 0 also waits for the running draft step; so `link` comes
+    from the other rounds or, if there are none, from the fastest round."""
     is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
     reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
     read = np.median(reads) if len(reads) else 0.0

@@ -1,4 +1,4 @@
-"""Prints a run for a person at the terminal: settings, a progress bar, a table."""
+"""Prints a run on the terminal: its settings, its progress, and a short table of results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def print_card(session: Session) -> None:
 
 
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
-    """Returns the name of each rank, and its role, host and device."""
+    """Returns (name of the rank, text with its role, host and device) for each rank."""
     lines = []
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
         role = "target" if rank % topology.tp else "lead"
@@ -70,10 +70,10 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
 def progress_line(
     config: RunConfig, terminal: TextIO | None = None, every_s: float = 0.5
 ) -> Iterator[Callable[[Callable[[float], str]], None]]:
-    """Yields show(text), to be called often; now and then it writes a line, which `text` makes from
-    the seconds since the beginning, if a person is watching. A terminal (None: stderr if it is one)
-    has one line, redrawn at most every `every_s` seconds. A launcher's pipe gets whole lines, as
-    Open MPI 5 holds output back until a line ends."""
+    """Yields a function show(text), which may be called often and writes a progress line now and
+    then. The line is text(seconds since the beginning). On a terminal (None: stderr, if it is one)
+    one line is redrawn at most every every_s seconds. In a launcher's pipe, new lines are written
+    instead, because Open MPI 5 holds output back until a line ends."""
     screen = terminal or (sys.stderr if sys.stderr.isatty() else None)
     begun = monotonic()
     if config.progress == "off" or (config.progress == "auto" and screen is None):
@@ -103,7 +103,8 @@ def progress_line(
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields advance(n), which adds n rounds to a progress line."""
+    """Yields a function advance(n), which adds n rounds to a progress line on stderr. rounds: the
+    number of rounds at the end (None: unknown)."""
     done = 0
     total = f" of {rounds}" if rounds else ""
 
@@ -118,13 +119,14 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 
 @contextmanager
 def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
-    """Yields say(text), which replaces the progress line; every 4 s the seconds are counted."""
+    """Yields a function say(text), which replaces the text of the progress line; every 4 s the line
+    also shows the seconds so far. terminal: None means stderr, if that is a terminal."""
     shown = ""
     is_over = Event()
 
     def count() -> None:
         while not is_over.wait(4.0):
-            if shown:  # ranks other than the lead say nothing
+            if shown:  # empty on ranks other than rank 0
                 show(lambda seconds: f"{shown} ({seconds:.0f} s)")
 
     def say(text: str) -> None:
@@ -143,10 +145,8 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
 
 
 def print_summary(row: Row, out: str = "", busy: Iterable[str] = ()) -> None:
-    """Prints a short table of a row.
-
-    out: the folder that has the answers to several prompts. busy: what disturbed the machine.
-    """
+    """Prints a short table of a result row. out: the folder with the answers, named in the table if
+    there are several. busy: texts on what disturbed the machine."""
 
     def us(value: float | None) -> str:
         if value is None:

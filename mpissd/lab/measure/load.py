@@ -1,4 +1,4 @@
-"""What disturbs a measurement: other processes, the hypervisor, a quota, or a GPU's clocks."""
+"""Finds what disturbs a measurement: other processes, hypervisor, CPU quota, or slow GPU clocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from mpissd.engine.comm.topology import usable_cores
 
-if TYPE_CHECKING:  # `doctor` probes a machine whose MPI may not load
+if TYPE_CHECKING:  # not imported at run time, because the command `doctor` must work without MPI
     from mpissd.engine.session.session import Machine, Session
 
-_NAMED = 0.05  # least share that is named; quiet machines have 1 to 2%
-_TEXTS = {  # by counter
+_NAMED = 0.05  # smallest share of time that is reported; quiet machines have 1 to 2%
+_TEXTS = {  # texts for each kind of disturbance
     "others": "other processes used {:.0%} of its {}",
     "delayed": "its ranks waited {:.0%} of the time for a core",
     "stolen": "the hypervisor took {:.0%} of its {}",
@@ -29,8 +29,9 @@ _GPU = "uuid,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_ther
 
 
 def counters() -> dict[str, float]:
-    """Returns those counters of seconds that this system has: the clock (wall), this rank's CPU
-    time (own) and waits for a core (delayed), its cores' CPU time (busy, stolen), and a quota."""
+    """Returns {name: seconds} of the operating system's counters, as far as they exist. wall: the
+    clock. own: CPU time of this process. delayed: its waits for a core. busy, stolen: CPU time of
+    the usable cores, used or taken by the hypervisor. throttled: stopped by a CPU quota."""
     tick = os.sysconf("SC_CLK_TCK")
     values = {"wall": perf_counter(), "own": process_time()}
     with suppress(OSError, ValueError, IndexError):
@@ -42,7 +43,7 @@ def counters() -> dict[str, float]:
         # user nice system idle iowait irq softirq steal
         values["busy"] = sum(sum(row[:3]) + row[5] + row[6] for row in times)
         values["stolen"] = sum(row[7] for row in times)
-    for path in _QUOTA:  # of cgroup 2, and of 1
+    for path in _QUOTA:  # files of cgroup version 2 and version 1
         with suppress(OSError, ValueError):
             fields = dict(line.split() for line in Path(path).read_text().splitlines())
             micro, nano = (int(fields.get(f"throttled_{unit}", 0)) for unit in ("usec", "time"))
@@ -51,8 +52,9 @@ def counters() -> dict[str, float]:
 
 
 def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float]:
-    """Returns {why a host was too busy for its ranks: share of time lost}. spent: by rank, how far
-    the counters went. cores: that ranks may use; others may use those left free."""
+    """Returns {text on what disturbed the ranks of one host: share of time lost}. spent: for each
+    rank of the host, the increase of its counters. cores: number of cores that the ranks may use;
+    other processes on cores beyond the number of ranks do not count."""
     ranks = len(spent)
     first = spent[0]
     used = min(ranks, cores)
@@ -68,8 +70,9 @@ def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float
 
 
 def disturbances(before: Mapping[str, float], session: Session | Machine) -> dict[str, float]:
-    """Returns {what disturbed the ranks of any host: share of time lost} since the counters
-    `before` of this rank; a GPU's share is unknown, 0. Collective."""
+    """Returns {text on what disturbed the ranks of any host: share of time lost} since this rank
+    read the counters `before`. For GPUs the share is unknown and given as 0. All ranks must call
+    this."""
     topology = session.topology
     rank = topology.world.rank
     now = counters()
@@ -84,7 +87,8 @@ def disturbances(before: Mapping[str, float], session: Session | Machine) -> dic
 
 
 def gpu_reasons(uuids: Sequence[str], command: str = "nvidia-smi") -> list[str]:
-    """Returns what slows these GPUs of this host now; empty if nothing is known to."""
+    """Returns texts on what slows GPUs of this host at present, by nvidia-smi; an empty list if
+    nothing does, or if that is unknown. uuids: the ids of the GPUs."""
 
     def asked(query: str) -> list[str]:
         words = [command, query, "--format=csv,noheader"]

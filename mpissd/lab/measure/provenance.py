@@ -1,4 +1,4 @@
-"""Records the origin of a row: library versions, hosts, devices, command line and commit."""
+"""Records where a result row comes from: versions, hosts, devices, command line and commit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _STARTED = datetime.now(timezone.utc)
 
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any]:
-    """Returns what could explain another result on another day: versions, command, hosts, devices.
-    cuda: the loaded libraries, perhaps others than CuPy was compiled against; None without CuPy."""
+    """Returns the row's key `provenance`: versions, command, hosts and devices, which could explain
+    why a result differs from another day's. infos, hosts: device and host of each rank. The member
+    `cuda` has the versions that are loaded at run time; None without CuPy."""
     packages: dict[str, str | None] = dict.fromkeys(("numpy", "mpi4py", "nvmath-python"))
     for name in packages:
         with suppress(metadata.PackageNotFoundError):

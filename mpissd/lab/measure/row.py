@@ -1,7 +1,5 @@
-"""Builds the result row from the ranks' reports on the measured pass; unknown values are None.
-
-Reports of several target groups that share their drafts are joined. It writes the row, its raw
-rounds and the answers of a text job.
+"""Builds a run's result row from the ranks' reports on the measured rounds, and writes the files:
+the row, its raw rounds, and the answers of a run on text. Unknown values of a row are None.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.predict.simulation import expected, follow, is_followable, is_predictable
 
-_FEWEST_WARM = 8  # warm-up rounds of which the median is a host cost; the first ones are cold
+_FEWEST_WARM = 8  # fewest warm-up rounds from which durations of host work are estimated
 
 
 @dataclass(frozen=True)
 class LeadReport:
-    """A lead rank's report on the measured rounds. ledger: int64 [rounds, 2 + phases], with columns
-    round, ns of the round, and ns of each phase."""
+    """What the first rank of a target group reports on the measured rounds. ledger: int64 [rounds,
+    2 + phases] with the round's number, its ns, and the ns of each phase."""
 
     records: RoundRecords
     first_round: int
@@ -60,25 +58,26 @@ class LeadReport:
     warm_up: WarmUp
     messages_per_round: float
     bytes_per_round: float
-    prefill_s: float  # spent on prompts
-    all_reduce_s: float | None  # host seconds in all-reduces, over all rounds; None on a device
-    draft_lost_round: int | None  # the first measured round without a draft
-    learner: dict[str, Any] | None = None  # its report and cost; None without one
+    prefill_s: float  # seconds spent on prompts
+    all_reduce_s: float | None  # host seconds in all-reduces over all rounds; None on a GPU
+    draft_lost_round: int | None  # first measured round without the draft rank; None: never lost
+    learner: dict[str, Any] | None = None  # report of the rank that trains the draft, if any
     kernel: str | None = None  # names of the kernels that read the target's weights
-    draws: str = "host"  # where sampled tokens are drawn
+    draws: str = "host"  # where sampled tokens are drawn: the host or the device
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """A draft's report on the measured rounds; ledger: as in LeadReport."""
+    """What a draft rank reports on the measured rounds. ledger: int64 [rounds, 2 + phases] with the
+    round's number, its ns, and the ns of each phase."""
 
-    rounds: NDArray[Any]  # [n, DraftLog.COLUMNS]
+    rounds: NDArray[Any]  # one row a round, with the columns DraftLog.COLUMNS
     ledger: NDArray[np.int64]
     phases: list[str]
-    learned: dict[str, Any]  # from RankCounts.to_dict
+    learned: dict[str, Any]  # counts of bonus tokens' ranks, from RankCounts.to_dict
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # forwards that target groups share
-    updates: dict[str, list[Any]] | None = None  # Updates.report; None without a learner
+    forwards: NDArray[np.int64] | None = None  # forwards that serve several target groups
+    updates: dict[str, list[Any]] | None = None  # new draft weights received while decoding
 
     def column(self, name: str) -> NDArray[np.float64]:
         return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
@@ -86,18 +85,18 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """The reports of all ranks, and the job's profile."""
+    """All that was measured in a run: the ranks' reports, and the job's durations (profile)."""
 
     lead: LeadReport
     draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
     profile: JobProfile
-    rank_digests: list[int | None]  # by world rank, the digest of the outcomes that it received
-    groups: Sequence[LeadReport] = ()  # of each target group, if several share the drafts
+    rank_digests: list[int | None]  # for each MPI rank, a digest of the outcomes it received
+    groups: Sequence[LeadReport] = ()  # a report for each target group, if there are several
 
 
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
-    """Returns one report on all groups' rounds, numbered group after group. Its wall time is the
-    longest group's, since all groups begin together."""
+    """Returns one report on the rounds of several target groups, numbered group after group. Its
+    wall time is that of the slowest group, because all groups begin together."""
     counts = [len(lead.records) for lead in leads]
     total = max(1, sum(counts))
 
@@ -122,8 +121,9 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
 def draft_report(
     drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]], updates: Updates | None
 ) -> DraftReport | None:
-    """Returns this rank's report as a draft of all target groups; None if it drafts nothing. spans:
-    of each group, its first measured round and the round after its last."""
+    """Returns this rank's report as a draft for all target groups; None if the rank does not draft.
+    spans: for each group, its first measured round and the round after its last. updates: the
+    receiver of new draft weights, if the draft is trained while decoding."""
     pairs = list(zip(drafters, spans, strict=False))
     if not pairs:
         return None
@@ -139,8 +139,8 @@ def draft_report(
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
-    # The shared forwards of the measured rounds (SharedForwards.COLUMNS), and after them a row with
-    # the window's beginning and end in ns.
+    # One row for each shared forward of the measured rounds (SharedForwards.COLUMNS); then a last
+    # row with the beginning and end of these rounds in ns.
     slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
     begin = min(int(part[0, 2]) for part in slices)
     end = max(int(part[-1, 3]) for part in slices)
@@ -150,7 +150,7 @@ def draft_report(
 
 
 def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Joins tables of rounds; with several tables the first column counts from 0."""
+    """Concatenates tables of rounds; if there are several, renumbers the first column from 0."""
     if len(tables) == 1:
         return tables[0]
     joined = np.concatenate(tables)
@@ -159,7 +159,8 @@ def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
-    """Builds the result row of a measured job. sweep: what the row tells about its sweep."""
+    """Returns the result row of a measured job. sweep: the row's value of provenance.sweep, which
+    names the sweep and its task; None outside sweeps."""
     job = session.job
     config = job.config
     lead = measured.lead
@@ -168,12 +169,12 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     draft = measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
-    # A row has one histogram, of all groups.
+    # Only the row's histogram over all groups is kept, not one for each group.
     groups: list[Mapping[str, Any]] = [
         {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
         for of in measured.groups
     ]
-    # token_digest covers the tokens of a sequence that every mode has emitted.
+    # token_digest covers only as many tokens of a sequence as every mode surely emits.
     num_digested = config.token_limit or config.max_rounds or 0
     if config.token_limit and config.rounds:
         num_digested = min(config.token_limit, config.rounds)
@@ -208,8 +209,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         fuse=config.fuse,
         lm_head=job.options.lm_head,
         context=config.context,
-        on_late="finish" if job.fan_out else None,  # as in older rows
-        backup=config.backup if job.draft else None,  # SD drafts only with its backup
+        on_late="finish" if job.fan_out else None,  # Older rows could have other values.
+        backup=config.backup if job.draft else None,  # In SD, the backup drafts all tokens.
         backup_lookahead=job.backup_lookahead if job.draft else None,
         num_layers=job.target.num_layers,
         seed=config.seed,
@@ -249,7 +250,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
-    """Returns the row's keys about decoded tokens and their rate, of all groups or of one."""
+    """Returns the row's keys about decoded tokens, rounds and rates. lead: the report of one target
+    group, or of all groups joined."""
     sequences = lead.records.sequences()
     limit = job.config.token_limit
     counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
@@ -272,7 +274,8 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
 
 
 def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | None:
-    """Returns the mean microseconds a round of each phase; they add up to the mean round."""
+    """Returns {phase: mean µs in a round}; the values add up to the mean round. None if there is no
+    report, or no round."""
     if report is None or not len(report.ledger):
         return None
     means = report.ledger[:, 2:].mean(axis=0) * 1e-3
@@ -280,11 +283,11 @@ def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | 
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Returns how the lead's device spends the mean round, in µs: the target's forward without its
-    collectives, all_reduce for these collectives, and idle for the rest. None: unknown."""
+    """Returns how rank 0's device spends the mean round, in µs: "forward" is the target's forward
+    without all-reduces, "all_reduce" the all-reduces, "idle" the rest; None means unknown."""
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
-    reduce_s = measured.profile.all_reduce_s  # per verification of b(K+1) rows
+    reduce_s = measured.profile.all_reduce_s  # seconds of all-reduces in a full verification
     if lead.all_reduce_s is not None:
         reduce_s = lead.all_reduce_s / len(lead.records)
     reduced = None if reduce_s is None else min(busy, reduce_s * 1e6)
@@ -296,12 +299,13 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row's prediction of the same outcomes from the job's own costs and measured
-    prefill; {} if there is none. Text has no imposed model, and so no expected mean."""
+    """Returns the row's keys about predicted times: those of the rounds with the recorded outcomes,
+    from the job's own durations and the measured prefill; {} if they cannot be predicted. If
+    acceptance is imposed by a model, the long-run mean rate is included, too."""
     lead = measured.lead
     profile = measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
-        return {}  # no recurrence of rounds is known if groups share a draft
+        return {}  # The simulation does not cover groups that share a draft, or a lost draft.
     if job.config.warmup_rounds < _FEWEST_WARM or not is_followable(job):
         return {}
     round_s = follow(job, profile.device, profile.host, lead.records.sequences())
@@ -321,7 +325,7 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Returns the row's keys about the models' forwards and weights."""
+    """Returns the row's keys `forward` (gemm or transformer) and `weights` (names and digests)."""
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
     drafts = {"draft": job.draft_where} if job.drafts_by_transformer else {}
@@ -337,12 +341,14 @@ def _weights(job: Job) -> dict[str, Any]:
 
 
 def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's times of forwards and drafts, and a verification's floor. t_draft_s is
-    measured if at least 10 rounds missed the cache completely, else computed."""
+    """Returns the row's keys about the times of verifying, drafting and growing branches, and about
+    the shortest possible time of a verification. t_draft_s is measured if no sequence hit the
+    cache in at least 10 rounds, else it is computed."""
     job = session.job
     records = measured.lead.records
     draft = measured.draft
-    full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)  # levels of a tree
+    # Only rounds in which every sequence had K drafted tokens (in a tree: K levels) count.
+    full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None
     if job.draft is not None and not job.config.is_lookup:
@@ -370,9 +376,9 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
 def floor_of(
     job: Job, itemsize: int, rates: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Returns the row's keys about a verification's floor, and the floor in seconds, None if a rate
-    is unknown: the longer of reading the bytes and computing the flops of a target rank at `rates`.
-    """
+    """Returns the row's keys about a verification's floor, and the floor in s (None: unknown): the
+    time to read a target rank's bytes or to compute its flops, whichever is longer. itemsize: bytes
+    of a weight. rates: {"read_bytes_per_s", "peak_flops_per_s"}, in this order."""
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size = cost.weight_bytes + cost.kv_bytes
     read, peak = rates.values()
@@ -381,7 +387,8 @@ def floor_of(
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
-    """Returns the row's key on forwards that target groups share; None if none are shared."""
+    """Returns the row's key `pool`, about draft forwards that serve several target groups at once;
+    None if there are none."""
     if draft is None or draft.forwards is None:
         return None
     forwards = draft.forwards[:-1]
@@ -396,14 +403,15 @@ def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
 
 
 def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
-    """Returns the first rank that has the learner's GPU, or None. infos: of other ranks."""
+    """Returns the first rank whose GPU is also used by the rank that trains the draft (learner), or
+    None. infos: the devices of all ranks but the learner."""
     gpu = (measured.lead.learner or {}).get("gpu")
     ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
     return next(ranks, None)
 
 
 def _learner(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's keys about the learner; {} without one."""
+    """Returns the row's keys about training the draft while decoding; {} without such training."""
     lead = measured.lead
     if lead.learner is None:
         return {}
@@ -426,7 +434,8 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
-    """Returns the arrays that OUT/rounds keeps. tokens: emitted ids, in the order of requests."""
+    """Returns the arrays of a run's raw rounds, by their names in OUT/rounds/RUN_ID.npz. The array
+    `tokens` has the emitted ids of all requests, one request after the other."""
     lead = measured.lead
     draft = measured.draft
     emitted = [tokens for _, tokens in sorted(lead.records.token_arrays().items())]
@@ -454,8 +463,9 @@ def write_row(
     arrays: Mapping[str, NDArray[Any]],
     violations: Sequence[str],
 ) -> None:
-    """Writes OUT/text/RUN_ID.jsonl (if text), OUT/rounds/RUN_ID.npz, and the row to OUT/runs.jsonl
-    or, if it violates a gate, OUT/flagged.jsonl; each completely or not at all. Raises OSError."""
+    """Writes a run's answers (if text) to OUT/text/RUN_ID.jsonl, its arrays to
+    OUT/rounds/RUN_ID.npz, and its row to OUT/runs.jsonl, or to OUT/flagged.jsonl if `violations`
+    lists faults of the row. Each file is written completely or not at all. Raises OSError."""
     out = Path(session.job.config.out)
     if isinstance(session.workload, TextWorkload):
         _write_text(session.workload, measured.lead, row.run_id, violations)
@@ -473,11 +483,11 @@ def answers_file(out: str, run_id: str) -> Path:
 def _write_text(
     workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
 ) -> None:
-    """Writes the prompt and the answer of each sequence that began, in the prompts' order. Keys of
-    a line: the prompt's own; text: the answer without its stop token or stop string (None without a
-    tokenizer); tokens: the emitted ids, the last of which ends the answer; sources: what drafted
-    each token; ended: "stop_token", "stop" (a stop string), "length" (num_tokens or the context),
-    or "rounds" if the run ended first; gates: the faults."""
+    """Writes a JSON line for each answer that was begun, in the order of the prompts. Its keys: the
+    prompt's own; text: the answer without stop token or stop string (None without a tokenizer);
+    tokens: the emitted ids, with that stop token; sources: what drafted each token; ended:
+    "stop_token", "stop" (a stop string), "length" (--num_tokens or the context was reached), or
+    "rounds" (the run ended first); gates: the row's faults, if any."""
     records = lead.records
     config = workload.job.config
     sources = records.source_arrays()

@@ -1,7 +1,7 @@
-"""The command `run`: measures one configuration, from launch to JSON line.
+"""The command `run`: measures one configuration and prints its result row.
 
-Rank 0 leads: it prints, decides how long to measure, and writes the files. Every rank runs the same
-passes; their raw rounds are then gathered, and rank 0 builds the result row from them.
+All ranks warm up and decode the measured rounds together; then rank 0 gathers their reports, builds
+the result row, and writes the files. Rank 0 also prints, and decides when the rounds end.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _ATTEMPTS = 100  # attempts to read two clocks without losing the core in betwee
 
 
 class UnwrittenError(FaultError):
-    """The row could not be written to the output folder."""
+    """Raised if the result row could not be written to the output folder."""
 
 
 def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
-    """Runs one configuration on all ranks, of which the last may be learners; returns the exit
-    code. given: names of the given flags; K and fan-out may be chosen here if they are not given.
-    """
+    """Runs the command `run` on all ranks; returns the exit code. The last ranks may train the
+    draft instead of decoding. given: names of the flags that the user gave; K and fan-out may be
+    chosen by timing if they are not among them."""
     sharpen_sleep()
     comms = LearnerComms(PIECE_BYTES) if config.learners else None
     with nullcontext() if comms is None else closing(comms):
@@ -82,7 +82,7 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
                 print_card(session)
             before = counters()
             row = measure(session)
-            # A rank that is lost takes no part in a collective.
+            # If a draft rank may have been lost, no collective call can include all ranks.
             busy = disturbances(before, session) if config.on_draft_loss == "abort" else {}
             if row is not None and not is_shown:
                 print_summary(row, config.out, busy)
@@ -105,8 +105,9 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
 
 
 def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
-    """Whether other uses are measured after a run, the same on all ranks; collective. is_shown: on
-    the lead, whether a terminal showed the answer."""
+    """Returns whether alternatives (AR, SD) are measured after the run, to tell whether speculation
+    pays; the same on all ranks, which must all call this. row: the run's row on rank 0. is_shown:
+    on rank 0, whether a terminal showed the answer."""
     config = session.job.config
     is_able = config.groups == 1 and not config.learners and config.on_draft_loss == "abort"
     if config.beside != "auto" or not (is_able and config.is_text):
@@ -118,16 +119,17 @@ def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
 def measure(
     session: Session, sweep: dict[str, Any] | None = None, *, is_brief: bool = False
 ) -> Row | None:
-    """Measures one configuration and writes its row; returns the row on the lead, None elsewhere.
-    Collective. Raises Refused on every rank if memory is too small or the row contradicts itself.
-    sweep: what the row tells about its sweep. is_brief: calibrates each forward only once."""
+    """Measures one configuration and writes its result row; returns the row on rank 0, None
+    elsewhere. All ranks must call this. sweep: the row's value of provenance.sweep. is_brief:
+    whether each forward is timed only once before the rounds. Raises Refused on every rank if
+    memory is too small, or if the row contradicts itself."""
     if session.topology.is_lead:
         tell_doubt(session.job)
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:
         row = _passes(rank, sweep, is_brief=is_brief)
-    except Refused:  # raised on all ranks; after a fault, close would wait for lost ranks
+    except Refused:  # All ranks raise this. After other errors, close would wait for lost ranks.
         rank.close()
         raise
     rank.close()
@@ -135,8 +137,9 @@ def measure(
 
 
 def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row | None:
-    """Calibrates, runs the measured pass and writes the row; returns it on the lead. Collective.
-    Raises GateError on every rank if the row contradicts itself."""
+    """Times the forwards, decodes the measured rounds, and writes the result row; returns the row
+    on rank 0. All ranks must call this. Raises GateError on every rank if the row contradicts
+    itself."""
     session = rank.session
     topology = session.topology
     config = session.job.config
@@ -145,14 +148,14 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     rank.prepare()
     clocks = None
     if config.trace is not None:
-        session.barrier()  # all ranks arrive first, because a question waits for its answer
+        session.barrier()  # The comparison of clocks needs prompt answers from all ranks.
         clocks = compare_clocks(topology.world, session.waiter)
-    if not topology.is_lead:  # the lead enters this stage itself, after its warm-up
+    if not topology.is_lead:  # Rank 0 enters this stage later, after its warm-up rounds.
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
     lead = rank.run_pass(rank.target, drafters, drive)
     if topology.groups > 1:
-        rest(topology)  # other groups may have more to decode
+        rest(topology)  # Other target groups may still decode.
     guard.stage(Stage.GATHER)
     world = session.survivors(draft_lost=lead is not None and lead.draft_lost_round is not None)
     digests: list[int | None] = [rank.digest]
@@ -170,7 +173,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         several = len(groups) > 1
         digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
-            if not several and rank.device_rounds is None:  # these do not wait for the host
+            if not several and rank.device_rounds is None:  # device_rounds need no host work.
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
@@ -188,8 +191,9 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
 
 
 def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None) -> Row:
-    """Builds the row on rank 0, checks it against the gates and writes the files. Raises GateError
-    if it contradicts itself, and UnwrittenError, after printing the row, if the disk refuses it."""
+    """Builds the result row on rank 0, checks it, and writes the files. Raises GateError if the row
+    contradicts itself, and UnwrittenError if a file cannot be written; then a valid row is printed
+    first."""
     row = make_row(session, measured, sweep)
     arrays = round_arrays(measured)
     faults = violations(row, arrays)
@@ -206,8 +210,8 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
 
 
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
-    """Runs a warm-up on sequences that are thrown away, then the measured rounds, on a lead rank.
-    is_alone: whether the run is no part of a sweep; then text is shown."""
+    """Runs warm-up rounds on throw-away sequences, then the measured rounds, on the first rank of a
+    target group; returns its report. is_alone: whether to show text, as outside sweeps."""
     session = rank.session
     config = session.job.config
     group = session.group
@@ -222,7 +226,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         assert rank.target is not None, "a lead without a target"
         oracle = rank.target.oracle
         assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
-        loop.tell()  # drops the warm-up's last round: no receiver yet
+        loop.tell()  # drops the examples of the last warm-up round, before `sender` is attached
         sender = ExampleSender(oracle, learning.outlet)
         loop.observers.append(sender)
     first = loop.round
@@ -241,10 +245,10 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
                     show.take(result)
                 if advance is not None:
                     advance(1)
-                before = perf_counter()  # a second clock, against which the ledger's sum is checked
+                before = perf_counter()  # another clock reading, to check the sum of the phases
                 stamp = loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
                 now = perf_counter()
-                if stamp - before < now - stamp:  # the rank lost its core after the stamp
+                if stamp - before < now - stamp:  # The OS preempted the rank after `stamp`.
                     now = before
                 records.round_s.append(now - last)
                 last = now
@@ -275,8 +279,8 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
 
 
 def _begin(ledger: Ledger) -> float:
-    """Starts the ledger; returns the time of a second clock at the same instant. If the rank loses
-    its core between the two readings, it tries again."""
+    """Starts timing phases in `ledger`; returns the perf_counter time of the same instant, in s. If
+    the OS preempts the rank between the two clock readings, both are repeated."""
     for _ in range(_ATTEMPTS):
         before = perf_counter()
         ledger.restart()

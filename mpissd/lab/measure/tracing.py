@@ -1,13 +1,12 @@
-"""Writes --trace=FILE: every rank's host activity in the measured rounds, as a Chrome trace.
+"""Writes --trace=FILE: what every rank did in the measured rounds, as a Chrome trace.
 
-Open it with ui.perfetto.dev or chrome://tracing. Each rank is a process with a thread row of its
-host's phases, and on the lead one of its device's forwards. Arrows are the messages between lead
-and drafts.
+Open the file with ui.perfetto.dev or chrome://tracing. Each rank is shown as a process with a row
+for the phases of its host; rank 0 also has a row for its device's forwards. Arrows show messages.
 
-Rounds do no extra work: the ledgers' timestamps are read after the pass. The ranks' clocks are
-compared before it: rank 0 notes when it sends a question and when all answers are there; the others
-read their clocks in between. offset = t_remote − (t_send + t_received)/2 is wrong by at most half
-of that time, whatever the network does.
+The trace is made after the rounds from timestamps that are always recorded, so that it does not
+slow them. The ranks' clocks are compared before the rounds: rank 0 notes when it sends a question
+and when all answers have arrived; the other ranks read their clocks in between. The error of
+offset = t_remote − (t_send + t_received)/2 is at most half the time between these two instants.
 """
 
 from __future__ import annotations
@@ -32,25 +31,26 @@ from mpissd.engine.session.rank import Rank
 
 MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks
 EXCHANGES = 64  # comparisons of all clocks; about 0.5 ms
-Clocks = list[tuple[int, int]]  # by rank: (ns ahead of rank 0's clock, its possible error in ns)
+Clocks = list[tuple[int, int]]  # for each rank: (ns ahead of rank 0's clock, largest error in ns)
 
 
 class Track(NamedTuple):
-    """One row of a rank in the trace. slices: int64 [n, 4] = round, index into labels, start_ns,
-    end_ns on the rank's own clock, in the order of time."""
+    """One row of activities of a rank in the trace. labels: names of the activities. slices: int64
+    [n, 4] with round, index into labels, start and end in ns of the rank's clock, by time."""
 
     name: str
     labels: Sequence[str]
     slices: NDArray[np.int64]
 
 
-# Drawn in every round: its name, and (rank, label of its host's track) of both ends.
+# A message that is drawn in every round: its name, and (rank, index of the phase) of both ends.
 Arrow = tuple[str, tuple[int, int], tuple[int, int]]
 
 
 def compare_clocks(comm: MPI.Comm, waiter: Waiter, exchanges: int = EXCHANGES) -> Clocks | None:
-    """Returns every rank's clock relative to rank 0's, on rank 0, by the shortest of the exchanges.
-    Collective over `comm`. Raises FaultError if a rank does not answer in time."""
+    """Compares the clocks of all ranks of `comm`, which must all call this. Returns on rank 0, for
+    each rank, (ns ahead of rank 0's clock, largest error), from the shortest exchange of messages;
+    None elsewhere. Raises FaultError if a rank does not answer in time."""
     word = np.zeros(1, np.int64)
     times = np.zeros(comm.size, np.int64)
     readings = list[Any]()
@@ -73,9 +73,10 @@ def write_trace(
     t_target_s: NDArray[np.float64] | None,
     clocks: Clocks | None,
 ) -> None:
-    """Writes the trace on rank 0, after Rank.run_pass; collective. Raises ConfigError if it cannot.
-    draft: the log of this rank's draft. rounds: the first measured round, and the one after the
-    last. t_target_s, clocks: on rank 0, seconds of each forward, and the ranks' clocks."""
+    """Writes the trace file on rank 0, after Rank.run_pass; all ranks must call this. draft: this
+    rank's log as a draft. rounds: the first measured round, and the one after the last. t_target_s,
+    clocks: seconds of each forward, and the clocks' offsets; None except on rank 0. Raises
+    ConfigError if the file cannot be written."""
     session = rank.session
     first, last = rounds
     topology = session.topology
@@ -98,7 +99,7 @@ def write_trace(
         is_draft = n >= topology.first_draft
         role = "draft" if is_draft else "target" if n else "lead"
         names.append(f"rank {n} {role} · {host} · {info.name}")
-        # From the phase that packs a message to the one that uses it.
+        # An arrow begins at the phase that packs the message, and ends at the one that uses it.
         if is_draft:
             arrows.append(("outcome", (0, LeadPhase.SEND), (n, DraftPhase.COMMIT)))
             arrows.append(("speculation", (n, DraftPhase.SEND), plan))
@@ -124,9 +125,9 @@ def write_trace(
 
 
 def _device_track(host: NDArray[np.int64], t_target_s: NDArray[np.float64]) -> Track:
-    """Returns the track of the lead's device. host: slices of its host. t_target_s: seconds of the
-    forwards. Device events give no time on the host's clock, so a forward is drawn to end when the
-    host noticed its end, which is the latest time possible."""
+    """Returns the trace row of rank 0's device. host: slices of rank 0's host, [n, 4]. t_target_s:
+    seconds of each forward. Device events have no time on the host's clock; so a forward is drawn
+    to end when the host noticed its end, which is the latest possible time."""
     waits = host[host[:, 1] == LeadPhase.DEVICE_WAIT]
     seconds = t_target_s[: len(waits)]
     is_timed = np.isfinite(seconds)
@@ -144,8 +145,8 @@ def events(
     clocks: Clocks,
     arrows: Sequence[Arrow] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yields the trace's events, in µs since the earliest slice. names, tracks, clocks: by rank.
-    arrows: messages to draw in every round."""
+    """Yields the events of a Chrome trace, with times in µs since the earliest slice. names,
+    tracks, clocks: one element for each rank. arrows: messages to draw in every round."""
     first = (
         t.slices[:, 2].min() - ahead
         for (ahead, _), of in zip(clocks, tracks, strict=True)

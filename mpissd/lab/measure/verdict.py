@@ -1,8 +1,9 @@
-"""Whether speculation pays, and whether a core or GPU for the draft does: sentences with intervals.
+"""Decides whether speculation pays, and whether a separate core or GPU for the draft pays.
 
-Uses of the same ranks are measured in turns. The ratio of two uses is the trimmed mean of the
-logarithms of their turns' ratios, with its 95% interval over the turns (Tukey, McLaughlin, 1963):
-what slows a whole turn cancels, and what slows single passes is trimmed, a fifth at each end.
+The compared configurations are measured in turns. Their speed ratio is the trimmed mean of the
+logarithms of the turns' ratios, a fifth trimmed at each end, with a 95% interval (Tukey and
+McLaughlin, 1963). A disturbance of a whole turn cancels in the ratio, and one of a single
+measurement is trimmed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 from mpissd.lab.tables.compare import bound, student_t
 from mpissd.lab.tables.uses import WORTH, Family
 
-FEWEST_TURNS = 3  # for a verdict: the interval of two is as wide as chance has it
-TRIMMED = 0.2  # of the turns at each end
-_CLOSE = 0.85  # of the fastest speed: a use that may be as fast
-_NEAR = 1.05  # an upper bound within this ratio of a gain is near it
-_TELLING = 2  # the most by which an upper bound exceeds the mean in a text
+FEWEST_TURNS = 3  # fewest turns for a verdict, because an interval of two is unreliable
+TRIMMED = 0.2  # share of the turns that the trimmed mean drops at each end
+_CLOSE = 0.85  # A configuration with at least this share of the fastest speed may be as fast.
+_NEAR = 1.05  # An upper bound up to this factor above a 5% gain is called near 5%.
+_TELLING = 2  # An interval that reaches beyond this multiple of the mean is not printed.
 _COLUMNS = 100
 PAID = "pays"
 LOST = "does not pay"
@@ -31,7 +32,8 @@ UNKNOWN = "cannot tell"
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two speeds, or a speed, with its 95% interval over the turns."""
+    """A ratio of two speeds, or one speed in tokens/s, with its 95% interval. turns: the number of
+    measurements."""
 
     mean: float
     low: float
@@ -40,7 +42,8 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
-        """Returns the trimmed geometric mean of values, one a turn; one turn has no bounds."""
+        """Returns the trimmed geometric mean of the values (one for each turn) and its interval,
+        which is practically infinite after one turn."""
         logs = np.sort(np.log(values))
         count = len(values)
         half = 700.0
@@ -54,14 +57,16 @@ class Ratio:
         return cls(mean, mean * math.exp(-half), mean * math.exp(half), count)
 
     def interval(self, text: Callable[[float], str]) -> str:
-        """Returns the bounds as text; the number of turns if the bounds tell nothing."""
+        """Returns the interval as text, or the number of turns if the interval is too wide. text:
+        formats one bound."""
         if self.high > _TELLING * self.mean:
             return f"{self.turns} turn{'s' * (self.turns > 1)}"
         return f"{text(self.low)}–{text(self.high)}"
 
     def judgement(self, *, is_busy: bool) -> str:
-        """Returns the verdict: a gain above 5% pays, a surely smaller one does not. On a busy
-        machine the whole interval has to be a gain, or a loss."""
+        """Returns the verdict on a speedup: it pays if the mean is at least 5% and the interval
+        excludes a loss; it does not pay if it is surely below 5%; else "cannot tell". On a busy
+        machine the whole interval must be above 5%, or below −5%."""
         if self.turns < FEWEST_TURNS:
             return UNKNOWN
         if self.low > (WORTH if is_busy else 1) and self.mean >= WORTH:
@@ -71,8 +76,9 @@ class Ratio:
 
 @dataclass
 class TimedUse:
-    """A use of the run's ranks, and its tokens a second by turn (None: not measured). unit: what a
-    rank is, core or GPU. refused: why it cannot run here."""
+    """One compared configuration and its measured tokens/s in each turn (None: not measured).
+    family: its mode, T and D. unit: what a rank runs on, "core" or "GPU". lookahead: K. refused:
+    why it cannot run here ("" if it can)."""
 
     family: Family
     unit: str
@@ -82,7 +88,7 @@ class TimedUse:
 
     @property
     def method(self) -> str:
-        """The method without the ranks, such as SD inline K=2."""
+        """The mode and K without the ranks, such as "SD inline K=2"."""
         return self.family.name + (f" K={self.lookahead}" if self.lookahead else "")
 
     def __str__(self) -> str:
@@ -91,17 +97,18 @@ class TimedUse:
 
     @property
     def speed(self) -> Ratio | None:
-        """Its tokens a second; None if no turn measured it."""
+        """The tokens/s over all turns with their interval; None if no turn measured it."""
         speeds = [speed for speed in self.speeds if speed]
         return Ratio.of(speeds) if speeds else None
 
     @property
     def mean(self) -> float:
-        """Its mean tokens a second; 0 if no turn measured it."""
+        """The mean tokens/s; 0 if no turn measured this configuration."""
         return self.speed.mean if self.speed else 0.0
 
     def over(self, other: TimedUse) -> Ratio | None:
-        """Returns the ratio to another use over the turns that measured both, if any."""
+        """Returns the ratio of this speed to that of `other`, over the turns that measured both;
+        None if there are none."""
         pairs = zip(self.speeds, other.speeds, strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
         return Ratio.of(ratios) if ratios else None
@@ -109,8 +116,9 @@ class TimedUse:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to whether `use` pays, against the strongest use without it. candidates: the uses
-    among which `use` or `rival` is the fastest."""
+    """The answer to whether something (what) pays: configuration `use` has it, and `rival` is the
+    fastest without it. ratio: speed of use / rival. candidates: the configurations from which `use`
+    or `rival` was chosen as the fastest."""
 
     what: str
     use: TimedUse
@@ -122,9 +130,10 @@ class Answer:
 
 @dataclass
 class UseComparison:
-    """The uses, the run's own first. busy: why the machine was too busy to compare. notes: how they
-    were measured. num_rounds: of the shortest pass. prompts: how many of the run's prompts were
-    decoded, if turns took different ones."""
+    """The comparison of a run's configuration (uses[0]) with alternatives on the same ranks. busy:
+    what disturbed the machine too much. notes: sentences on how it was measured. num_rounds: rounds
+    of the shortest measurement. prompts: text on how many of the run's prompts were decoded, if
+    turns took different ones."""
 
     uses: list[TimedUse]
     busy: list[str] = field(default_factory=list)
@@ -132,10 +141,11 @@ class UseComparison:
     num_rounds: int = 0
     prompts: str = ""
 
-    FEWEST_ROUNDS = 6  # of a pass, for a verdict
+    FEWEST_ROUNDS = 6  # fewest rounds of a measurement for a verdict
 
     def answers(self) -> list[Answer]:
-        """Returns the answers that can be judged; the strongest rival has the fastest mean."""
+        """Returns the answers for which both sides were measured: whether speculation pays on the
+        run's target ranks, and whether a separate rank for the draft pays."""
         first = self.uses[0]
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
         narrow = [use for use in plain if use.family.tp == first.family.tp]
@@ -155,9 +165,9 @@ class UseComparison:
         return answers
 
     def needed(self, width: float) -> list[TimedUse]:
-        """Returns the uses that need another turn: those of answers that are open or wider than
-        ±width, and of their candidates those that may be the fastest."""
-        is_long = self.num_rounds >= self.FEWEST_ROUNDS  # more turns tell nothing of short answers
+        """Returns the configurations that need another turn: those of answers without a verdict or
+        with an interval wider than ±width, and alternatives that may be as fast as these."""
+        is_long = self.num_rounds >= self.FEWEST_ROUNDS  # More turns do not help short answers.
         needed = list[TimedUse]()
         for answer in self.answers():
             is_small = answer.ratio.high <= (1 + width) * answer.ratio.mean
@@ -168,7 +178,8 @@ class UseComparison:
         return needed
 
     def lines(self) -> list[str]:
-        """Returns a table of the uses, what disturbed them, and a sentence on each question."""
+        """Returns lines of text: a table of all configurations, what disturbed the measurements,
+        and a sentence on each question."""
         counts = sorted({use.speed.turns for use in self.uses if use.speed})
         turns = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]])) or "0"
         lines = [f"tok/s in {turns} turns (95% interval):" if turns != "1" else "tok/s in 1 turn:"]
@@ -211,7 +222,7 @@ class UseComparison:
         return f"Cannot tell{state} whether {later} pays:{why} {makes}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as it stands in the result's JSON."""
+        """Returns the comparison as the JSON object that `run` prints under the key "beside"."""
         uses: list[dict[str, Any]] = [
             {"name": str(use), **asdict(use), "tok_per_s": use.speed and asdict(use.speed)}
             for use in self.uses

@@ -1,8 +1,8 @@
-"""The command `plan`: which mode, T, D, K, fan-out and backup to run on given GPUs.
+"""The command `plan`: predicts which configuration decodes fastest on given GPUs.
 
-candidates  what could run: every T that fits, every choice there, and their simulated rates
-plan        which of them is the fastest, and how sure that is
-screen      the answer as text and JSON, with the command that runs it
+candidates  lists the configurations that fit in memory, and simulates their tokens/s
+plan        finds the fastest, with its uncertainty
+screen      prints the answer as text or JSON, with the command line that runs it
 
-Pure NumPy: needs neither MPI nor a GPU.
+Nothing here needs MPI or a GPU.
 """

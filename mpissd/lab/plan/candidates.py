@@ -1,8 +1,10 @@
-"""The configurations that `plan` weighs: where they fit, their jobs, and their simulated rates.
+"""Lists the configurations that the command `plan` may advise, and simulates their tokens/s.
 
-`survey` finds every T over which a pair fits on a machine: the Shardings, with the durations of
-forwards and of the host's work. `candidates` yields the Choices of every mode on a sharding; a
-Space lists the K, fan-outs and K_b of SSD to try. `weigh` simulates choices.
+`survey` finds each number of target ranks T with which a model pair fits on a machine, and the
+durations of forwards and host work there (a Sharding). `candidates` yields configurations of every
+mode (a Choice each); a Space lists the values to try of SSD's K (tokens drafted a round), fan-out
+(bonus-token candidates per position) and K_b (tokens drafted after a cache miss). `weigh` simulates
+choices.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ from mpissd.lab.tables.uses import TREE, Family, tps_of
 
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
-CONTEXT = 512  # tokens of context, if neither a flag nor a file of laws gives them
-FEW_HITS = "smollm2"  # the hit model if a pair's file has too few outcomes for its own
-_MOST_READ = 63  # candidates of a row that an LM head returns besides the token itself
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # of a row; between them time goes along straight lines
-_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # per sequence: uniform:10 at the largest K
-_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K and F of SSD's trees
+CONTEXT = 512  # context length if neither a flag nor a --laws file gives one
+FEW_HITS = "smollm2"  # the pair whose cache-hit model is used if a --laws file has too little data
+_MOST_READ = 63  # most fan-out of a position, as the top 64 logits of a row are read
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # numbers of top logits read per row for which time is known
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # most branches of a sequence: 10 per position
+_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K, fan-out of SSD's trees
 Hosts = Mapping[tuple[str, int], HostCosts | None]
 
 
 def longest_lookahead(config: RunConfig) -> int:
-    """Returns the largest K to try; a list of rates, or a --laws file, limits it to its length."""
+    """Returns the largest K to try: MOST_LOOKAHEAD, or the number of positions for which the
+    configuration's acceptance rates are known, if that is smaller."""
     longest = MOST_LOOKAHEAD
     for text in (config.acceptance_text, config.acceptance_fast_text):
         kind, _, values = text.strip().partition(":")
@@ -60,7 +63,8 @@ def longest_lookahead(config: RunConfig) -> int:
 
 
 def cut_law(text: str, length: int) -> str:
-    """Shortens a list of rates to `length` values; returns any other text unchanged."""
+    """Returns an acceptance model's text with at most `length` rates, if it is a list of rates by
+    position ("rates:…", "marginal:…"); any other text is returned unchanged."""
     kind, _, values = text.strip().partition(":")
     if kind not in ("rates", "marginal"):
         return text
@@ -68,8 +72,9 @@ def cut_law(text: str, length: int) -> str:
 
 
 def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
-    """Returns a configuration with --laws at the context of its prompts, if it gives none, and with
-    the default hit model if the prompts do not determine theirs."""
+    """Returns a configuration that has --laws (fitted acceptance and hit models) with defaults: the
+    context length of the fitted prompts, unless has_context; and another pair's hit model, if the
+    file's data were too few to fit one."""
     laws = load_laws(str(run.laws))
     if run.is_transformer and not has_context:
         contexts = (int(source.get("context") or 0) for source in laws.about["sources"])
@@ -83,8 +88,10 @@ def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration and its simulated rates. backup: what drafts after a cache miss. derived:
-    where its times come from if some of them were derived from others, else None."""
+    """One configuration that `plan` considers, and its simulated speed. backup: what drafts after a
+    cache miss ("jit": the draft model, "fast": a lookup), backup_lookahead tokens. tree: nodes of a
+    draft tree (None: a chain). derived: how some durations were derived, if not all were measured.
+    """
 
     mode: str
     tp: int
@@ -111,11 +118,12 @@ class Choice:
 
     @property
     def run_mode(self) -> str:
-        """The value of --mode: lookups and trees are kinds of SD."""
+        """The value of --mode for this choice: "sd" for lookups and trees, too."""
         return "sd" if self.mode in (LOOKUP, TREE) else self.mode
 
     def flags(self) -> dict[str, str]:
-        """Returns the flags of `mpissd run` for this choice, except pair and token models."""
+        """Returns {flag: value} of `mpissd run` for this choice, except the flags that name models,
+        acceptance and hits."""
         flags = {"mode": self.run_mode, "num_drafts": str(self.num_drafts)}
         if self.mode == LOOKUP:
             flags["backup"] = "fast"
@@ -129,7 +137,7 @@ class Choice:
         return flags
 
     def __str__(self) -> str:
-        """Returns K, and SSD's fan-out and backup: K=4 uniform:3; on a miss jit K=2."""
+        """Returns the settings as text, such as "K=4 uniform:3; on a miss jit K=2"."""
         text = f"K={self.lookahead}" if self.mode != "ar" else ""
         if self.tree is not None:
             text += f" tree={self.tree}"
@@ -141,7 +149,8 @@ class Choice:
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns the job of a choice; raises ConfigError if its fan-out is impossible."""
+    """Returns a choice as a resolved job, which the simulation takes. Raises ConfigError if its
+    fan-out is impossible."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
@@ -166,8 +175,8 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 
 @lru_cache(maxsize=512)
 def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) -> Job:
-    """Returns the job of a choice with a uniform fan-out, or its own if that is given.
-    memory_bytes: of each rank, which must hold the job (None: no limit)."""
+    """Returns a choice as a resolved job, with fan-out uniform:1 unless the choice has one.
+    memory_bytes: memory of each rank, in which the job must fit (None: no limit)."""
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     config = replace(
@@ -187,16 +196,17 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
 
 
 def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
-    """Returns a job of `config`'s pair with this mode, T and D, at K = 1 and some acceptance.
-    memory_bytes: of each rank, which must hold the job (None: no limit). Raises ConfigError if it
-    does not, or if the ranks cannot share the pair."""
+    """Returns a job of `config`'s model pair with the mode, T and D of `family`; its K = 1 and its
+    acceptance are placeholders. memory_bytes: memory of each rank (None: no limit). Raises
+    ConfigError if the job does not fit there, or if the model cannot be divided over T ranks."""
     config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
     return _job_of(config, choice, memory_bytes)
 
 
 def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> bool:
-    """Returns whether `pair_job` has this job."""
+    """Returns whether the pair can be divided over the ranks of `family` and fits in the memory of
+    each rank (None: no limit)."""
     try:
         pair_job(config, family, memory_bytes)
     except ConfigError:
@@ -206,10 +216,12 @@ def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) -> tuple[int, ...]:
-    """Returns F_0..F_K as `run` resolves them after `served` tokens."""
+    """Returns the fan-out F_0 … F_K (candidates for the bonus token after k = 0 … K accepted
+    tokens) that --fan_out=`text` gives. hazards: acceptance rate of each position given the ones
+    before, [K]. served: number of tokens that were drafted in the round."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
-        # Positions after a rate of 0 keep nothing, so they are cut off.
+        # Positions at the end whose acceptance rate is 0 are never reached and get no candidates.
         while reached and not hazards[reached - 1]:
             reached -= 1
     powers = hit.powers(reached, min(served, reached + 1))
@@ -220,11 +232,11 @@ def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) ->
 
 @dataclass(frozen=True)
 class Sharding:
-    """The target on T ranks, with the durations of its forwards, the draft's and the host's.
-    num_drafts: the numbers of draft ranks D for which the machine has memory. hosts: the host's
-    costs by (mode, D); None: not known; a missing key: none. label: returns where a choice's times
-    were derived from, None if they were measured. most_rows: of the largest forward whose time is
-    known well enough to advise it (None: any)."""
+    """The target divided over T ranks (tp), with all durations that a simulation needs. device: of
+    forwards. num_drafts: the numbers of draft ranks D that fit. hosts: {(mode, D): costs of host
+    work}; None: unknown; a missing key: free. label: returns a text on how a choice's durations
+    were derived, or None if all were measured. most_rows: choices with forwards of more rows are
+    not advised, because their durations are not known well enough (None: no limit)."""
 
     tp: int
     device: DeviceCosts
@@ -234,21 +246,22 @@ class Sharding:
     most_rows: int | None = None
 
     def host(self, mode: str, num_drafts: int) -> HostCosts | None:
-        """Returns the host's costs of a method (of SD for a lookup or a tree); None if unknown."""
+        """Returns the durations of host work in a mode with D draft ranks; None if unknown. Lookups
+        and trees have those of SD."""
         key = (mode if mode in ("ar", "ssd") else "sd"), num_drafts
         return self.hosts.get(key, HostCosts())
 
     @property
     def has_ssd(self) -> bool:
-        """Whether SSD fits and its host costs are known."""
+        """Whether SSD with one draft rank fits, and the durations of its host work are known."""
         return 1 in self.num_drafts and self.host("ssd", 1) is not None
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A pair on a machine of so many GPUs: its shardings, and the uses that have none. unjudged:
-    uses that would fit, with the reason why no forwards or host costs are known. too_large: uses
-    (with D of 0 and 1) that do not fit in memory."""
+    """A model pair on a machine with `gpus` GPUs: how it can be divided, and what cannot be judged.
+    unjudged: {mode with T and D that would fit: why its durations are unknown}. too_large: modes
+    with T and D that do not fit in memory."""
 
     run: RunConfig
     profile: Profile
@@ -259,8 +272,8 @@ class Survey:
 
 
 def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
-    """Finds every T of at most `gpus` that the model can be divided into and that fits in memory.
-    Raises ConfigError if nothing can be judged: it names the models, or the last T's fault."""
+    """Finds every number of target ranks T up to `gpus` over which the target can be divided and
+    fits in memory, with its durations from `profile`. Raises ConfigError if none can be judged."""
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -295,15 +308,16 @@ def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
 
 
 def runnable_at(run: RunConfig, tp: int) -> RunConfig:
-    """Returns the configuration under which T ranks can hold the pair. Products need shares of
-    equal size; at another T only a whole transformer runs, if it can."""
+    """Returns `run`, or `run` as a whole transformer if only a transformer can be divided over T =
+    tp ranks: models of bare matrix products need shares of equal size."""
     use = Family("ar", tp, 0)
     transformer = replace(run, forward="transformer", fuse=False)
     return transformer if not fits(run, use) and fits(transformer, use) else run
 
 
 def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
-    """Returns the target on T = tp of so many GPUs. Raises ConfigError for unknown forwards."""
+    """Returns the target divided over T = tp of the machine's `gpus` GPUs, with durations from
+    `profile`. Raises ConfigError if the profile does not cover its forwards."""
     device = _device_costs(run, profile, tp)
     drafts = tuple(
         count
@@ -318,8 +332,8 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
     most_rows = None
     if run.is_transformer:
-        # No more rows than both whole models were measured at: a whole forward modelled by the
-        # profile's numbers was 20 to 42% too fast. A datasheet has no such limit.
+        # Forwards with more rows than were measured are not advised: modelled transformer forwards
+        # were 20 to 42% too fast. A profile without measurements has no such limit.
         job = pair_job(run, Family("sd", tp, 1))
         modelled = with_models(profile, job)
         costs = [
@@ -332,8 +346,9 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 
 def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
-    """Returns products on T of so many GPUs, which hold shares of unequal size and no draft rank.
-    Raises ConfigError if the forwards of no T below and above are known."""
+    """Returns a model of bare matrix products on a T = tp that divides it unevenly, without a draft
+    rank: its durations are interpolated between the nearest T that divide it evenly. Raises
+    ConfigError if the profile lacks either of these."""
     target = pair_job(run, Family("ar", 1, 0)).target.name
     evens = [even for even in tps_of(target, 8 * tp) if fits(run, Family("ar", even, 0))]
     low = max(even for even in evens if even < tp)
@@ -342,7 +357,7 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
         raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
 
     def verify(slow: RowTable, fast: RowTable) -> RowTable:
-        # A forward takes a + c/T, as if all shares were of equal size.
+        # The time of a forward is a + c/T, as if all shares were of equal size.
         part = (1 / tp - 1 / high) / (1 / low - 1 / high)
         pairs = zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
         seconds = tuple(shorter + part * (longer - shorter) for longer, shorter in pairs)
@@ -360,10 +375,10 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 
 def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
-    """Returns the profile's forwards on T = tp ranks at every row count that a search may ask for.
-    A branch reads its own KV, whose length depends on K. The KV of the middle K is used for all
-    (wrong by less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a
-    probed profile does not cover the row counts, or if all-reduces over T ranks are unknown."""
+    """Returns the durations of forwards on T = tp ranks, at every row count that a search needs.
+    The KV bytes that a branch reads depend on K; those of the middle K are used for all (an error
+    of less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a measured
+    profile lacks the forwards, or if all-reduces over T ranks are unknown."""
     job = replace(pair_job(run, Family("sd", tp, 1)), lookahead=MOST_LOOKAHEAD // 2)
     draft = job.draft_shard
     assert draft is not None, "a pair without a draft"
@@ -371,7 +386,7 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     check_device(profile, job)
 
     def table(shard: AnyShard, per_sequence: int, options: ForwardOptions) -> RowTable:
-        # Every multiple of b, and the smaller powers of two.
+        # The row counts are all multiples of the batch size, and the powers of two below the last.
         batch = run.batch_size
         rows = {batch * n for n in range(1, per_sequence + 1)}
         rows |= {1 << n for n in range((batch * per_sequence).bit_length())}
@@ -387,8 +402,8 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 
 def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
-    """Returns {(mode, D): host costs} of every method at T = tp, None for those that are unknown.
-    The result is empty if the profile has no host costs at all."""
+    """Returns {(mode, D): durations of host work} at T = tp; a value of None means unknown. The
+    result is empty if the profile has no host costs at all; host work is then free."""
     costs: dict[tuple[str, int], HostCosts | None] = {}
     for mode, drafts in METHODS if profile.hosts else ():
         job = replace(pair_job(run, Family(mode, 1, drafts)), tp=tp, lookahead=run.lookahead)
@@ -399,8 +414,9 @@ def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
 
 @dataclass(frozen=True)
 class Space:
-    """The values that are tried of each parameter of SSD. backup_shares: of K, rounded up, the K_b
-    (None: every value in 1..K). fast: whether backup=fast."""
+    """The values of SSD's parameters that a search tries. backup_shares: K_b / K, where K_b is the
+    number of tokens drafted after a cache miss (None: every K_b in 1 … K). fast: whether a lookup
+    drafts after a miss (True) or the draft model (False)."""
 
     lookaheads: tuple[int, ...] = ()
     fan_outs: tuple[str, ...] = ()
@@ -415,7 +431,8 @@ class Space:
 
 
 def _fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
-    """Returns uniform:F and geometric:B as --fan_out takes them."""
+    """Returns the values of --fan_out: "uniform:F" with F candidates for each position, and
+    "geometric:B" with B candidates in all."""
     return (*(f"uniform:{count}" for count in uniform), *(f"geometric:{b}" for b in budgets))
 
 
@@ -426,7 +443,7 @@ COARSE = Space(
     _fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
     (0.0, 0.25, 0.5, 1.0),
 )
-ROUGH = Space(  # For large batches, because a configuration's time grows with its sequences.
+ROUGH = Space(  # for large batches, whose simulation takes longer
     (1, 2, 3, 4, 6, 8, 12, 16), _fan_outs((1, 3, 9), (8, 24, 64)), (0.25, 1.0)
 )
 
@@ -434,9 +451,9 @@ ROUGH = Space(  # For large batches, because a configuration's time grows with i
 def candidates(
     run: RunConfig, sharding: Sharding, space: Space, *, trees: bool = False
 ) -> Iterator[Choice]:
-    """Yields the choices of every mode on a sharding: AR, SD and lookups at every K, and SSD. There
-    are no lookups if their acceptance is 0: each round would be one of AR with more rows. trees:
-    whether trees are choices as well, SD's of up to MOST_LOOKAHEAD tokens, SSD's of _TREES."""
+    """Yields the configurations to simulate at one T: AR, SD and lookups at every K, and SSD at the
+    values in `space`. Lookups are left out if none of their tokens would be accepted. trees:
+    whether to yield draft trees, too: up to MOST_LOOKAHEAD nodes in SD, _TREES in SSD."""
     tp = sharding.tp
     batch = run.batch_size
     longest = longest_lookahead(run)
@@ -460,7 +477,8 @@ def candidates(
 
 
 def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Choice]:
-    """Yields the choices of SSD on T + 1 GPUs; imposed hits need only one candidate."""
+    """Yields configurations of SSD on T + 1 GPUs at the values in `space`. If the hit rate is
+    imposed, only fan-out 1 is tried, as more candidates would cost time without more hits."""
     if not sharding.has_ssd:
         return
     fan_outs = space.fan_outs if hit_law_of(run, 1).p_hit is None else ("uniform:1",)
@@ -472,8 +490,8 @@ def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Ch
 
 
 def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> list[Choice]:
-    """Returns the choices that are possible, with their simulated rates. quick: of fewer rounds, to
-    rank many. Without it the rates equal `expected` of the choice's job."""
+    """Simulates choices; returns those that are possible, with their tokens/s, round time and hit
+    rate. quick: whether to simulate fewer rounds, which suffices to rank many choices."""
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     alike: dict[Family, list[tuple[Choice, Job]]] = {}
     for choice in choices:
@@ -482,7 +500,7 @@ def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> 
         except ConfigError:
             if choice.fan_out is None:
                 raise
-            continue  # its budget is too small, or no candidate hits
+            continue  # The fan-out's budget is too small, or no candidate can hit.
         most_rows = by_tp[choice.tp].most_rows
         if most_rows is None or job.draft_buckets()[-1] <= most_rows:
             alike.setdefault(choice.family, []).append((choice, job))

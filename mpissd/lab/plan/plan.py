@@ -1,10 +1,11 @@
-"""The Plan: which configuration to run on given GPUs, and the evidence for it.
+"""Finds the fastest configuration on given GPUs by simulation, and says how sure that is.
 
-A prediction errs by ERROR if all its times were measured, by DERIVED_ERROR if some were derived, by
-MODEL_ERROR if a whole transformer was derived from another model's, and by DATASHEET_ERROR if the
-profile is a datasheet. With --laws the sampling error of the prompts is added, by a jackknife over
-groups of them; the two are independent, so their squares add. An interval of a gain on one side of
-1 is a verdict, unless it rests on a datasheet, on few prompts, or against measured rows.
+A prediction's relative error is ERROR if all durations were measured, DERIVED_ERROR if some were
+derived, MODEL_ERROR if a whole transformer's were derived from another model's, and DATASHEET_ERROR
+if nothing was measured. With --laws (models fitted to prompts) the sampling error of the prompts is
+added by a jackknife over groups of prompts; the errors are independent, so their squares add. If
+the interval of a speedup excludes 1, that is a verdict, unless it rests on a datasheet or few
+prompts, or contradicts measured rows.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_FEW = 8  # largest batch for which a configuration is cheap to evaluate
+_FEW = 8  # largest batch size for which the larger grid of configurations is simulated
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
-_FINALISTS = 4  # choices of each use that are simulated for more rounds
-# The p95 of measured and derived predictions for an H200 are 8.4% and 19.9%, with the luck of each
-# row's draws (docs/predictions.md); forwards of another model and of a datasheet: docs/profile.md.
+_FINALISTS = 4  # choices of each mode, T and D that are simulated again with more rounds
+# On an H200, 95% of predictions were within 8.4% (all durations measured) and 19.9% (some derived)
+# of measured rows, including random draws (docs/predictions.md, docs/profile.md).
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
-FEWEST_PROMPTS = 8  # for a verdict on a pair
-_BUSIEST = 0.9  # a share of a machine's time that more noise does not exceed
-_LARGEST = math.log(10)  # half-width of an interval that is shown
+FEWEST_PROMPTS = 8  # fewest prompts for a verdict
+_BUSIEST = 0.9  # The share of time taken by other processes is assumed to be at most this.
+_LARGEST = math.log(10)  # A wider interval (half-width of the logarithm) is not shown.
 _MEASURED_TO = r"measured up to context=(\d+)"
-_FARTHEST = 4  # times the longest measured context, beyond which nothing is known
-_SMALL = 0.05  # a sampling error that is small enough
+_FARTHEST = 4  # Beyond this multiple of the longest measured context, errors are a datasheet's.
+_SMALL = 0.05  # sampling error for which the needed number of prompts is told
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
     "yes": "{what} pays",
@@ -81,7 +82,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rate or a gain, and the half-width of its interval in logarithms."""
+    """A rate (tokens/s) or a speedup; the ends of its interval are value · exp(±half)."""
 
     value: float
     half: float
@@ -92,7 +93,7 @@ class Estimate:
         return self.value / factor, self.value * factor
 
     def __str__(self) -> str:
-        """Returns a gain as "1.06 (.88–1.27)", a rate of 100 and more as "548 (501–600)"."""
+        """Returns value and interval as text, such as "1.06 (.88–1.27)" or "548 (501–600)"."""
         return f"{number(self.value)} ({self.interval})"
 
     @property
@@ -101,7 +102,8 @@ class Estimate:
 
 
 def number(value: float) -> str:
-    """Returns a positive number with three digits, or all of its whole ones to a million."""
+    """Returns a positive number as text with three significant digits; from 100 to a million as a
+    whole number, above in millions ("1.23M"). Numbers below 1 begin with the decimal point."""
     if value >= 999_999.5:
         return f"{value / 1e6:.2f}M"
     if value >= 99.95:
@@ -110,13 +112,14 @@ def number(value: float) -> str:
 
 
 def name_of(choice: Choice) -> str:
-    """Returns the use as it stands in a sentence: a lookup on 2, SSD on 1 + 1."""
+    """Returns a choice's mode and GPUs (T, + D) for a sentence: "a lookup on 2", "SSD on 1 + 1"."""
     name = _NAMES.get(choice.mode, "SSD" + " with trees" * (choice.tree is not None))
     return f"{name} on {choice.tp}" + f" + {choice.num_drafts}" * bool(choice.num_drafts)
 
 
 class Question(NamedTuple):
-    """Whether something pays: the fastest use with it, and the fastest one without."""
+    """Whether something pays, such as a draft model. what: its name. use, other: the fastest
+    choices with and without it."""
 
     what: str
     use: Choice
@@ -125,11 +128,12 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest choice of each mode, T and D, fastest first, and what a verdict on them rests on.
-    measured: the fastest measured rows of each use in the planned case. samples: logarithms of each
-    use's rate without each group of prompts, [G]; empty without --laws, or if a group is all that
-    determines the hits. ssd_gains: {prompts: (SSD's tok/s over the strongest other use's, that
-    use)} by rows of the same pair whose acceptance was measured."""
+    """The fastest choice of each mode, T and D by simulation (judged, fastest first), and the
+    evidence about them. A Family is a mode with its T and D. measured: {family: measured rows of
+    the same case}. samples: {family: log of its tokens/s without each of G groups of prompts, [G]};
+    empty without --laws, or if no hit model can be fitted without some group. ssd_gains: {prompts:
+    (measured speedup of SSD over the strongest alternative, the alternative's name)}, by rows of
+    the same pair on real text."""
 
     survey: Survey
     judged: tuple[Choice, ...]
@@ -138,7 +142,8 @@ class Plan:
     ssd_gains: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
     def with_evidence(self, rows: Iterable[Row]) -> Plan:
-        """Returns the plan with measured rows and, with laws, each use's rates without groups."""
+        """Returns the plan with its evidence: what `rows` have measured in the same case, and, with
+        --laws, the predicted tokens/s without each group of prompts."""
         run = self.survey.run
         logs: dict[Family, list[float]] = {}
         parts = () if run.laws is None else load_laws(run.laws).without_each
@@ -163,21 +168,21 @@ class Plan:
 
     @property
     def missing(self) -> list[Family]:
-        """The uses that would fit but could not be judged."""
+        """The modes with T and D that would fit, but whose durations are unknown."""
         return sorted(self.survey.unjudged)
 
     @property
     def best(self) -> Choice:
-        """The choice with the most tok/s among those that could be judged."""
+        """The choice with the most predicted tok/s."""
         return self.judged[0]
 
     def first(self, *modes: str) -> Choice | None:
-        """Returns the fastest choice in one of these modes; None if there is none."""
+        """Returns the fastest choice whose mode is one of `modes`; None if there is none."""
         return next((choice for choice in self.judged if choice.mode in modes), None)
 
     def other(self, mode: str, gpus: int) -> Choice | None:
-        """Returns the fastest use of at most so many GPUs in another mode. None if there is none,
-        or if one that would fit was not judged: it may be the fastest."""
+        """Returns the fastest choice of another mode than `mode` on at most `gpus` GPUs. None if
+        there is none, or if the speed of one that would fit is unknown: it may be the fastest."""
         if any(use.mode != mode and use.gpus <= gpus for use in self.missing):
             return None
         uses = (use for use in self.judged if use.mode != mode and use.gpus <= gpus)
@@ -185,25 +190,27 @@ class Plan:
 
     @property
     def to_probe(self) -> tuple[Choice, ...]:
-        """The uses with derived times among those that decide: the two fastest ones, and the best
-        other use of the fastest one's GPUs."""
+        """The choices whose durations should be measured, as some were derived: of the two fastest
+        choices, and of the best alternative on the fastest one's GPUs."""
         rival = None if self.missing else self.other(self.best.mode, self.best.gpus)
         deciding = (*self.judged[:2], rival)
         return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
 
     @property
     def prompts(self) -> int | None:
-        """The number of prompts that the laws rest on; None without laws, 0 if it is unknown."""
+        """The number of prompts to which the --laws file was fitted; None without such a file, 0 if
+        the number is unknown."""
         laws = self.survey.run.laws
         return None if laws is None else load_laws(laws).about.get("prompts", 0)
 
     def error(self, *choices: Choice) -> float:
-        """Returns the error of predictions, as a share."""
+        """Returns the relative error of predictions about these choices, by where their durations
+        come from."""
         if is_datasheet(self.survey.profile):
             return DATASHEET_ERROR
         sources = [choice.derived for choice in choices if choice.derived]
         busy = min(max(self.survey.profile.busy.values(), default=0.0), _BUSIEST)
-        slower = busy / (1 - busy)  # what others took may have hit some of the times
+        slower = busy / (1 - busy)  # Other processes may have slowed some measurements only.
         measured = [int(at) for source in sources for at in re.findall(_MEASURED_TO, source)]
         if measured and self.survey.run.context > _FARTHEST * min(measured):
             return DATASHEET_ERROR + slower
@@ -212,8 +219,9 @@ class Plan:
         return (DERIVED_ERROR if sources else ERROR) + slower
 
     def sampling(self, *pair: Choice) -> float:
-        """Returns the half-width that the choice of prompts gives a use's rate, or its gain over
-        another one, in logarithms; infinite if it is not known."""
+        """Returns the sampling error by the choice of prompts, as the half-width of a logarithm's
+        95% interval: of a choice's tokens/s, or with two choices of their ratio; infinite if it is
+        unknown, 0 without --laws."""
         if self.survey.run.laws is None:
             return 0.0
         logs = [self.samples[use.family] for use in pair if use.family in self.samples]
@@ -222,8 +230,8 @@ class Plan:
         return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
 
     def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
-        """Returns the error that the choice of prompts leaves in these gains, and how many prompts
-        would leave 5%, as text in parentheses."""
+        """Returns a text in parentheses: the largest sampling error of the speedups (pairs of
+        choices) in `questions`, and how many prompts would reduce that error to 5%."""
         half = max((self.sampling(*uses) for uses in questions), default=math.inf)
         if not self.prompts or half > _LARGEST:
             return " (±: unknown)"
@@ -240,19 +248,20 @@ class Plan:
         return Estimate(use.tok_per_s, half)
 
     def gain(self, *pair: Choice) -> Estimate:
-        """Returns how many times the rate of the second use the first one makes."""
+        """Returns the predicted speedup of the first choice over the second, with its interval."""
         half = math.hypot(math.log1p(self.error(*pair)), self.sampling(*pair))
         return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
 
     def measured_gain(self, *pair: Choice) -> float | None:
-        """Returns the gain by measured rows; None if one of the uses has none."""
+        """Returns the speedup of the first choice over the second by measured rows; None if either
+        was not measured."""
         uses = [self.measured.get(choice.family) for choice in pair]
         rates = [use.tok_per_s for use in uses if use is not None]
         return rates[0] / rates[1] if len(rates) == 2 else None
 
     def answer(self, use: Choice, other: Choice) -> str:
-        """Returns whether a use is faster than another one: yes, no, no difference, or why no
-        verdict is possible: datasheet, busy, contradicted, too few (prompts)."""
+        """Returns whether `use` is faster than `other`: "yes", "no" or "no difference"; or why that
+        cannot be told: "datasheet", "too few" (prompts), "busy" or "contradicted" (by rows)."""
         low, high = self.gain(use, other).ends
         seen = self.measured_gain(use, other)
         answer = "yes" if low > 1 else "no" if high < 1 else "no difference"
@@ -269,8 +278,8 @@ class Plan:
         return answer
 
     def level(self, best: Choice) -> list[Choice]:
-        """Returns the uses that are no slower than the best one for sure, with it; none if it wins.
-        The interval of its gain over them reaches 1, or they were measured no slower."""
+        """Returns `best` and the choices that may be as fast: the interval of the speedup over them
+        includes 1, or they were measured to be faster. Empty if `best` surely is the fastest."""
         level = [
             choice
             for choice in self.judged
@@ -280,7 +289,7 @@ class Plan:
         return [best, *level] if level else []
 
     def sentence(self, what: str, use: Choice, other: Choice) -> str:
-        """Returns whether `what` pays, the gain with its interval, and the uses compared."""
+        """Returns a sentence: whether `what` pays, and the speedup of `use` over `other`."""
         lower = what[0].lower() + what[1:]
         text = _ANSWERS[self.answer(use, other)]
         answer = text.format(what=what, lower=lower, prompts=self.prompts or "These")
@@ -289,15 +298,15 @@ class Plan:
         return f"{answer}: {self.comparison(use, other)}{by_rows}."
 
     def comparison(self, use: Choice, other: Choice) -> str:
-        """Returns how many times the rate of another use this one makes, in words."""
+        """Returns the predicted speedup of `use` over `other` in words."""
         return f"{name_of(use)} makes {self.gain(use, other)} times {name_of(other)}"
 
 
 def plan(survey: Survey, *, trees: bool = False) -> Plan:
-    """Returns the fastest mode, K, fan-out and backup at each T and D of a survey. It simulates a
-    coarse grid of choices, then a fine one around the best few; a test compares it with the
-    exhaustive search of FULL. trees: whether trees are choices as well. Raises ConfigError for
-    rounds without time."""
+    """Returns the fastest K, fan-out and backup of each mode, T and D in a survey. A coarse grid is
+    simulated first, then a fine grid around the best few; a test compares the result with an
+    exhaustive search. trees: whether draft trees are tried, too. Raises ConfigError if the
+    profile's rounds take no time."""
     run = survey.run
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     space = COARSE if run.batch_size <= _FEW else ROUGH
@@ -311,7 +320,7 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
         )
         finer = (choice for tp, space in around for choice in ssd_choices(run, by_tp[tp], space))
         choices += weigh(finer, survey, quick=True)
-    # The fastest choices of each use, one a K.
+    # The finalists are the fastest choices of each mode, T and D, at most one for each K.
     counts = Counter[Family]()
     finalists: list[Choice] = []
     for choice in firsts(by_speed(choices), lambda c: (c.family, c.lookahead)):
@@ -326,7 +335,8 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
 
 
 def _fan_outs_around(leader: Choice) -> list[Space]:
-    """Returns spaces with every fan-out at a leader's K and K ± 1, and its backup."""
+    """Returns the values for a finer search around a good choice of SSD: every fan-out at its K and
+    K ± 1, with its backup."""
     k = leader.lookahead
     share = leader.backup_lookahead / k
     like = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
@@ -334,17 +344,19 @@ def _fan_outs_around(leader: Choice) -> list[Space]:
 
 
 def _policies_around(leader: Choice) -> list[Space]:
-    """Returns the space of every backup and K_b at a leader's K and fan-out."""
+    """Returns the values for a finer search around a good choice of SSD: both backups and every
+    number of tokens they draft, at its K and fan-out."""
     return [Space((leader.lookahead,), (str(leader.fan_out),))]
 
 
 def by_speed(choices: Iterable[Choice]) -> list[Choice]:
-    """Sorts choices, fastest first; ties (to five digits) by fewer GPUs, then by smaller K."""
+    """Sorts choices, fastest first; if rates are equal to five digits, fewer GPUs, then smaller K,
+    come first."""
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
 def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
-    """Returns the first choice of each kind, in order; kind maps a choice to its kind."""
+    """Returns the choices whose value of kind(choice) no earlier choice has, in order."""
     first: dict[Hashable, Choice] = {}
     for choice in choices:
         first.setdefault(kind(choice), choice)
@@ -352,7 +364,8 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
 
 
 def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:
-    """Returns the fastest measured configuration of each judged use, in the planned case."""
+    """Returns {family: its fastest measured configuration} for the mode, T and D of each choice.
+    Only rows with the planned models, batch size, context, acceptance and hits count."""
     names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
     shared = {"workload": "gemm", "schedule": None} | {name: getattr(run, name) for name in names}
     measured = {}
@@ -379,10 +392,11 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
-    """Returns `Plan.ssd_gains`, by rows of whole transformers: of SSD on so many GPUs, and of other
-    uses on at most as many. Acceptance was measured in a recording, or by laws. Of each prompts
-    SSD's newest visit counts. Where no tree ran beside SSD, only a gain that does not pay counts:
-    more uses could but lower it."""
+    """Returns {prompts: (measured speedup of SSD, name of the strongest alternative)} on `gpus`
+    GPUs. Only rows of whole transformers with the planned pair, batch size and context count, whose
+    acceptance comes from a recording or --laws. For each set of prompts, SSD's newest measurements
+    count. If no draft tree was measured with them, only a speedup too small to pay is returned,
+    since a further alternative could only lower it."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)

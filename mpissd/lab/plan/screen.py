@@ -1,10 +1,10 @@
-"""The text of a plan, and its JSON.
+"""Prints the answer of the command `plan`, as text or JSON.
 
-The screen has 23 lines of 100 columns: sentences with their intervals, the fastest uses, the
-command that runs the best one, and the command that measures what is unknown. `details` has every
-use, the assumptions, and the source of each derived time. If a use could not be judged, the first
-sentence names it, and nothing is called best. Where acceptance is assumed, rows of the same pair
-and machine decide about SSD, and the sentences say how the gains depend on it.
+The text has 23 lines of 100 columns: sentences about what pays, with their intervals; a table of
+the fastest choices (mode, T, D and settings); the command that runs the best one; and the command
+that measures what is unknown. With --details, all choices, assumptions and sources of derived
+durations are listed. If the speed of a choice is unknown, it is named first, and nothing is called
+best. If acceptance is only assumed, measured rows of the same pair decide whether SSD pays.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
 from mpissd.lab.tables.load import LeftOut, load_rows, row_files
 from mpissd.lab.tables.uses import TREE, WORTH
 
-COLUMNS, LINES = 100, 23  # a terminal of 24 lines shows the prompt as well
-ALPHAS = 0.6, 0.9  # at which gains are shown beside those at an assumed one
-_ENGINES = (1, 2, 4, 8)  # T that common engines offer
+COLUMNS, LINES = 100, 23  # A terminal of 24 lines then still shows the shell's prompt.
+ALPHAS = 0.6, 0.9  # If acceptance is assumed, speedups at these rates are shown, too.
+_ENGINES = (1, 2, 4, 8)  # tensor-parallel degrees T that common engines offer
 _ROWS = 10
 _LEGEND = """\
 T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
@@ -55,7 +55,8 @@ tok/s of measured rows of the same case. ≈: no slower than the best for sure."
 
 @dataclass(frozen=True)
 class Screen:
-    """A plan as text and as JSON. device: the value of --profile. at: the plans at other alphas."""
+    """Formats a plan as text (`lines`) and as JSON (`numbers`). device: the value of --profile. at:
+    {acceptance rate: the plan at that rate}, if acceptance is only assumed."""
 
     plan: Plan
     device: str = ""
@@ -65,8 +66,9 @@ class Screen:
     def of(
         cls, run: RunConfig, profile: Profile, gpus: int, device: str, folders: str, *, trees: bool
     ) -> Screen:
-        """Answers which configuration to run: the one place where all parts of `plan` meet.
-        folders: of measured rows, separated by commas. device, trees: see Screen, and `plan`."""
+        """Runs all parts of the command `plan`: simulates, reads measured rows, and returns the
+        result. device: the value of --profile. folders: with measured rows, separated by commas.
+        trees: whether draft trees are considered, too."""
         surveyed = survey(run, profile, gpus)
         best = plan(surveyed, trees=trees)
         files = [path for folder in folders.split(",") for path in row_files(Path(folder))]
@@ -84,19 +86,21 @@ class Screen:
 
     @property
     def best(self) -> Choice | None:
-        """The use that is advised; None if one that would fit could not be judged."""
+        """The advised choice; None if the speed of another one that would fit is unknown."""
         return None if self.plan.missing else self.chosen
 
     @property
     def chosen(self) -> Choice:
-        """The fastest use; without SSD, if by rows it does not pay and acceptance is assumed."""
+        """The fastest choice; SSD is left out if acceptance is only assumed, and measured rows of
+        the pair say that SSD does not pay."""
         if is_assumed(self.survey.run) and self._measured_verdict == "does not pay":
             return self.plan.other("ssd", self.survey.gpus) or self.plan.best
         return self.plan.best
 
     @property
     def _measured_verdict(self) -> str | None:
-        """What measured gains say of SSD; None without any."""
+        """Whether SSD "pays", "does not pay" or "pays on some prompts" by measured rows of the same
+        pair; None without such rows."""
         pays = [gain >= WORTH for gain, _ in self.plan.ssd_gains.values()]
         if not any(pays):
             return "does not pay" if pays else None
@@ -104,7 +108,7 @@ class Screen:
 
     @property
     def level(self) -> list[Choice]:
-        """The uses that are no slower than the best one for sure."""
+        """The best choice and those that may be as fast; empty if the best is surely faster."""
         return [] if self.best is None else self.plan.level(self.best)
 
     @property
@@ -113,7 +117,8 @@ class Screen:
         return "GPU" if is_gpu else "rank"
 
     def lines(self, *, details: bool = False) -> list[str]:
-        """Returns the text. details: every use, the assumptions, the sources of derived times."""
+        """Returns the lines of text. details: lists all choices, assumptions, and how durations
+        were derived, without the limit of 23 lines."""
         run = self.survey.run
         judged = self.plan.judged
         above = [heading(run, self.survey.profile, self.survey.gpus), *self._sentences()]
@@ -132,7 +137,7 @@ class Screen:
         num_rows = min(_ROWS, room - len(screen))
         if details:
             return [*screen, "", *self._table(judged), "", *_lines(self._notes()), "", *under]
-        # The fastest use of each kind and place of the draft, then the fastest others.
+        # The table shows the fastest choice of each mode and place of the draft, then others.
         kinds = firsts(judged, lambda choice: choice.family.name)
         shown = [*kinds, *(choice for choice in judged if choice not in kinds)][:num_rows]
         count = len(judged) - len(shown)
@@ -141,7 +146,7 @@ class Screen:
         return [*screen, "", *self._table([c for c in judged if c in shown]), rest, *under]
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the JSON. `judged` is sorted, fastest first."""
+        """Returns the plan as a JSON object; its list `judged` has the fastest choice first."""
         measured = self.plan.measured
         reasons = self.survey.unjudged
         return {
@@ -158,8 +163,8 @@ class Screen:
         }
 
     def _pairs(self, plan: Plan) -> list[tuple[Choice, Choice]]:
-        """Returns (the fastest use with a draft, without one), and (SSD, the fastest other use), up
-        to the first of which one is not known."""
+        """Returns up to two pairs of choices to compare: (the fastest with a draft model, the
+        fastest without), then (SSD, the fastest other). A pair with an unknown member ends them."""
         pairs = []
         for use, other in (
             (plan.first(*DRAFTING, TREE), plan.first("ar", LOOKUP)),
@@ -172,7 +177,8 @@ class Screen:
 
     @property
     def _questions(self) -> list[Question]:
-        """What may pay: the draft, and a GPU of its own for it, where all uses could be judged."""
+        """The questions that the text answers: whether a draft model pays, and whether a separate
+        GPU for it pays. Empty if the speed of a choice that would fit is unknown."""
         if self.plan.missing:
             return []
         pairs = self._pairs(self.plan)
@@ -182,12 +188,13 @@ class Screen:
         return [Question(what, *pair) for what, pair in zip(names, pairs, strict=False)]
 
     def _gains(self, plan: Plan) -> list[float]:
-        """Returns how many times as fast the uses with what each question asks about are."""
+        """Returns the predicted speedup for each question (draft model, separate GPU) in `plan`."""
         pairs = self._pairs(plan)[: len(self._questions)]
         return [use.tok_per_s / other.tok_per_s for use, other in pairs]
 
     def _sentences(self) -> Iterator[str]:
-        """Yields the answers: the fastest use, its lead, what pays, and what all this rests on."""
+        """Yields the text's sentences: the fastest choice and its lead, whether the draft and its
+        own GPU pay, what the predictions rest on, and the limits of T."""
         best = self.chosen
         questions = self._questions
         by_rows = self._by_rows()
@@ -240,7 +247,7 @@ class Screen:
         yield self._limits()
 
     def _by_rows(self) -> str:
-        """Returns what measured rows of other acceptance say of SSD; nothing without any."""
+        """Returns a sentence on what measured rows of the pair say about SSD; "" without rows."""
         gains = self.plan.ssd_gains
         if not gains:
             return ""
@@ -255,8 +262,8 @@ class Screen:
         )
 
     def _limits(self) -> str:
-        """Returns which T the machine cannot use (memory, heads), and which T most engines lack,
-        with what SSD gains among the others."""
+        """Returns sentences on the tensor-parallel degrees T that do not fit (memory, KV heads) and
+        on chosen T that most engines lack, with SSD's speedup at the T that they have."""
         run = self.survey.run
         memory = self.survey.profile.memory_bytes
         texts = []
@@ -280,7 +287,7 @@ class Screen:
         return " ".join(texts)
 
     def _basis(self) -> str:
-        """Returns what the answers rest on: the origin of times, acceptance and hits."""
+        """Returns a sentence on where durations, acceptance and hit rates come from."""
         run = self.survey.run
         deciding = [*self.plan.judged[:2], *filter(None, [self.plan.first("ssd")])]
         error = f"(±{max(self.plan.error(choice) for choice in deciding):.0%})"
@@ -304,8 +311,9 @@ class Screen:
         return f"It rests on {times}, and {models}."
 
     def _surer(self, details: bool) -> Iterator[str]:
-        """Yields what is unknown, each with the command that measures it. `make pair` also probes,
-        so a probe of its own is for details, datasheets and --laws."""
+        """Yields lines that name what is only assumed or derived, and the commands that measure it.
+        `make pair` measures acceptance and also runs `probe`; so `probe` is named alone only for
+        details, profiles without measurements, and --laws."""
         run = self.survey.run
         use = next(iter(self.plan.to_probe), self.plan.best)
         is_sheet = is_datasheet(self.survey.profile)
@@ -332,7 +340,7 @@ class Screen:
             yield f"    {_command('probe', run, use, _probe_flags(use))} --name={name}"
 
     def _table(self, choices: Iterable[Choice]) -> Iterator[str]:
-        """Yields the rows of a table of uses, after its header."""
+        """Yields the lines of the table of choices, its header first."""
         level = self.level
         yield f"   {'use':14}{'tok/s':>7} {'interval':19}{'settings':39}{'times':10}by rows"
         for choice in choices:
@@ -346,9 +354,10 @@ class Screen:
             yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
 
     def _notes(self) -> list[str]:
-        """Returns the legend, the assumptions, and the source of each derived time."""
+        """Returns lines for --details: the legend, the assumptions, the copies of one choice with
+        the most total tok/s on all GPUs, and how each derived duration was derived."""
         notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
-        # N GPUs hold as many copies of a use as fit, each with a batch of its own; the rest idles.
+        # The GPUs hold as many copies of a choice as fit, each with its own batch.
         copied = max(
             self.plan.judged,
             key=lambda choice: (
@@ -372,7 +381,7 @@ class Screen:
 
 
 def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
-    """Returns the first line: the pair, the devices, the work, and the assumed acceptance."""
+    """Returns the text's first line: model pair, GPUs, batch size, context and acceptance."""
     pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
     accepted = run.acceptance_text
     if accepted.startswith("laws:"):
@@ -392,12 +401,13 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 
 def is_assumed(run: RunConfig) -> bool:
-    """Returns whether no flag gives the acceptance."""
+    """Returns whether the acceptance rate is only assumed, because no flag gives it."""
     return run.alpha is None is run.acceptance and run.laws is None
 
 
 def _assumptions(run: RunConfig) -> str:
-    """Returns the models of acceptance, hits and lookups, and the parts of a forward."""
+    """Returns a text on what a plan assumes: the models of acceptance, cache hits and lookups, and
+    the options of forwards."""
     law = hit_law_of(run, 1).label
     if run.laws is not None and run.hit_law == FEW_HITS:
         hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
@@ -412,7 +422,7 @@ def _assumptions(run: RunConfig) -> str:
 
 
 def _some(names: Iterable[str], limit: int = 4) -> str:
-    """Returns the first names, and how many are left out: --json has all."""
+    """Returns the first `limit` names, joined by commas, and the number of the others."""
     texts = [*names]
     rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + rest
@@ -423,7 +433,8 @@ def _lines(texts: Iterable[str]) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Breaks a text into lines of at most COLUMNS; a command's lines end with a backslash."""
+    """Breaks a text into lines of at most COLUMNS characters. A text that is indented by four
+    spaces is a shell command, whose lines are continued by backslashes."""
     if not text.startswith("    "):
         return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     lines = [""]
@@ -433,7 +444,7 @@ def _wrapped(text: str) -> list[str]:
             lines[-1] += " \\"
             word = indent + word.lstrip()
             lines.append("")
-        while len(word) > COLUMNS - 2 and "'" not in word:  # the shell joins them again
+        while len(word) > COLUMNS - 2 and "'" not in word:  # The shell joins the parts again.
             lines[-1:] = f"{word[: COLUMNS - 1]}\\", ""
             word = word[COLUMNS - 1 :]
         lines[-1] += word
@@ -441,7 +452,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _run_flags(run: RunConfig, choice: Choice) -> dict[str, str]:
-    """Returns the flags of `run` for a choice under the planned token models."""
+    """Returns {flag: value} of `mpissd run` for a choice, with the planned acceptance and hits."""
     flags = choice.flags()
     if choice.num_drafts == RunConfig(mode=flags["mode"]).drafts:
         del flags["num_drafts"]
@@ -458,17 +469,17 @@ def _run_flags(run: RunConfig, choice: Choice) -> dict[str, str]:
 
 
 def _probe_flags(choice: Choice) -> dict[str, str]:
-    """Returns the flags of the probe that measures a choice's forwards and host costs."""
+    """Returns {flag: value} of the command `probe` that measures the durations of a choice."""
     flags = {} if choice.num_drafts else {"num_drafts": "0"}
-    if choice.tree is not None:  # then the probe measures lists of candidates as well
+    if choice.tree is not None:  # With a tree, the probe must also time the top-k selection.
         settings = choice.flags()
         flags |= {name: settings[name] for name in ("mode", "tree", "lookahead")}
     return flags
 
 
 def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]) -> str:
-    """Returns a command line with the planned models and forwards, as T ranks can hold them. It
-    calls the launch script if that is here, which also starts as root."""
+    """Returns the shell command that starts `run` or `probe` for a choice: by launch/local.sh if
+    that file is here, else by mpirun. flags: further flags of the command."""
     models = {name: getattr(run, name) for name in ("pair", "target", "draft")}
     flags = {name: value for name, value in models.items() if value is not None} | flags
     runnable = runnable_at(run, choice.tp)
@@ -479,7 +490,7 @@ def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]
             flags[name] = given[name]
     target = run.target or split_pair(str(run.pair))[0]
     if command == "run" and "forward" not in given and has_weights(target):
-        flags["workload"] = "gemm"  # with weights, imposed tokens need this flag
+        flags["workload"] = "gemm"  # A pair with weights would otherwise decode text.
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     if Path("launch/local.sh").is_file():
         return f"{'COMMAND=probe ' * (command == 'probe')}launch/local.sh {choice.gpus} {text}"

@@ -1,8 +1,8 @@
-"""Predicts the durations of rounds, from which `run` replays its rows and `plan` advises.
+"""Predicts the durations of decoding rounds, for the predictions of `run` and the advice of `plan`.
 
-costs       seconds of a round's pieces: host work by phase, forwards by row count
-derive      a job's measured and derived forwards and host costs, from a profile
-simulation  the model of a round: long-run means of many configurations, and a run's rounds
+costs       holds the durations that make up a round: host work by phase, forwards by row count
+derive      finds a configuration's durations in a device profile, or derives them from others
+simulation  simulates rounds: long-run means of many configurations, or one run's recorded rounds
 
-Pure NumPy: needs neither MPI nor a GPU.
+Nothing here needs MPI or a GPU.
 """

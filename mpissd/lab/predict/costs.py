@@ -1,13 +1,15 @@
-"""The parts of a round in seconds: host work by phase, and forwards by row count.
+"""The durations that make up a round, in s: host work by phase, and forwards by row count.
 
-HostCosts has a field for each host phase of the ledger, such as lead_send for LeadPhase.SEND. The
-phases that wait for something else, or launch forwards, are sums:
+A run times the phases of each round (common/trace.py: LeadPhase on rank 0, DraftPhase on the
+draft). HostCosts has a field for each phase of pure host work: lead_send is that of LeadPhase.SEND.
+The time of a phase that waits or launches forwards is computed from fields of HostCosts and the
+times verify_s and draft_s of the target's and the draft's forward:
 
-    DRAFT_WAIT   2·link + the draft's work from `draft_read` to `draft_send` − lead_commit
-                 (+ delays by growth, which the simulation computes)
-    DEVICE_WAIT  verify_s + wake (and `follower` beyond upload and launch)
-    SPECULATE    draft_assemble + Σ over the steps of (draft_s + step)
-    GROW         Σ over the steps of (draft_s + step − joined)
+    DRAFT_WAIT   2·link + the draft's work from `draft_read` to `draft_send` − lead_commit, and the
+                 rest of a draft step that is running (the simulation computes this)
+    DEVICE_WAIT  verify_s + wake (and what `follower` exceeds upload and launch by)
+    SPECULATE    draft_assemble + Σ over draft steps of (draft_s + step)
+    GROW         Σ over draft steps of (draft_s + step − joined)
 """
 
 from __future__ import annotations
@@ -33,16 +35,15 @@ EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Median seconds of host work and of the link; the module's docstring lists each field's phase.
-    link: one way to a polling rank (draft → lead: including reading the message). draft_read: from
-    finding OUTCOME to having read it, as WAIT measures it in rounds where growth kept the message
-    waiting (0 if there are none: the link then includes it). follower: from the plan's publication
-    to the launch on the slowest follower (0 at T = 1, and where ranks do not wait for each other,
-    as on the emulated backend). glue, step: the host's part of a glue forward and of one draft step
-    (launch, delay of the wait's end, collect). keys_lane: for each of the b·ΣF lanes (0 in a job's
-    own costs, whose keys were measured with the same fan-out). joined: seconds by which a growth
-    step is shorter than a backup's, where the device joins growth steps. wake: the delay with which
-    a wait for the target's forward ends."""
+    """Median seconds of the host's work in a round, by phase: lead_* on rank 0 of the target,
+    draft_* on the draft rank. link: one message between them, to a rank that polls. draft_read:
+    reading a message that was already there (0 if never measured; link then includes it).
+    follower: from rank 0's sending the round's inputs to the launch on the slowest other target
+    rank (0 at T = 1 and on the emulated backend). glue, step: the host's share of the draft's
+    scoring forward (over the last token and the drafted tokens) and of one draft step. keys:
+    choosing the bonus-token candidates, plus keys_lane for each branch of the batch (0 if keys was
+    measured at the same fan-out). joined: how much shorter a step is when branches grow than after
+    a cache miss, if the device chains these steps. wake: delay after the target's forward ends."""
 
     lead_send: float = 0.0
     lead_commit: float = 0.0
@@ -74,25 +75,26 @@ class HostCosts:
 
     @property
     def lead_s(self) -> float:
-        """Seconds on the lead from speculation to launch, and from the forward to the outcome."""
+        """Seconds of rank 0's work between receiving draft tokens and launching their verification,
+        and between the end of that forward and the acceptance result."""
         launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
     @property
     def ask_s(self) -> float:
-        """Seconds on the lead from the outcome until it waits for the speculation."""
+        """Seconds of rank 0's work from the acceptance result until it waits for draft tokens."""
         return self.lead_send + self.lead_commit
 
     @property
     def draft_s(self) -> float:
-        """Seconds of drafting, without draft steps and messages."""
+        """Seconds of the draft's host work for one answer, without draft steps and messages."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
-        """Reads {field: seconds} of a profile's JSON; raises ConfigError for a field that is
-        missing or unknown. lead_upload and joined may be missing: older profiles count the former
-        in lead_launch, and have costs of naps as well, which are 0 on GPUs."""
+        """Makes the costs from {field: seconds} in a profile's JSON. Raises ConfigError for a
+        missing or unknown field. Older profiles are accepted: lead_upload and joined may be
+        missing, and the fields nap and patience are ignored."""
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
         values = {name: value for name, value in values.items() if name not in ("nap", "patience")}
@@ -105,10 +107,11 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Seconds of a forward by its row count: measured points, linearly interpolated. Fewer rows
-    than the first point cost as much as it does (a forward is memory-bound there). After the last
-    point, the slope of the last two points continues if it is positive. few: the table for jobs
-    whose forwards have at most `few_rows` rows, if those use another kernel."""
+    """Seconds of a forward by its row count, interpolated linearly between measured points. Below
+    the first point the time is constant, because such forwards are memory-bound; after the last
+    point, the slope of the last two points continues if it is positive. few: the table of another
+    kernel, for configurations whose forwards all have at most `few_rows` rows (None: there is no
+    such kernel)."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -117,13 +120,13 @@ class RowTable:
 
     @classmethod
     def of(cls, points: Mapping[Any, float]) -> RowTable:
-        """Makes a table from {rows: seconds}; JSON's rows are text."""
+        """Makes a table from {rows: seconds}; rows may be strings, as in JSON."""
         rows, seconds = zip(*sorted((int(n), float(s)) for n, s in points.items()), strict=True)
         return cls(rows, seconds)
 
     def __call__(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns seconds for row counts of any shape. most_rows: the rows of their jobs' largest
-        forward, which selects the table (None: this)."""
+        """Returns the seconds of forwards, in the shape of `rows`. most_rows: the row count of the
+        configuration's largest forward, which selects the kernel's table (None: this table)."""
         wanted = np.asarray(rows, np.float64)
         times = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
@@ -141,19 +144,22 @@ class DeviceCosts:
 
     verify: RowTable
     draft: RowTable | None = None  # None: there is no draft (AR).
-    # (k, draft forwards that read out k candidates a row), k rising; empty: as long as with one.
+    # For draft forwards that also select the top k tokens of each row: (k, seconds), k rising. If
+    # empty, the selection takes no more time.
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns the seconds of draft forwards with these rows; most_rows: as in RowTable."""
+        """Returns the seconds of draft forwards with `rows` rows, in the shape of `rows`.
+        most_rows: the row count of the configuration's largest forward, which selects a kernel."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
     def glue_s(
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
-        """Returns the seconds of draft forwards that read `candidates` of each of these rows.
-        Between measured numbers of candidates time is linear. most_rows: as in RowTable."""
+        """Returns the seconds of draft forwards with `rows` rows that also select the top
+        `candidates` tokens of each row; linear between measured numbers of candidates. most_rows:
+        the row count of the configuration's largest forward, which selects a kernel."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]
@@ -169,8 +175,8 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target and of the draft. lists: {k:
-        {rows: seconds}} of the draft's forwards that read k candidates a row."""
+        """Makes the costs from measured {rows: seconds} of the target's forwards (verify) and of
+        the draft's. lists: {k: {rows: seconds}} of draft forwards that select the top k tokens."""
         drafts = None if draft is None else RowTable.of(draft)
         tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
         return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))
@@ -179,8 +185,9 @@ class DeviceCosts:
     def from_profile(
         cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
-        """Returns the emulated backend's durations for every bucket of a job, bit-identical.
-        draft_profile: the profile of the draft ranks' devices, if they differ."""
+        """Returns the durations of a job's forwards by a device profile, at every row count that is
+        compiled; they equal those of the emulated backend bit by bit. draft_profile: the profile of
+        the draft ranks' device, if it is another one."""
         batch = job.config.batch_size
         drafts = draft_profile or profile
         verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
@@ -204,9 +211,9 @@ def forwards(
     *,
     any_job: bool = False,
 ) -> RowTable:
-    """Returns the seconds of one rank's forward at each row count, by the profile. The job's
-    largest forward has the most of these rows, which selects the kernel. any_job: that row count is
-    not chosen yet, so that the table holds both kernels."""
+    """Returns the seconds of one rank's forward at each row count, by a device profile. The largest
+    row count selects the kernel, unless any_job is set: then the largest forward is not known yet,
+    and the table holds the times of both kernels. sequences: batch size."""
     rows = sorted(rows)
     limit = profile.few_rows
 

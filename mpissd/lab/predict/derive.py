@@ -1,9 +1,9 @@
-"""Derives a job's forwards and host costs from a profile that measured similar ones.
+"""Finds a job's durations (forwards, host work) in a device profile, or derives them from others.
 
-docs/profile.md has the rules for a T that was not measured, and their errors against rows. Host
-costs come from the most similar method. If a method was measured at several batch sizes b, each
-cost is interpolated linearly over b, except `keys`: it is interpolated over the branches of all
-sequences, because the fan-out determines them, too.
+docs/profile.md has the rules for numbers of target ranks T that were not measured, and the errors
+of these rules. Host work is taken from the most similar mode. If that was measured at several batch
+sizes, each duration is interpolated linearly over the batch size. Only `keys`, the choice of
+bonus-token candidates, is interpolated over the number of branches of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
-DERIVED = "derived"  # first word in the source of derived times
-BY_LAYERS = "beyond its floor as much a layer as"  # in the source of times of another model
-METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, D)
+DERIVED = "derived"  # first word of the text that says how a duration was derived
+BY_LAYERS = "beyond its floor as much a layer as"  # in that text, if another model was used
+METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, number of draft ranks D)
 
 
 def with_models(profile: Profile, job: Job) -> Profile:
-    """Returns the profile with the derived forwards of a job's target and draft."""
+    """Returns the profile with the forwards of a job's target and draft added, as far as they were
+    not measured and can be derived."""
     for need in job.needs:
         profile = with_derived(profile, need.shard, job.config.batch_size, need.options)
     return profile
@@ -47,10 +48,11 @@ def with_models(profile: Profile, job: Job) -> Profile:
 def with_derived(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> Profile:
-    """Returns the profile with this forward added, unless it has it or nothing to derive it from.
-    It is interpolated; or it is one rank's measured share with the all-reduces added; or derived
-    from the same model at another T; or, of a transformer, from another model. Raises ConfigError
-    if no all-reduce over T ranks is known."""
+    """Returns the profile with the forwards of one model shard added, or unchanged if they were
+    measured or cannot be derived. The rules, in this order: interpolate between measured contexts
+    and batch sizes; add all-reduces to the share that one rank measured alone; scale the same model
+    at another T; scale another transformer. sequences: batch size. Raises ConfigError if a rule
+    needs the time of all-reduces over T ranks, but it is unknown."""
     key = shard.key(sequences, options)
     if key in profile.forwards:
         return profile
@@ -66,7 +68,8 @@ def with_derived(
 def _of_shares(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Derives forwards from one rank's share of the model, measured without all-reduces."""
+    """Returns forwards derived from one rank's share of the model, which was measured alone, plus
+    the time of the all-reduces; empty if no such share was measured."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
@@ -84,10 +87,11 @@ def _of_shares(
 def _of_other_ranks(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Derives forwards from the same model at the measured T that is nearest."""
+    """Returns forwards derived from the same model at the nearest measured T; empty if the model
+    was measured at no T."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
-        with suppress(ConfigError):  # the model cannot be divided among so many ranks
+        with suppress(ConfigError):  # raised if the model cannot be divided over so many ranks
             other = replace(shard, tp=tp)
             cost = other.cost(1, sequences, EMULATED_ITEMSIZE, options)
             if profile.measured(cost) is not None:
@@ -101,14 +105,15 @@ def _of_other_ranks(
 def _of_other_models(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Derives a transformer's forward from its floor, and what another one takes beyond its own.
-    One row takes as much more for each layer, and further rows by the bytes of a rank. The other
-    model is the one measured at the nearest T, and of those the nearest in size. The result is
-    empty for products, and if no other transformer or no rate is known."""
+    """Returns a transformer's forwards derived from another transformer, the one measured at the
+    nearest T and nearest in size. The floor of a forward is the time to read its bytes or compute
+    its flops. The other model's time beyond its floor is scaled: by the number of layers for one
+    row, by the size of a rank's weights for further rows. Empty for models of bare matrix products,
+    and if no other transformer or no rate is known."""
     others = []
     for key, (kernel, *_) in (*profile.forwards.items(), *profile.shards.items()):
         if key.sequences and not kernel.seconds.source.startswith(DERIVED):
-            with suppress(ConfigError):  # a model that is not here any more
+            with suppress(ConfigError):  # raised if the model's files are not here any more
                 others.append(TransformerShard(config_of(key.model), key.tp))
     if not isinstance(shard, TransformerShard) or not others:
         return []
@@ -146,13 +151,14 @@ def _of_other_models(
 def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Derives the forwards of `shard`, by kernel, from those of `near`, its model at another T:
+    """Returns the forwards of `shard`, for each kernel, derived from the measured forwards of
+    `near`, the same model at another T:
 
         derived = kept + (measured − kept − near's all-reduces) · bytes / near's bytes + all-reduces
 
-    bytes: weights and KV that one rank reads. kept: seconds that T does not change. If each product
-    is a launch of its own, kept is the time of the smallest measured forward beyond its floor. If
-    one kernel runs them all, its overhead scales with the bytes, and kept is one launch.
+    bytes: weights and KV that one rank reads. kept: the time that does not depend on T. If each
+    matrix product is a kernel launch of its own, kept is what the smallest measured forward takes
+    beyond reading its bytes. If one kernel computes all products, kept is one launch.
     """
     reduces = _all_reduces_of(profile, shard.tp)
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
@@ -163,7 +169,7 @@ def derive(
         curve = kernel.seconds
         first = near.cost(curve.points[0], sequences, EMULATED_ITEMSIZE, options)
         floor = profile.floor_s(first)
-        if kernel.most_rows is not None:  # only the chain kernel, for few rows, has a limit
+        if kernel.most_rows is not None:  # Only the kernel that runs all products has a row limit.
             unchanged = profile.launch_s
         elif floor is None:
             unchanged = first.num_products * profile.product_overhead_s + profile.launch_s
@@ -187,7 +193,8 @@ def _all_reduces_s(profile: Profile, cost: Cost) -> float:
 
 
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
-    """Returns this profile if it has all-reduces, or a built-in one of its device that has."""
+    """Returns the profile that gives the time of all-reduces: `profile` itself, or the built-in
+    profile of the same device if only that one has them."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
     other = shipped_profiles().get(profile.kind)
@@ -195,21 +202,20 @@ def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
 
 
 def is_datasheet(profile: Profile) -> bool:
-    """Returns whether nothing of a profile was measured."""
+    """Returns whether a profile comes from a datasheet, so that nothing in it was measured."""
     return profile.sources["read_bytes_per_s"].startswith("datasheet")
 
 
 @lru_cache(maxsize=1)
 def shipped_profiles() -> dict[str, Profile]:
-    """Returns the built-in profile of each kind of device."""
+    """Returns {kind of device: its built-in profile}."""
     return {profile.kind: profile for profile in map(load_profile, known_profiles())}
 
 
 def with_hosts(profile: Profile) -> Profile:
-    """Returns the profile with host costs for every method that has been measured on its device.
-    Methods missing from this profile are taken from the built-in profile of the same device and
-    labelled "derived". A profile without any host costs is returned as it is: the host's work is
-    free."""
+    """Returns the profile with host costs (durations of host work) added for modes that it lacks,
+    from the built-in profile of the same device; added entries are labelled "derived". A profile
+    without any host costs is returned unchanged: host work is then free."""
     other = shipped_profiles().get(profile.kind)
     if not profile.hosts or other is None:
         return profile
@@ -223,15 +229,16 @@ def with_hosts(profile: Profile) -> Profile:
 
 
 def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
-    """Returns the host costs of a mode with the draft in the same place (D > 0 or not)."""
+    """Returns the profile's host costs of a mode, with the draft on ranks of its own (drafts > 0)
+    or on the target's."""
     return [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, drafts > 0)]
 
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
-    """Returns the entry of the job's mode whose T, then b, then K are nearest, or None. A
-    transformer's entries hold for a transformer only at the same T, and without a draft rank at
-    any: a GPU runs such rounds without the host. Without such an entry a transformer uses those of
-    products, and products use a transformer's."""
+    """Returns the host costs in `profile` that are most similar to the job: of the same mode, with
+    the nearest T, then batch size, then K; or None. A transformer uses a transformer's costs only
+    at the same T, or at any T without a draft rank, because a GPU runs such rounds without the
+    host. Without such costs a transformer uses those of bare matrix products, and vice versa."""
     config = job.config
     alike = _entries(profile, config.mode, config.drafts)
     transformers = [entry for entry in alike if entry.forward == "transformer"]
@@ -248,7 +255,8 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
-    """Returns a job's host costs from the profile, or its device's built-in one; 0 if unknown."""
+    """Returns a job's host costs by the profile, or by the built-in profile of its device; all
+    costs are 0 if they are unknown."""
     profile = with_hosts(profile)
     context = job.options.context if job.config.is_transformer else 0
     return costs_at(profile, entry_of(profile, job), job.config.batch_size, context)
@@ -257,10 +265,9 @@ def host_of(profile: Profile, job: Job) -> HostCosts:
 def costs_at(
     profile: Profile, entry: HostEntry | None, batch_size: int, context: int = 0
 ) -> HostCosts:
-    """Returns a round's host costs at a batch of b sequences, interpolated between profile entries.
-    Uses the entries that differ from `entry` only in b and in a transformer's context; interpolates
-    over b first, then over the context. Without an entry all costs are zero. Raises ConfigError for
-    wrong fields."""
+    """Returns a round's host costs at this batch size and context, interpolated between the
+    profile's entries that differ from `entry` only in these two: first over the batch size, then
+    over the context. If `entry` is None, all costs are 0. Raises ConfigError for wrong fields."""
     if entry is None:
         return HostCosts()
 
@@ -281,12 +288,12 @@ def costs_at(
             if all(name in measured for measured in seconds)
         }
         branches = last.lanes * (last.batch_size - first.batch_size)
-        if branches:  # a line through two entries: the host's seconds for `keys`, and for a branch
+        if branches:  # A line through two entries gives the fixed cost `keys` and that of a branch.
             slope = max(0.0, last.seconds["keys"] - first.seconds["keys"]) / branches
             without = first.seconds["keys"] - slope * first.lanes * first.batch_size
             costs |= {"keys": max(0.0, without), "keys_lane": slope}
         by_context[length] = vars(HostCosts.from_dict(costs))
-    points = tuple(length + 1 for length in by_context)  # a curve has no point 0
+    points = tuple(length + 1 for length in by_context)  # + 1, since a curve may not begin at 0
     costs = {
         name: Curve(points, tuple(of[name] for of in by_context.values()))(context + 1)
         for name in vars(HostCosts())
@@ -295,8 +302,9 @@ def costs_at(
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
-    """Raises ConfigError if a probed profile has no forwards of the job's models. A built-in
-    profile (h100, h200, …) models any pair. draft_profile: of the draft ranks, if it differs."""
+    """Raises ConfigError if a profile made by `probe` lacks the forwards of the job's models. A
+    built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft ranks'
+    device, if it is another one."""
     batch = job.config.batch_size
     for device, need in zip((profile, draft_profile or profile), job.needs, strict=False):
         if device.forwards and not device.models_others:
@@ -305,9 +313,10 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
-    """Returns the flags that a probed profile implies if the user sets none. These are pair, and
-    fuse and lm_head, or forward. Each is included if all measured forwards agree on it; pair only
-    if the profile does not model every pair. forward: if set, only forwards of that kind count."""
+    """Returns {flag: value} that a profile implies where the user sets no flag, so that it covers
+    the run: `pair`, and either `fuse` and `lm_head`, or `forward`. A flag is included if all
+    measured forwards agree on it, and `pair` only if the profile does not model every pair.
+    forward: "gemm" or "transformer", if only forwards of that kind count."""
     measured = [
         key
         for key, kernels in profile.forwards.items()
@@ -329,12 +338,11 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
 
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
-    """Returns the origin of a job's derived times, as text beginning with "derived", or None.
-    profile: of the target's device, with its forward, and of the hosts. drafts: of the draft's
-    device. A forward is derived if its table is marked so, if its table ends before the job's rows,
-    or if the profile was measured but lacks this forward. On a modelled device it is derived if the
-    all-reduces are. Host costs are derived from another T or by a stated rule, or are not known at
-    all, unless the profile has none."""
+    """Returns a text that begins with "derived" and says how a job's durations were derived; None
+    if all were measured. profile: of the target's device and the hosts. drafts: the profile of the
+    draft's device. A forward counts as derived if the profile says so, if fewer rows were measured
+    than the job has, or if the profile lacks it. Host costs count as derived if they come from
+    another T, another kind of model or another profile."""
     batch = job.config.batch_size
     needs = job.needs[:1] if job.config.is_lookup else job.needs
     models = zip((profile, drafts), needs, strict=False)
@@ -355,7 +363,7 @@ def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 
 
 def _forward(profile: Profile, need: Need, sequences: int) -> Iterator[str]:
-    """Yields the origin of a model's largest forward if it is derived."""
+    """Yields a text on how the duration of a model's largest forward was derived, if it was."""
     shard = need.shard
     rows = need.buckets[-1]
     cost = shard.cost(rows, sequences, EMULATED_ITEMSIZE, need.options)

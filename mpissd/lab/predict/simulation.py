@@ -1,16 +1,18 @@
-"""The one model of a round: an event simulation of the loops of the target and of the draft.
+"""Simulates the durations of decoding rounds, from the durations of forwards and host work.
 
-Many configurations advance at once, each as several independent chains of rounds. The events of a
-round, in the order in which the loops add up their durations:
+In round r the draft sends tokens; the target verifies them and returns the outcome (accepted tokens
+and bonus token). Meanwhile the draft of SSD grows branches for likely outcomes and polls for the
+real one between two draft steps, which are never cut short. The times at which this happens:
 
-    sent    the draft starts SPECULATION r                       (R)
-    keys    sent + glue + keys                                   (K: the cache can answer)
-    asked   sent + link + verification + lead's work + link      (a: OUTCOME r is at the draft)
-    seen    the first poll >= asked; polls come between growth steps, which are never cut short (Q)
+    sent    the draft sends its tokens
+    keys    sent + glue (scoring forward over these tokens) + keys: branches can grow from now on
+    asked   sent + link + verification + rank 0's work + link: the outcome is at the draft
+    seen    the draft's first poll at or after `asked`
 
-`expect` returns long-run means; all configurations read the same draws, and equal ones have equal
-means. `follow` predicts a run's rounds from the outcomes that it had. Shapes: [G, R] for G
-configurations and R chains, [G, R, b] for sequences.
+Many configurations are simulated at once, each as several independent chains of rounds. `expect`
+returns long-run means, for which all configurations use the same random numbers. `follow` predicts
+the rounds of a run from its recorded outcomes. Shapes: [G, R] for G configurations and R chains,
+[G, R, b] for the b sequences of a batch.
 """
 
 from __future__ import annotations
@@ -35,30 +37,32 @@ from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_LAW_SEQUENCE = 1 << 29  # sequence id of LawDraws' streams; no request of a run has such a large id
-_BURN_IN = 8  # first rounds of a chain, which do not count
-_SETTLED = 4  # rounds after which rounds without growth are all equal
-_PRECISE = 256, 64, 32  # sequences of all chains, but at least so many chains; rounds
-_QUICK = 64, 16, 16  # the same, to rank many configurations
-_AT_ONCE = 1 << 17  # sequences of all configurations that are simulated at once, to stay in caches
+_LAW_SEQUENCE = 1 << 29  # random stream of the simulation; no request of a run has such a large id
+_BURN_IN = 8  # number of first rounds of a chain that do not count
+_SETTLED = 4  # Without branches, all rounds after this number take the same time.
+_PRECISE = 256, 64, 32  # sequences over all chains, least number of chains, rounds of a chain
+_QUICK = 64, 16, 16  # the same three numbers for ranking many configurations
+_AT_ONCE = 1 << 17  # most sequences simulated at once, so that arrays stay in the CPU's caches
 _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """G configurations of one batch size with the durations of their rounds, in seconds. hazards:
-    [G, K], 0 beyond a configuration's own K. p_hit: P(hit | k accepted), [G, source, end, K+1],
-    with source: after a backup or a hit, and end: whether k is all. The tables from verify_s to
-    most_steps are indexed by the numbers of live sequences and of hits among them: [G, L, b+1] with
-    L = b+1, or L = 1 if all sequences live on. most_steps: K where branches grow, 0 elsewhere.
-    lanes_s: a draft step of 0..b sequences, [G, b+1]. The other arrays are [G]."""
+    """G configurations of one batch size b, and the durations of their rounds in s. hazards:
+    acceptance rate of each position given the ones before, [G, K], 0 beyond a configuration's K;
+    hazards_fast: the same for tokens of a lookup. p_hit: P(cache hit | k accepted), [G, 2, 2, K+1],
+    indexed by whether the round's tokens came from a hit, whether all were accepted, and k. The
+    tables verify_s (verification), keys_s (from sending tokens to the first step of branches),
+    step_s (a step of all branches) and most_steps (K if branches grow, else 0) have the shape
+    [G, L, b+1]. They are indexed by the number of live sequences (L = b+1; L = 1 if all live on)
+    and by the number of hits among them. lanes_s: a draft step of 0 … b sequences, [G, b+1]."""
 
     batch_size: int
     host: HostCosts
     lookahead: Ints
     backup_lookahead: Ints
     fast: Mask
-    inline: Mask  # or without a draft
+    inline: Mask  # whether rank 0 drafts itself, or there is no draft
     hazards: Floats
     hazards_fast: Floats
     p_hit: Floats
@@ -75,8 +79,8 @@ class Grid:
     def of(
         cls, jobs: Sequence[Job], device: DeviceCosts, host: HostCosts, *, ends: bool = False
     ) -> Grid:
-        """Makes the grid of jobs of one batch size on the same devices and hosts; AR has K = 0.
-        ends: whether sequences may end before others of their batch."""
+        """Makes the grid of jobs that share batch size, devices and host costs; AR has K = 0. ends:
+        whether sequences may end before others of their batch."""
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
         counts = np.arange(batch + 1)
@@ -85,7 +89,7 @@ class Grid:
         missed = live - won
         tokens = _column(job.num_nodes for job in jobs)
         served = _column(job.tree.ends[job.backup_lookahead] for job in jobs)
-        # The row counts that are compiled besides powers of two.
+        # Programs are compiled for these row counts, in addition to the powers of two.
         exact = [(batch, job.verify_rows, *filter(None, [job.prefill_rows])) for job in jobs]
         compiled = _rows_of(exact)
         rows = won * (tokens + 1) + missed * (served + 1)
@@ -109,7 +113,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.tree.num_lanes:  # the mean of its levels
+                if job.tree.num_lanes:  # For a draft tree, a step is the mean over its levels.
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.tree.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -140,18 +144,19 @@ class Grid:
         )
 
     def take(self, chosen: Ints) -> Grid:
-        """Returns the configurations with these indices, in that order."""
+        """Returns a grid of the configurations with the indices `chosen`, in that order."""
         arrays: Any = {k: v[chosen] for k, v in vars(self).items() if isinstance(v, np.ndarray)}
         return replace(self, **arrays)
 
     @property
     def grows(self) -> Mask:
-        """Which configurations grow branches, [G]."""
+        """Whether each configuration grows branches for likely outcomes (SSD), bool [G]."""
         return np.asarray(self.most_steps.any(axis=(1, 2)))
 
 
 def _hit_chances(job: Job) -> Floats:
-    """Returns P(the outcome is a key | k tokens were accepted), [source, end, K+1]."""
+    """Returns P(the outcome is in the speculation cache | k tokens were accepted), [2, 2, K+1]. The
+    indices: whether the tokens came from a cache hit, whether all were accepted, and k."""
     if not job.fan_out:
         return np.zeros((2, 2, job.lookahead + 1))
     if job.layout is not None:
@@ -161,9 +166,10 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns P(the outcome is a key | the accepted path ends at level d) of trees. The shape is
-    [source, end, K+1]. The next round does not depend on which node of the level it is, so that the
-    mean over the level's nodes is exact."""
+    """Returns P(the outcome is in the speculation cache | the accepted path of a draft tree ends at
+    level d), [2, 2, K+1]. The indices: whether the tokens came from a cache hit, whether all were
+    accepted (without effect here), and d. The mean over a level's nodes is exact, because the next
+    round does not depend on the node."""
     tree = job.tree
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
@@ -177,18 +183,19 @@ def _level_chances(job: Job) -> Floats:
 
 
 def _column(values: Iterable[int]) -> Ints:
-    """Returns a value of each configuration, [G, 1, 1]."""
+    """Returns one integer for each of the G configurations as an array [G, 1, 1]."""
     return np.array([*values], np.int64)[:, None, None]
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns configurations' row counts as one array, [G, n]; short lists repeat their last."""
+    """Returns lists of row counts, one for each configuration, as one array [G, n]; shorter lists
+    are filled up with their last element."""
     longest = max(map(len, lists))
     return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
 
 
 def _widened(parts: Any, width: int) -> Floats:
-    """Returns arrays as one, [G, …, width], with zeros after the last of each."""
+    """Returns G arrays as one array [G, …, width]; the last axis is filled up with zeros."""
     arrays = [np.asarray(part, np.float64) for part in parts]
     out = np.zeros((len(arrays), *arrays[0].shape[:-1], width))
     for row, array in zip(out, arrays, strict=True):
@@ -197,8 +204,9 @@ def _widened(parts: Any, width: int) -> Floats:
 
 
 def padded(rows: Ints, compiled: Ints) -> Ints:
-    """Returns the smallest compiled row count that holds each of `rows` [G, …] (job.buckets).
-    compiled: [G, n], those besides the powers of two below the largest."""
+    """Returns, for each of `rows` [G, …], the smallest compiled row count that is at least as
+    large: a forward is padded to it. compiled: the compiled counts of each configuration, [G, n],
+    in addition to the powers of two below the largest of them."""
     rows = np.asarray(rows)
     columns = compiled.T.reshape(compiled.shape[1], -1, *(1,) * (rows.ndim - 1))
     powers = 2 ** np.ceil(np.log2(np.maximum(rows, 1))).astype(np.int64)
@@ -210,14 +218,15 @@ def padded(rows: Ints, compiled: Ints) -> Ints:
 
 
 class LawDraws:
-    """Draws the accepted tokens and hits of rounds by the imposed models. All configurations read
-    the same uniforms. Those of a sequence are spread evenly over the chains of a round (one in each
-    R-th of [0, 1)), so that means come out with less noise than from independent draws."""
+    """Draws the accepted tokens and cache hits of rounds from the configurations' acceptance and
+    hit models. All configurations use the same uniform random numbers. In a round, the numbers of
+    the R chains are stratified (one in each R-th of [0, 1)), which reduces the variance of means.
+    """
 
     def __init__(self, grid: Grid, chains: int) -> None:
         self.chains = chains
         self._batch = grid.batch_size
-        self._number = 0  # of the last uniforms
+        self._number = 0  # how many sets of random numbers were drawn
         self._fast = grid.fast[:, None, None]
         self._reached, self._kind = _distinct(grid.hazards)
         self._reached_fast, self._kind_fast = _distinct(grid.hazards_fast)
@@ -226,12 +235,12 @@ class LawDraws:
         self._first = np.arange(len(grid))[:, None, None] * 4 * self._width
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decodes, of those that have not ended: all."""
+        """Returns which sequences round `number` decodes: all that were decoded before (live)."""
         return live
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns k, how many of num_draft tokens each sequence's round accepts, [G, R, b]. hit:
-        whether a branch of the cache drafted them, or a backup."""
+        """Draws k, the number of accepted tokens of each sequence in a round, [G, R, b]. hit:
+        whether its tokens came from a cache hit. num_draft: number of drafted tokens."""
         uniform = self._next()[None, :, :, None]
         free = (uniform < self._reached).sum(axis=3)[self._kind]
         if self._fast.any():
@@ -240,18 +249,20 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the outcomes are keys, [G, R, b]; end: whether all was accepted."""
+        """Draws whether each outcome is in the speculation cache, bool [G, R, b]. hit: whether the
+        round's tokens came from a cache hit. end: whether all of them were accepted."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 
     def _next(self) -> Floats:
-        """Returns the next uniforms, [R, b]."""
+        """Returns the next uniform random numbers, [R, b]."""
         self._number += 1
         return _spread(self.chains, self._batch, self._number)
 
 
 def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
-    """Returns P(k >= i) of the distinct rows, [n, 1, 1, K], and which of them each row is, [G]."""
+    """Returns P(k ≥ i) for i = 1 … K of each distinct row of `hazards`, [n, 1, 1, K], and the index
+    of each configuration's row among them, [G]."""
     rows, kind = np.unique(hazards, axis=0, return_inverse=True)
     reached = np.cumprod(rows, axis=1, dtype=np.float64)
     return reached[:, None, None, :], np.asarray(kind.reshape(-1), np.int64)
@@ -259,16 +270,16 @@ def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
 
 @lru_cache(maxsize=512)
 def _spread(chains: int, batch: int, number: int) -> Floats:
-    """Returns the n-th uniforms, [R, b], each column one in every R-th of [0, 1)."""
+    """Returns set `number` of uniform random numbers, [R, b]; each column has one number in each
+    R-th of [0, 1)."""
     random = np.random.Generator(np.random.Philox(key=[0, _LAW_SEQUENCE + number]))
     order = random.permuted(np.tile(np.arange(chains)[:, None], batch), axis=0)
     return np.asarray((order + random.random((chains, batch))) / chains)
 
 
 class RecordedDraws:
-    """A run's recorded outcomes, round by round, in place of LawDraws. sequences: as
-    RoundRecords.sequences has them, [n, 8]. A round's sequences are identified by their place in
-    it."""
+    """Gives the simulation a run's recorded outcomes, round by round, instead of LawDraws' random
+    ones. sequences: the run's table from RoundRecords.sequences, [n, 8]."""
 
     chains = 1
 
@@ -277,7 +288,7 @@ class RecordedDraws:
         place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
         self.num_rounds = int(rounds.max()) + 1
         self._number = 0
-        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # and an empty round at the end
+        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # + 1: an empty round at the end
         self._live = np.zeros(shape, np.bool_)
         self._hit = np.zeros(shape, np.bool_)
         self._accepted = np.zeros(shape, np.int64)
@@ -286,21 +297,23 @@ class RecordedDraws:
         self._accepted[rounds, 0, 0, place] = sequences[:, 3]
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns how many of num_draft tokens each sequence's round accepted."""
+        """Returns the number of accepted tokens of each sequence in the current round; `hit` is
+        ignored."""
         return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether the next round's lookups hit; a new sequence's first one never does."""
+        """Returns whether each cache lookup of the next round hit; the arguments are ignored."""
         return np.asarray(self._hit[self._number + 1])
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decoded; the other methods then refer to it."""
+        """Returns which sequences round `number` decoded, and makes it the current round."""
         self._number = number
         return np.asarray(self._live[number])
 
 
 class Rounds:
-    """The clocks and sequences of all chains between two rounds."""
+    """The state of the simulation between two rounds, for all configurations and chains: clocks,
+    live sequences, and which of them will hit the speculation cache."""
 
     def __init__(self, grid: Grid, draws: LawDraws | RecordedDraws) -> None:
         self._grid = grid
@@ -311,25 +324,27 @@ class Rounds:
         batch = grid.batch_size
         shape = len(grid), draws.chains, batch
         numbers = np.arange(len(grid))[:, None]
-        self._first = numbers * grid.verify_s[0].size  # of a configuration, in flattened tables
-        self._first_step = numbers * (batch + 1)  # in lanes_s
+        self._first = numbers * grid.verify_s[0].size  # a configuration's start in flattened tables
+        self._first_step = numbers * (batch + 1)  # a configuration's start in flattened lanes_s
         self.live: Mask = np.ones(shape, np.bool_)
-        self._hit: Mask = np.zeros(shape, np.bool_)  # whether outcome r-1 is a key of the cache
-        self._clock = np.zeros(shape[:2])  # the time at which the lead has outcome r-1
-        # A run's warm-up has run full rounds of hits on throw-away sequences before the first.
+        self._hit: Mask = np.zeros(shape, np.bool_)  # whether the last outcome is in the cache
+        self._clock = np.zeros(shape[:2])  # time at which rank 0 has the last outcome
+        # A run's warm-up ends with a full batch of hits, whose branches the draft has grown.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # place of the answer whose branches grow
+        self._grown = self._place(full, full)  # table index of the round whose branches now grow
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:
-        """Returns indices into the flattened tables of durations, [G, R]."""
+        """Returns indices into the grid's flattened tables, [G, R], for `live` sequences of which
+        `won` hit the cache."""
         grid = self._grid
         offset = live * (grid.batch_size + 1) if grid.verify_s.shape[1] > 1 else 0
         return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
-        """Simulates round r from OUTCOME r-1 to its own outcome. Returns its tokens, seconds, hits
-        and the lead's wait, under the names that `Expected` has."""
+        """Simulates round `number`, from the outcome before it to its own. Returns arrays under the
+        names of the fields of `Expected`: tokens, seconds, hits, and rank 0's wait for draft
+        tokens."""
         grid = self._grid
         draws = self._draws
         self.live = draws.live(number, self.live)
@@ -344,7 +359,7 @@ class Rounds:
         if inline.all():
             seen = ready + self._drafting_s(won, live, steps) + self._inline_s
         else:
-            # The draft polls between growth steps: it sees the outcome when the running one ends.
+            # The draft polls between steps, so it sees the outcome when the running step ends.
             asked = self._clock + (host.lead_send + host.link)
             step_s = grid.step_s.ravel()[self._grown]
             free = self._sent + grid.keys_s.ravel()[self._grown]
@@ -372,10 +387,10 @@ class Rounds:
         return {"tokens": tokens, "round_s": round_s, "hit_rate": hit, "wait_s": seen - ready}
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
-        """Returns the seconds of draft steps between OUTCOME and SPECULATION, [G, R]. won, live:
-        hits and live sequences, [G, R]. steps: that the branches of hits have grown. Hits are
-        finished and misses drafted in shared forwards until one of the two groups has K (or K_b)
-        tokens; then the other goes on alone."""
+        """Returns the seconds of draft steps between an outcome and the next draft tokens, [G, R].
+        won: number of cache hits. live: number of live sequences. steps: tokens that the hits'
+        branches already have. Hits and misses share forwards until the hits have K tokens or the
+        misses have theirs; then the other group continues alone."""
         grid = self._grid
         lanes_s = grid.lanes_s.ravel()
         missed = live - won
@@ -390,17 +405,17 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Expected:
-    """Long-run means of configurations, [G]; tokens and times are of all b sequences together."""
+    """Long-run means of G configurations, each [G]; tokens count all b sequences of a batch."""
 
     tok_per_s: Floats
     round_s: Floats
-    tokens: Floats  # In a round.
+    tokens: Floats  # tokens emitted in a round
     hit_rate: Floats
-    wait_s: Floats  # The lead's wait for its speculation.
+    wait_s: Floats  # rank 0's wait for draft tokens in a round
 
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Returns the means of one job, [1]; they depend neither on its seed nor on its length."""
+    """Returns the long-run means of one job, each [1]; the job's seed and length have no effect."""
     grid = Grid.of([job], device, host)
     key = tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in vars(grid).values())
     if key not in _KNOWN:
@@ -408,13 +423,13 @@ def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     return _KNOWN[key]
 
 
-_KNOWN: dict[tuple[Any, ...], Expected] = {}  # rows of many seeds have one grid
+_KNOWN: dict[tuple[Any, ...], Expected] = {}  # cache of results: jobs that differ in seed share one
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:
-    """Returns the means of every configuration, which do not depend on the others in the grid. At b
-    = 1 they are of 8,192 rounds that grow branches (quick: of 1,024). Without growth all rounds
-    last as long, and the means are exact."""
+    """Returns the long-run means of every configuration, independent of the others in the grid. At
+    batch size 1, configurations that grow branches (SSD) are simulated for 8,192 rounds (quick:
+    1,024). For the others all rounds take the same time, and the means are exact."""
     columns = {field.name: np.zeros(len(grid)) for field in fields(Expected)}
     summed = [name for name in columns if name != "tok_per_s"]
     sequences, least, num_rounds = _QUICK if quick else _PRECISE
@@ -433,7 +448,7 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         for name in summed:
             columns[name][chosen] /= chains * num_rounds
         columns["hit_rate"][chosen] /= grid.batch_size
-    # Where nothing grows only the tokens of a round are random.
+    # Without branches, only the number of tokens of a round is random, and its mean is known.
     exact = np.flatnonzero(~grid.grows)
     if len(exact):
         part = grid.take(exact)
@@ -446,14 +461,14 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         columns["tokens"][exact] = grid.batch_size * tokens
         for name in ("round_s", "wait_s"):
             columns[name][exact] = of_round[name][:, 0]
-    with np.errstate(divide="ignore"):  # inf if a round takes no time
+    with np.errstate(divide="ignore"):  # The rate is inf if a round takes no time.
         columns["tok_per_s"] = columns["tokens"] / columns["round_s"]
     return Expected(**columns)
 
 
 def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]) -> Floats:
-    """Predicts the seconds of a run's rounds, [n], given their outcomes. sequences: as
-    RoundRecords.sequences() has them, [rows, 8]."""
+    """Returns the predicted seconds of each of a run's rounds, [n], given the run's recorded
+    outcomes. sequences: the run's table from RoundRecords.sequences(), [rows, 8]."""
     draws = RecordedDraws(job, sequences)
     rounds = Rounds(Grid.of([job], device, host, ends=True), draws)
     seconds = (rounds.advance(number)["round_s"][0, 0] for number in range(draws.num_rounds))
@@ -461,24 +476,25 @@ def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np
 
 
 def is_predictable(job: Job) -> bool:
-    """Returns whether the imposed models give this job a mean. The job must have imposed tokens,
-    and a draft that takes K steps over fan-out lists that are the same in every round."""
+    """Returns whether long-run means of this job can be predicted: acceptance must be imposed by a
+    model, and the draft must decode one token a step."""
     has_steps = job.draft is None or job.draft.num_tokens == 1
     return job.workload.is_imposed and has_steps
 
 
 def is_followable(job: Job) -> bool:
-    """Returns whether the simulation can time this job's rounds from their own outcomes. Of text
-    and of replays: acceptance and hits are a pair's own."""
+    """Returns whether the rounds of this job can be predicted from their recorded outcomes. This
+    includes jobs on text and recordings, for which no acceptance model is needed."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)
 
 
 def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Predicts the long-run means of this job's runs, from costs and its imposed models. Keys that
-    a result row has mean the same here. The others are round_us.mean, exposed_us (the lead's mean
-    wait for its speculation) and T_p. Raises ConfigError for a job without a mean."""
+    """Returns the predicted long-run means of a job as a dictionary. Keys have the meaning they
+    have in a result row; in addition, round_us.mean is the mean round, exposed_us is rank 0's mean
+    wait for draft tokens, and T_p is the time of growing branches over the target's forward. Raises
+    ConfigError if the job's acceptance is not imposed by a model."""
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "
@@ -487,7 +503,7 @@ def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any
     means = expected(job, device, host)
     grid = Grid.of([job], device, host)
     rate = float(means.tok_per_s[0])
-    is_known = math.isfinite(rate)  # not if rounds take no time
+    is_known = math.isfinite(rate)  # The rate is infinite if rounds take no time.
     target = float(grid.verify_s[0, -1, -1])
     draft = job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None
     growth = None

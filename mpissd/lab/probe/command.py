@@ -43,12 +43,11 @@ _SHARDS = (2, 3, 4)  # values of T for which one rank alone times its share of t
 
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
-    """Runs the command `probe` on all ranks; returns the exit code.
-
-    config: its mode selects the models: with "ar" only the target, else also the draft (on rank 0
-    if there is no draft rank). name: of the profile (default: generated). brief: measures a
-    transformer only at the given T and batch size, and at two contexts. Raises Refused on every
-    rank if the configuration is impossible, or if an all-reduce gives wrong sums (exit code 3)."""
+    """Runs the command `probe` on all ranks; returns the exit code. config: its mode selects the
+    models: with "ar" only the target, else also the draft (on rank 0 if there is no draft rank).
+    name: of the profile (default: generated). brief: measures a transformer only at the given T and
+    batch size, and at two contexts. Raises Refused on every rank if the configuration is
+    impossible, or if an all-reduce gives wrong sums (exit code 3)."""
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
@@ -173,13 +172,11 @@ class Prober:
             self._turn(where, lambda: self._model(probe(), SoloGroup(), needs[DRAFT]))
 
     def _model(self, probe: GroupProbe, group: Group, need: Need) -> None:
-        """Measures one model's forwards. need: the model's weights, options and row counts.
-
-        A model of matrix products is measured with each of the backend's kernels; weights are made
-        anew for each kernel, because their memory layout differs. A transformer is measured at
-        several batch sizes. If T = 1, the share of the target that one rank of T > 1 would hold is
-        measured, too, without all-reduces: derive.py adds these, so that `plan` can judge such T.
-        """
+        """Measures one model's forwards. need: the model's weights, options and row counts. A model
+        of matrix products is measured with each of the backend's kernels; weights are made anew for
+        each kernel, because their memory layout differs. A transformer is measured at several batch
+        sizes. If T = 1, the share of the target that one rank of T > 1 would hold is measured, too,
+        without all-reduces: derive.py adds these, so that `plan` can judge such T."""
         config = self._job.config
         shard = need.shard
         options = need.options
@@ -261,12 +258,11 @@ class Prober:
 
 def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> Iterator[RunConfig]:
     """Yields the configurations in which `probe` times host work: SD and SSD if there are draft
-    ranks, else AR and SD with the draft on the target's ranks.
-
-    Each comes at the probe's batch size and at eight times that size. brief: only SSD comes at the
-    larger size, because its host work grows with the branches of all sequences. on_host: whether
-    forwards run on the host's cores; a transformer then comes at two contexts, because a longer
-    context leaves less of the CPU's caches to the host's work."""
+    ranks, else AR and SD with the draft on the target's ranks. Each comes at the probe's batch size
+    and at eight times that size. brief: only SSD comes at the larger size, because its host work
+    grows with the branches of all sequences. on_host: whether forwards run on the host's cores; a
+    transformer then comes at two contexts, because a longer context leaves less of the CPU's caches
+    to the host's work."""
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
         contexts = [NEAR, config.context]

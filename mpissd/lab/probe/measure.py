@@ -50,7 +50,6 @@ def contexts(longest: int, *, ends: bool = False) -> list[int]:
 
 def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
     """Makes one entry of a profile's table: median seconds, spread and number of launches by point.
-
     identity: keys that say what was measured. source: how. times: {point: seconds of each launch},
     where a point is a row count or a number of bytes. spread: interquartile range / median (None if
     the median is 0)."""
@@ -65,7 +64,6 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 
 class GroupProbe:
     """Times programs on all ranks of an MPI communicator; all its ranks must call each method.
-
     faults: a list to which each wrong sum found on this rank is added. source: text that says how
     entries were measured. show: a function called between launches, to show progress."""
 
@@ -83,12 +81,11 @@ class GroupProbe:
     def times(
         self, onces: Mapping[int, Callable[[], float]], per: int = 1
     ) -> dict[int, NDArray[np.float64]]:
-        """Returns {point: seconds per operation of each launch}.
-
-        onces: {point: a function that launches `per` operations once and returns the seconds}. The
-        points are launched in turn, so that a short disturbance shifts no median. All ranks launch
-        equally often, and a launch counts with the shortest time of any rank: that rank began last,
-        and the other ranks' times include waiting for it."""
+        """Returns {point: seconds per operation of each launch}. onces: {point: a function that
+        launches `per` operations once and returns the seconds}. The points are launched in turn, so
+        that a short disturbance shifts no median. All ranks launch equally often, and a launch
+        counts with the shortest time of any rank: that rank began last, and the other ranks' times
+        include waiting for it."""
         warm_s, budget_s, least, most = _PACE[self._kind]
         counts, seconds = {}, dict[int, list[float]]()
         for at, once in onces.items():

@@ -54,10 +54,9 @@ def fit(
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Returns the members "numbers" and "all_reduce" of a profile, fitted to its tables.
-
-    itemsize: bytes of one weight. peak: flop/s of a large matrix product. memory: free bytes of
-    each rank's device. source: text that says how everything was measured."""
+    """Returns the members "numbers" and "all_reduce" of a profile, fitted to its tables. itemsize:
+    bytes of one weight. peak: flop/s of a large matrix product. memory: free bytes of each rank's
+    device. source: text that says how everything was measured."""
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)

@@ -17,9 +17,8 @@ from mpissd.lab.sweep.plan import Point, SweepConfig, SweepPlan, planned, read_g
 def check_sweep(
     config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None
 ) -> SweepPlan:
-    """Checks a sweep's flags before MPI starts; returns its configurations and their order.
-
-    given: names of the flags on the command line. num_ranks: the job's number of ranks (None: as in
+    """Checks a sweep's flags before MPI starts; returns its configurations and their order. given:
+    names of the flags on the command line. num_ranks: the job's number of ranks (None: as in
     world_size or by the launcher). Raises ConfigError for a wrong flag or grid, a flag that is in
     both, too few ranks, or if no configuration can be measured."""
     # --num_drafts may be in both: there it is the largest D, and the grid may vary D.

@@ -40,11 +40,8 @@ _CHOICE = (
 
 @dataclass(frozen=True)
 class Comparisons:
-    """All methods that were measured in one setting, which is the content of one table.
-
-    setting: the values that all rows share. methods: {name: its uses (rows of one K), by K}, AR
-    first.
-    """
+    """All methods that were measured in one setting, which is the content of one table. setting:
+    the values that all rows share. methods: {name: its uses (rows of one K), by K}, AR first."""
 
     setting: dict[str, Any]
     methods: dict[str, list[Use]]
@@ -61,10 +58,8 @@ class Comparisons:
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
-    """Groups rows by setting and method; returns one table's content for each setting.
-
-    Each row must have the keys row.NEEDED (tables.load leaves out other rows).
-    """
+    """Groups rows by setting and method; returns one table's content for each setting. Each row
+    must have the keys row.NEEDED (tables.load leaves out other rows)."""
     rows = list(rows)
     settings: list[dict[str, Any]] = []
     # AR and lookups fit many settings; they make a setting only if no other row's setting fits.
@@ -86,10 +81,8 @@ def render(
     comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
 ) -> str:
     """Returns a text table for each setting: tok/s by method and K, each method's best K, and its
-    speedup over AR.
-
-    below: for each table, the lines to print below it, such as claims about SSD.
-    """
+    speedup over AR. below: for each table, the lines to print below it, such as claims about
+    SSD."""
     pairs = zip(comparisons, below or [()] * len(comparisons), strict=True)
     tables = ["\n".join([*_table(comparison), *map(str, lines)]) for comparison, lines in pairs]
     units = " or ".join(dict.fromkeys(comparison.unit for comparison in comparisons))

@@ -38,11 +38,9 @@ _OF_T = ("tp", "all_reduce")  # Rows compared with each other may differ in thes
 
 @dataclass(frozen=True)
 class Open:
-    """An alternative to SSD that might be the fastest, but has no comparable measurement.
-
-    why: the reason, such as "not measured", too few seeds, or "another visit" (another commit,
-    machine or day). rate: its tokens/s on that visit.
-    """
+    """An alternative to SSD that might be the fastest, but has no comparable measurement. why: the
+    reason, such as "not measured", too few seeds, or "another visit" (another commit, machine or
+    day). rate: its tokens/s on that visit."""
 
     family: Family
     why: str
@@ -56,13 +54,11 @@ class Open:
 
 @dataclass(frozen=True)
 class Claim:
-    """SSD compared with the strongest measured alternative on at most as many GPUs.
-
-    setting: model pair, machine, batch size and so on, which both share. gain: the speedup of `ssd`
-    over `other`. unknown: unmeasured alternatives that may be faster. copies: the number of
-    independent copies of a smaller alternative with the most total tokens/s, and that alternative.
-    p_value: after Holm's correction over a table.
-    """
+    """SSD compared with the strongest measured alternative on at most as many GPUs. setting: model
+    pair, machine, batch size and so on, which both share. gain: the speedup of `ssd` over `other`.
+    unknown: unmeasured alternatives that may be faster. copies: the number of independent copies of
+    a smaller alternative with the most total tokens/s, and that alternative. p_value: after Holm's
+    correction over a table."""
 
     setting: dict[str, Any]
     ssd: Use
@@ -86,10 +82,8 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The speedup as text; as one number only if it may be claimed, else as an interval.
-
-        If SSD is slower than a measured alternative, unmeasured alternatives cannot change that.
-        """
+        """The speedup as text; as one number only if it may be claimed, else as an interval. If SSD
+        is slower than a measured alternative, unmeasured alternatives cannot change that."""
         gain = self.gain
         if gain is None:
             return "not comparable"
@@ -138,10 +132,8 @@ def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[l
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
     """Returns a claim for each number of GPUs, hit model and schedule that SSD was measured with.
-
     setting: the values that the rows must have; SSD must have its T, alternatives may have another.
-    rows: rows of any setting; rows whose draft ran on another kind of device are left out.
-    """
+    rows: rows of any setting; rows whose draft ran on another kind of device are left out."""
     methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # rows by (family, method, K) and visit
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:
@@ -206,12 +198,10 @@ def _fast_of(row: Row) -> str:
 
 
 def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
-    """Returns an upper bound of the tok/s of an unmeasured use at batch size 1; None if unknown.
-
-    AR on T ranks is no faster than AR on the next larger measured T. A lookup whose drafts have the
+    """Returns an upper bound of the tok/s of an unmeasured use at batch size 1; None if unknown. AR
+    on T ranks is no faster than AR on the next larger measured T. A lookup whose drafts have the
     imposed acceptance rate a emits at most 1/(1 − a) tokens in the time of one AR step. Other modes
-    have no bound. ssd: the row of SSD that the use would be compared with.
-    """
+    have no bound. ssd: the row of SSD that the use would be compared with."""
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
     is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None

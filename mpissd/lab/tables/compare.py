@@ -40,10 +40,8 @@ _VISIT_S = 12 * 3600  # Two runs of one visit begin within this many seconds.
 
 
 def student_t(freedom: int) -> float:
-    """Returns the 97.5% quantile of Student's t with `freedom` degrees of freedom.
-
-    Values up to 5 are tabulated; above, the Cornish-Fisher expansion is at most .055% too low.
-    """
+    """Returns the 97.5% quantile of Student's t with `freedom` degrees of freedom. Values up to 5
+    are tabulated; above, the Cornish-Fisher expansion is at most .055% too low."""
     if freedom in _T:
         return _T[freedom]
     z = NORMAL_Z
@@ -54,11 +52,9 @@ def student_t(freedom: int) -> float:
 
 
 def jackknife(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife.
-
-    values: [G, …] with G ≥ 2; row g is the estimate computed without group g of the data. Student's
-    t has G − 1 degrees of freedom.
-    """
+    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife. values:
+    [G, …] with G ≥ 2; row g is the estimate computed without group g of the data. Student's t has G
+    − 1 degrees of freedom."""
     groups = len(values)
     spread = np.sqrt((groups - 1) / groups * ((values - values.mean(axis=0)) ** 2).sum(axis=0))
     return np.asarray(student_t(groups - 1) * spread)
@@ -80,12 +76,10 @@ def student_p(t: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The speedup of configuration b over a (ratio of tokens/s), with its 95% interval.
-
-    low, high: the interval's ends (NaN: unknown). num_seeds: number of seeds that both have.
-    num_rounds: rounds of the shortest run. one_visit: whether the compared rows are of one commit
-    and GPU, run within 12 h. p_value: two-sided, of the hypothesis that the ratio is 1.
-    """
+    """The speedup of configuration b over a (ratio of tokens/s), with its 95% interval. low, high:
+    the interval's ends (NaN: unknown). num_seeds: number of seeds that both have. num_rounds:
+    rounds of the shortest run. one_visit: whether the compared rows are of one commit and GPU, run
+    within 12 h. p_value: two-sided, of the hypothesis that the ratio is 1."""
 
     speedup: float
     low: float = math.nan
@@ -161,9 +155,8 @@ def bound(value: float, digits: int = 2) -> str:
 
 def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     """Returns the speedup of configuration b's rows over configuration a's rows, paired by seed.
-
-    Raises ConfigError if no row of a has the seed of a row of b (rows without tok_per_s are out).
-    """
+    Raises ConfigError if no row of a has the seed of a row of b (rows without tok_per_s are
+    out)."""
     near_a = [row for row in a if any(same_visit(row, other) for other in b)]
     near_b = [row for row in b if any(same_visit(row, other) for other in a)]
     one_visit = bool(near_a and near_b)
@@ -227,10 +220,8 @@ def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> dict[int
 
 
 def same_visit(a: Row, b: Row) -> bool:
-    """Returns whether two rows have the same commit, share a GPU, and began within 12 hours.
-
-    Rows without GPUs (CPUs, emulated devices) must share a host instead.
-    """
+    """Returns whether two rows have the same commit, share a GPU, and began within 12 hours. Rows
+    without GPUs (CPUs, emulated devices) must share a host instead."""
     if a.provenance is b.provenance:
         return True
     (commit, devices, start), (other_commit, other_devices, other_start) = _origin(a), _origin(b)

@@ -21,10 +21,8 @@ Paths = Iterable[str | Path]
 
 
 class Malformed(ConfigError):
-    """Raised for a line that holds no valid row.
-
-    where: "FILE:LINE". key: a short name of the fault, by which lines are grouped. reason: text.
-    """
+    """Raised for a line that holds no valid row. where: "FILE:LINE". key: a short name of the
+    fault, by which lines are grouped. reason: text."""
 
     def __init__(self, where: str, key: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -33,9 +31,8 @@ class Malformed(ConfigError):
 
 
 class LeftOut(list[Malformed]):
-    """A list of malformed lines that a reader left out.
-
-    At the end of a `with` block, one text is printed to stderr for each file and kind of fault."""
+    """A list of malformed lines that a reader left out. At the end of a `with` block, one text is
+    printed to stderr for each file and kind of fault."""
 
     def __enter__(self) -> LeftOut:
         return self
@@ -65,13 +62,11 @@ def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
 def placed_rows(
     paths: Paths, left_out: LeftOut | None = None, needed: Iterable[str] = NEEDED
 ) -> list[tuple[Path, Row]]:
-    """Returns (file, row) for each row in the files `paths`, and in runs*.jsonl below folders.
-
-    Rows keep their order; a repeated row is returned once. left_out: receives the lines that are
+    """Returns (file, row) for each row in the files `paths`, and in runs*.jsonl below folders. Rows
+    keep their order; a repeated row is returned once. left_out: receives the lines that are
     malformed, repeat the run id of a different row, or lack one of the keys `needed`. Without
     left_out, such lines raise ConfigError with file and line, but `needed` is not checked. An
-    unreadable file always raises ConfigError.
-    """
+    unreadable file always raises ConfigError."""
     rows: dict[str, tuple[Path, Row]] = {}
     for file in (file for path in map(Path, paths) for file in _run_files(path)):
         for where, text in _lines(file):
@@ -143,12 +138,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows that a user's name for results stands for, the latest last.
-
-    named: a .jsonl file, a folder with runs*.jsonl below it, or the id of a run below the folder
-    `out`; None means all rows below `out`. left_out: receives malformed lines, which otherwise
-    raise ConfigError, as does a name without rows.
-    """
+    """Returns the rows that a user's name for results stands for, the latest last. named: a .jsonl
+    file, a folder with runs*.jsonl below it, or the id of a run below the folder `out`; None means
+    all rows below `out`. left_out: receives malformed lines, which otherwise raise ConfigError, as
+    does a name without rows."""
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
     path = Path(out if named is None or is_id else named)
@@ -173,12 +166,10 @@ def began(row: Row) -> str:
 def find_pair(
     a: str, b: str | None, out: str, left_out: LeftOut | None = None
 ) -> tuple[list[Row], list[Row]] | None:
-    """Returns (rows of a, rows of b): the two configurations to compare, with all their seeds.
-
-    a, b: a run id, a file or a folder; ConfigError is raised if it holds more than one
-    configuration. If b is None, `a` must hold exactly two configurations, else None is returned.
-    out: the folder in which run ids are looked up. left_out: receives malformed lines.
-    """
+    """Returns (rows of a, rows of b): the two configurations to compare, with all their seeds. a,
+    b: a run id, a file or a folder; ConfigError is raised if it holds more than one configuration.
+    If b is None, `a` must hold exactly two configurations, else None is returned. out: the folder
+    in which run ids are looked up. left_out: receives malformed lines."""
     if b is None:
         sides = configurations(find_rows(a, out, left_out))
         return (sides[0], sides[1]) if len(sides) == 2 else None

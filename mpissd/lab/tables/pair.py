@@ -28,10 +28,8 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Pair:
-    """The speedup of one configuration over another in tokens/s, and one row of each.
-
-    a, b: rows to show, with the same seed if possible. comparison: b over a, by all their rows.
-    """
+    """The speedup of one configuration over another in tokens/s, and one row of each. a, b: rows to
+    show, with the same seed if possible. comparison: b over a, by all their rows."""
 
     a: Row
     b: Row
@@ -39,11 +37,9 @@ class Pair:
 
     @classmethod
     def of(cls, a: Sequence[Row], b: Sequence[Row]) -> Pair:
-        """Compares the rows of configuration b with the rows of configuration a.
-
-        The latest two rows with a common seed are shown. Raises ConfigError if rows of one seed are
-        not comparable (check_alike), or if no seed is common.
-        """
+        """Compares the rows of configuration b with the rows of configuration a. The latest two
+        rows with a common seed are shown. Raises ConfigError if rows of one seed are not comparable
+        (check_alike), or if no seed is common."""
         pairs = [(x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed]
         pairs = pairs or [(a[-1], b[-1])]
         for pair in pairs:
@@ -104,11 +100,9 @@ def configurations(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def check_alike(a: Row, b: Row) -> None:
-    """Raises ConfigError unless the speeds of rows a and b can be compared.
-
-    Both must have decoded the same tokens with the same target model, and both must be measured or
-    both emulated (with modelled durations).
-    """
+    """Raises ConfigError unless the speeds of rows a and b can be compared. Both must have decoded
+    the same tokens with the same target model, and both must be measured or both emulated (with
+    modelled durations)."""
     for key in ("world_size", "num_rounds", "token_digest", "backend"):
         for row in (a, b):
             if key not in row:

@@ -49,10 +49,8 @@ _PROMPT_FLAGS = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "to
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """A mode on T target ranks (tp) and D draft ranks (num_drafts), at any K.
-
-    mode: ar, sd, ssd, tree, or a kind of lookup (SD whose drafts are looked up), as in LOOKUPS.
-    """
+    """A mode on T target ranks (tp) and D draft ranks (num_drafts), at any K. mode: ar, sd, ssd,
+    tree, or a kind of lookup (SD whose drafts are looked up), as in LOOKUPS."""
 
     mode: str
     tp: int
@@ -78,12 +76,10 @@ class Family:
 def widest(
     gpus: int, tps: Collection[int], lookups: Sequence[str] = LOOKUPS[:1]
 ) -> tuple[Family, ...]:
-    """Returns the (mode, T, D) that must be measured before one of them is called the best.
-
-    These are AR, SD inline, lookups, SD and SSD on up to `gpus` GPUs, each at the largest T of
-    `tps` that leaves room for D. Measurements at a smaller T are optional, because each rank then
-    reads more bytes. lookups: the kinds of lookup that must be measured.
-    """
+    """Returns the (mode, T, D) that must be measured before one of them is called the best. These
+    are AR, SD inline, lookups, SD and SSD on up to `gpus` GPUs, each at the largest T of `tps` that
+    leaves room for D. Measurements at a smaller T are optional, because each rank then reads more
+    bytes. lookups: the kinds of lookup that must be measured."""
     inline_tp, drafted_tp = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     possible = [Family(mode, inline_tp, 0) for mode in ("ar", "sd", *lookups)]
     possible += [Family(mode, drafted_tp, 1) for mode in ("sd", "ssd")]
@@ -92,10 +88,8 @@ def widest(
 
 def tps_of(target: str, limit: int) -> tuple[int, ...]:
     """Returns every number of ranks T up to `limit` over which the model `target` can be divided.
-
     Each rank needs at least one KV head; heads and columns may be divided unevenly (70B on three
-    GPUs). For an unknown model name, every T up to the limit is returned.
-    """
+    GPUs). For an unknown model name, every T up to the limit is returned."""
     try:
         heads = resolve_model(target).num_kv_heads
     except ConfigError:
@@ -106,10 +100,8 @@ def tps_of(target: str, limit: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Use:
     """The measured rows of one method at one K in one setting; rows differ in seed and repeat.
-
     tok_per_s: median of the rows. predicted: mean of the rates that each row predicts from its own
-    job's measured durations; None if a row has no prediction.
-    """
+    job's measured durations; None if a row has no prediction."""
 
     rows: tuple[Row, ...]
     method: str
@@ -178,10 +170,8 @@ def uses_of(rows: Iterable[Row]) -> list[Use]:
 
 def best_use(uses: Sequence[Use]) -> Use:
     """Returns the use with the highest predicted tok/s; if predictions are missing or far from the
-    measurements, the use with the highest median.
-
-    Predictions use no measured round, so that a lucky run cannot choose the K that is reported.
-    """
+    measurements, the use with the highest median. Predictions use no measured round, so that a
+    lucky run cannot choose the K that is reported."""
     errors = [row.prediction_error for use in uses for row in use.rows]
     if are_predicted([use.predicted for use in uses], errors):
         return max(uses, key=lambda use: use.predicted or 0.0)
@@ -194,10 +184,8 @@ def fastest(uses: Iterable[Use]) -> Use:
 
 
 def missed_by(errors: Iterable[float | None]) -> float:
-    """Returns the median of the absolute relative prediction errors; 0 if there are none.
-
-    Each row's prediction uses the row's own acceptance results, so the error contains no luck.
-    """
+    """Returns the median of the absolute relative prediction errors; 0 if there are none. Each
+    row's prediction uses the row's own acceptance results, so the error contains no luck."""
     sizes = [abs(error) for error in errors if error is not None and not math.isnan(error)]
     return median(sizes) if sizes else 0.0
 
@@ -239,10 +227,8 @@ def is_lookup(row: Row) -> bool:
 
 
 def mode_of(row: Row) -> str:
-    """Returns the mode of a row: ar, sd, ssd, tree (SD with draft trees), or a kind of lookup.
-
-    If acceptance is imposed, all kinds of lookup behave alike and are called "lookup".
-    """
+    """Returns the mode of a row: ar, sd, ssd, tree (SD with draft trees), or a kind of lookup. If
+    acceptance is imposed, all kinds of lookup behave alike and are called "lookup"."""
     if not is_lookup(row):
         return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
@@ -286,11 +272,9 @@ def method_of(row: Row) -> str:
 
 
 def fan_out_text(counts: Sequence[int] | None) -> str:
-    """Returns the value of --fan_out for a row that recorded only the resulting counts.
-
-    counts: F_0 … F_K, the number of bonus-token candidates after k = 0 … K accepted tokens. Equal
-    counts give "uniform:F", others "geometric:SUM"; without counts the default is returned.
-    """
+    """Returns the value of --fan_out for a row that recorded only the resulting counts. counts: F_0
+    … F_K, the number of bonus-token candidates after k = 0 … K accepted tokens. Equal counts give
+    "uniform:F", others "geometric:SUM"; without counts the default is returned."""
     if not counts:
         return RunConfig.fan_out
     is_uniform = len(set(counts)) == 1
