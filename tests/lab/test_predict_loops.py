@@ -276,13 +276,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sd, short drafts": {"mode": "sd", "lookahead": 6, "backup_lookahead": 2},
     "sd, fast": {"mode": "sd", "lookahead": 4, "backup": "fast"},
     "sd, inline": {"mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 2},
-    "ssd, late": {"mode": "ssd", "lookahead": 4},
-    "ssd, very late": {"mode": "ssd", "lookahead": 7},
-    "ssd, batch": {"mode": "ssd", "lookahead": 5, "batch_size": 5, "fan_out": "geometric:24"},
-    "ssd, fast, short": {
-        "mode": "ssd", "lookahead": 6, "batch_size": 4, "backup": "fast",
-        "backup_lookahead": 2, "fan_out": "uniform:6",
-    },
     "ssd, hits of a real pair": {
         "mode": "ssd", "lookahead": 5, "hit_law": "power:A=0.78/0.32,r=0.2/0.3", "batch_size": 3,
         "fan_out": "geometric:30", "backup_lookahead": 3,

@@ -39,7 +39,7 @@ Times = Mapping[str, float]
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
 # Keys of the description of itself that an mpissd server gives, and the types of their values.
 _SERVER: dict[str, type] = {
-    **dict.fromkeys("draft mode backend device_name draws acceptance hit_law".split(), str),
+    **dict.fromkeys("draft mode backend device_name draws".split(), str),
     **dict.fromkeys("tp num_drafts replicas world_size lookahead max_running".split(), int),
 }
 # Members of a streamed chunk's `delta` that hold generated text.
@@ -59,7 +59,7 @@ class LoadRow:
 
     schema: int = key("version of the set of keys: 1")
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
-    server: str = key("URL of the server, or `in-process`")
+    server: str = key("URL of the server")
     model: str = key("the model that answered")
     draft: str | None = key("the draft; null in AR or if unknown")
     mode: str | None = key("ar, sd, ssd or auto; null if unknown")
@@ -72,9 +72,6 @@ class LoadRow:
     world_size: int | None = key("of the server: replicas · (T + D)")
     lookahead: int | None = key("of the server: K, at most")
     max_running: int | None = key("of the server: most sequences that decode together")
-    acceptance: str | None = key("the imposed acceptance model; null where models decided")
-    hit_law: str | None = key("the imposed hit model")
-    arrivals: str = key('"poisson", or the file of arrivals')
     prompts: str = key("the file of prompts, and the beginning of its SHA-256")
     seed: int = key("seed of the arrivals")
     rate: float | None = key(
@@ -298,7 +295,6 @@ def row_of(
     return LoadRow(
         schema=1,
         **{**dict.fromkeys(_COUNTS), **described, **named},
-        arrivals="poisson",
         prompts=f"{path.name} {hashlib.sha256(read_file(path)).hexdigest()[:16]}",
         seed=config.seed,
         rate=load.rate if math.isfinite(load.rate) else None,
