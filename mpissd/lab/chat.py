@@ -148,7 +148,7 @@ class Chat:
                     painter.add(pieces, meter.short())
                     sys.stdout.flush()
                     ended = chunk["choices"][0]["finish_reason"] or ended
-        except KeyboardInterrupt:  # leaving the stream cancels the request
+        except KeyboardInterrupt:  # Closing the stream cancels the request on the server.
             pass
         except ConfigError as refused:
             say(str(refused))

@@ -127,7 +127,8 @@ def _not_finite(path: str, value: Any) -> Faults:
 
 
 def _clock(facts: Facts) -> Faults:
-    """Yields a fault for rounds of no positive duration or out of order, and negative times."""
+    """Yields a fault if a round's duration is not positive, if rounds are out of order, or if the
+    time of a phase or a forward is negative."""
     rounds = facts.rounds
     for path in ("wall_s", "round_us.mean", "round_us.p50"):
         if (value := facts.get(path)) is not None and value <= 0:

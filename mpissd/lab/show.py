@@ -23,7 +23,7 @@ from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.target import RoundResult
 from mpissd.engine.text.answer import AnswerText, sources_of
 
-Piece = tuple[str, str]  # a text, and the source of its token
+Piece = tuple[str, str]  # a token's text, and what drafted the token
 
 VARIABLE = "MPISSD_TERMINAL"
 WATCHED = 0  # Of all requests, only the text of this id is shown.

@@ -135,7 +135,7 @@ def _kept(
     numbers of each request to OUT. served: how each request ended. about: the server's description
     of itself."""
     mode = about.get("mode")
-    kind = mode if mode in (AUTO, *MODES) else "server"  # safe in a file name
+    kind = mode if mode in (AUTO, *MODES) else "server"  # part of a file's name
     named = {
         "load_id": f"load-{kind}-{secrets.token_hex(6)}",
         "server": about["server"],

@@ -205,7 +205,8 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                is_busy = worst[-1 - int(TRIMMED * len(worst))]  # The mean trims fewer busy turns.
+                # The trimmed mean drops a few disturbed turns; more of them make the machine busy.
+                is_busy = worst[-1 - int(TRIMMED * len(worst))]
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
             is_open = UNKNOWN in {answer.verdict for answer in self._comparison.answers()}

@@ -139,8 +139,7 @@ def draft_report(
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
-    # One row for each shared forward of the measured rounds (SharedForwards.COLUMNS); then a last
-    # row with the beginning and end of these rounds in ns.
+    # The result has a row for each shared forward; its last row is the rounds' begin and end in ns.
     slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
     begin = min(int(part[0, 2]) for part in slices)
     end = max(int(part[-1, 3]) for part in slices)
@@ -250,8 +249,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
-    """Returns the row's keys about decoded tokens, rounds and rates. lead: the report of one target
-    group, or of all groups joined."""
+    """Returns the result row's values about decoded tokens, rounds and rates, as {key: value}.
+    lead: the report of one target group, or of all groups joined."""
     sequences = lead.records.sequences()
     limit = job.config.token_limit
     counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
@@ -299,9 +298,9 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row's keys about predicted times: those of the rounds with the recorded outcomes,
-    from the job's own durations and the measured prefill; {} if they cannot be predicted. If
-    acceptance is imposed by a model, the long-run mean rate is included, too."""
+    """Returns the result row's predicted rate and round times, as {key: value}; {} if there is no
+    prediction. The measured outcomes are replayed in the simulation with the job's own durations.
+    If acceptance is imposed by a model, the predicted long-run mean rate is added."""
     lead = measured.lead
     profile = measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
@@ -325,7 +324,8 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Returns the row's keys `forward` (gemm or transformer) and `weights` (names and digests)."""
+    """Returns the result row's values of `forward` (whether models are bare matrix products or
+    whole transformers) and `weights` (names and digests of the weights)."""
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
     drafts = {"draft": job.draft_where} if job.drafts_by_transformer else {}
@@ -341,9 +341,9 @@ def _weights(job: Job) -> dict[str, Any]:
 
 
 def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's keys about the times of verifying, drafting and growing branches, and about
-    the shortest possible time of a verification. t_draft_s is measured if no sequence hit the
-    cache in at least 10 rounds, else it is computed."""
+    """Returns the result row's seconds of verifying, drafting and growing branches, and the
+    shortest possible time of a verification, as {key: value}. t_draft_s is measured if no sequence
+    hit the cache in at least 10 rounds, else it is computed."""
     job = session.job
     records = measured.lead.records
     draft = measured.draft
@@ -376,9 +376,10 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
 def floor_of(
     job: Job, itemsize: int, rates: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Returns the row's keys about a verification's floor, and the floor in s (None: unknown): the
-    time to read a target rank's bytes or to compute its flops, whichever is longer. itemsize: bytes
-    of a weight. rates: {"read_bytes_per_s", "peak_flops_per_s"}, in this order."""
+    """Returns the result row's values about a verification's floor as {key: value}, and the floor
+    in s (None: unknown): the time to read a target rank's bytes or to compute its flops, whichever
+    is longer. itemsize: bytes of a weight. rates: {"read_bytes_per_s": …, "peak_flops_per_s": …}.
+    """
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size = cost.weight_bytes + cost.kv_bytes
     read, peak = rates.values()
@@ -387,8 +388,8 @@ def floor_of(
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
-    """Returns the row's key `pool`, about draft forwards that serve several target groups at once;
-    None if there are none."""
+    """Returns the result row's value of `pool`: number, mean size and busy share of draft forwards
+    that serve several target groups at once; None if there are none."""
     if draft is None or draft.forwards is None:
         return None
     forwards = draft.forwards[:-1]
@@ -411,7 +412,8 @@ def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None
 
 
 def _learner(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the row's keys about training the draft while decoding; {} without such training."""
+    """Returns the result row's values about training the draft while decoding, as {key: value}; {}
+    without such training."""
     lead = measured.lead
     if lead.learner is None:
         return {}

@@ -163,7 +163,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         digests = [drafter.batch.digest for drafter in drafters]
     digests = list(chain(*world.gather(digests) or ()))
     rounds = world.allgather((lead.first_round, lead.last_round) if lead else None)
-    spans = [span for span in rounds if span is not None]  # of each target group
+    spans = [span for span in rounds if span is not None]  # one for each target group
     drafts = world.gather(draft_report(drafters, spans, rank.updates))
     leads = [lead] if topology.groups == 1 else world.gather(lead)
     row = error = None
@@ -173,7 +173,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         several = len(groups) > 1
         digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
-            if not several and rank.device_rounds is None:  # device_rounds need no host work.
+            if not several and rank.device_rounds is None:  # else the device runs whole rounds
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)

@@ -76,10 +76,10 @@ class Outcomes(NamedTuple):
     """Counts of the rounds of one recording or row with K drafted tokens. accepted: for each
     sequence, the number of rounds that accepted 0 … K tokens, [sequences, K + 1]. ranks: of bonus
     tokens after a rejection, and after K accepted tokens; None if unknown. fast: {kind of lookup:
-    the same counts as `accepted` if that lookup alone drafts}; {} if unknown. Its kind PARALLEL
-    has the rounds in which one forward of a parallel draft drafts all K tokens; levels, [sequences,
-    K, R + 1], then counts the ranks of the target's token at each place among that forward's R
-    candidates, or beyond them, given that the tokens before it are among theirs."""
+    the same counts as `accepted` if that lookup alone drafts}; {} if unknown. The kind PARALLEL is
+    no lookup but a draft model that drafts all K tokens in one forward. levels: for that model and
+    each of the K positions, counts of the target token's rank among the R recorded candidates, or
+    beyond them, if all tokens before it are among the candidates, [sequences, K, R + 1]."""
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
@@ -241,8 +241,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
             lines = archive["sequences"]
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
-    # Only rounds with K drafted tokens count, in SSD only if the draft model drafted them: shorter
-    # drafts, and those of a lookup, have other acceptance rates.
+    # Rounds with fewer than K drafted tokens, and those drafted by a lookup in SSD, do not count.
     is_full = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
         is_full &= lines[:, 5] != Source.FAST
@@ -254,7 +253,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     accepted = np.zeros((len(ids), row.lookahead + 1), np.int64)
     np.add.at(accepted, (sequence.reshape(-1), lines[:, 3]), 1)
     ranks = []
-    for end in ("rejected", "all_accepted"):  # Each entry of `learned` is (F, rank, count).
+    for end in ("rejected", "all_accepted"):  # entries: (number of candidates F, rank, count)
         counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
         if len(np.unique(counts[:, 0])) != 1:
             return Outcomes(accepted, None)

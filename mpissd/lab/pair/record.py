@@ -34,7 +34,7 @@ from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # most tokens in one forward, by backend
 _TELL_S = 2.0
-_RANKS = 8  # candidates that are kept of each depth of a parallel draft
+_RANKS = 8  # number of recorded candidates at each mask token of a draft that uses mask tokens
 
 Tokens = Sequence[int]
 
@@ -100,7 +100,7 @@ def make(config: PairConfig) -> Recording:
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
     masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1))
-    a_prefix = steps + len(masks)  # rows of forwards
+    a_prefix = steps + len(masks)  # number of tokens in the draft's forwards for one prefix
     count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
     with (
         _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
@@ -237,12 +237,10 @@ def answered(
 def drafted(
     model: Model, prompt: Tokens, answer: Tokens, lookahead: int, masks: Sequence[int] = ()
 ) -> tuple[Ints, Ints, Ints | None]:
-    """Returns what a draft predicts after each proper prefix of an answer of n tokens.
-
-    These are its greedy continuation of K = lookahead tokens, [n, K]; its likeliest next tokens,
-    [n, top_k]; and, of a parallel draft, the likeliest tokens at its mask tokens `masks`, which
-    predict the 2nd, 3rd, … token after the prefix, [n, len(masks), _RANKS] (None without masks).
-    """
+    """Returns what a draft predicts after each proper prefix of an answer of n tokens: its greedy
+    continuation of K = lookahead tokens, [n, K]; its likeliest next tokens, best first, [n, top_k];
+    and, if the draft predicts several tokens in one forward by mask tokens (masks: their ids), the
+    likeliest tokens for the 2nd, 3rd, … place, [n, len(masks), _RANKS] (None without masks)."""
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):
@@ -255,7 +253,7 @@ def drafted(
             part[:, step + 1] = model.feed(part[:, step], places)[:, 0]
     marginals = list[Ints]()
     count = len(masks)
-    group = model.rows // count if count else 0  # prefixes of a forward
+    group = model.rows // count if count else 0  # number of prefixes in one forward
     for start in range(0, len(answer) if count else 0, max(group, 1)):
         size = min(group, len(answer) - start)
         lanes = np.repeat(np.arange(size, dtype=np.int32), count)

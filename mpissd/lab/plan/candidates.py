@@ -205,8 +205,8 @@ def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None)
 
 
 def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> bool:
-    """Returns whether the pair can be divided over the ranks of `family` and fits in the memory of
-    each rank (None: no limit)."""
+    """Returns whether the model pair can be divided over the T and D ranks of `family`, and fits in
+    memory_bytes of each rank (None: no limit)."""
     try:
         pair_job(config, family, memory_bytes)
     except ConfigError:
@@ -332,8 +332,7 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
     most_rows = None
     if run.is_transformer:
-        # Forwards with more rows than were measured are not advised: modelled transformer forwards
-        # were 20 to 42% too fast. A profile without measurements has no such limit.
+        # Beyond the measured row counts, modelled forwards of transformers were 20 to 42% too fast.
         job = pair_job(run, Family("sd", tp, 1))
         modelled = with_models(profile, job)
         costs = [

@@ -59,8 +59,8 @@ from mpissd.lab.tables.uses import (
 _FEW = 8  # largest batch size for which the larger grid of configurations is simulated
 _REFINED = 3  # number of coarse SSD choices that the fine search starts from
 _FINALISTS = 4  # choices of each mode, T and D that are simulated again with more rounds
-# On an H200, 95% of predictions were within 8.4% (all durations measured) and 19.9% (some derived)
-# of measured rows, including random draws (docs/predictions.md, docs/profile.md).
+# On an H200, 95% of predictions by measured durations were within 8.4%, by derived ones 19.9%.
+# docs/predictions.md has these errors, docs/profile.md those of other models and datasheets.
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
 FEWEST_PROMPTS = 8  # fewest prompts for a verdict
 _BUSIEST = 0.9  # The share of time taken by other processes is assumed to be at most this.

@@ -130,7 +130,7 @@ class Screen:
             *self._surer(details),
         ]
         under = _lines(below)
-        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # make pair prints two more
+        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # `make pair` adds two lines.
         while not details and len(_lines(above)) > room - 2:
             above.pop()
         screen = _lines(above)
@@ -164,7 +164,8 @@ class Screen:
 
     def _pairs(self, plan: Plan) -> list[tuple[Choice, Choice]]:
         """Returns up to two pairs of choices to compare: (the fastest with a draft model, the
-        fastest without), then (SSD, the fastest other). A pair with an unknown member ends them."""
+        fastest without), then (SSD, the fastest other). If a member of a pair is unknown, this pair
+        and the next are left out."""
         pairs = []
         for use, other in (
             (plan.first(*DRAFTING, TREE), plan.first("ar", LOOKUP)),

@@ -144,8 +144,7 @@ class DeviceCosts:
 
     verify: RowTable
     draft: RowTable | None = None  # None: there is no draft (AR).
-    # For draft forwards that also select the top k tokens of each row: (k, seconds), k rising. If
-    # empty, the selection takes no more time.
+    # (k, seconds of draft forwards that also select a row's top k tokens); empty: as without.
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:

@@ -33,7 +33,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
 DERIVED = "derived"  # first word of the text that says how a duration was derived
-BY_LAYERS = "beyond its floor as much a layer as"  # in that text, if another model was used
+BY_LAYERS = "beyond its floor as much a layer as"  # in texts on times derived from another model
 METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, number of draft ranks D)
 
 

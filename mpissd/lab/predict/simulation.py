@@ -235,7 +235,8 @@ class LawDraws:
         self._first = np.arange(len(grid))[:, None, None] * 4 * self._width
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decodes: all that were decoded before (live)."""
+        """Returns which sequences round `number` decodes, bool [G, R, b]: all of `live`, those that
+        the round before decoded, because random draws never end a sequence."""
         return live
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
@@ -306,7 +307,8 @@ class RecordedDraws:
         return np.asarray(self._hit[self._number + 1])
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decoded, and makes it the current round."""
+        """Makes round `number` the current one; returns which sequences that round decoded in the
+        recorded run, bool [1, 1, b]. `live` is ignored."""
         self._number = number
         return np.asarray(self._live[number])
 
@@ -327,7 +329,7 @@ class Rounds:
         self._first = numbers * grid.verify_s[0].size  # a configuration's start in flattened tables
         self._first_step = numbers * (batch + 1)  # a configuration's start in flattened lanes_s
         self.live: Mask = np.ones(shape, np.bool_)
-        self._hit: Mask = np.zeros(shape, np.bool_)  # whether the last outcome is in the cache
+        self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next cache lookup will hit
         self._clock = np.zeros(shape[:2])  # time at which rank 0 has the last outcome
         # A run's warm-up ends with a full batch of hits, whose branches the draft has grown.
         full = np.full(shape[:2], batch)

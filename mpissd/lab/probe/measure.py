@@ -34,8 +34,8 @@ LARGE_BYTES = 1 << 20
 NEAR, FAR = 64, 1024  # shortest and longest timed context; a longer --context replaces FAR
 _LISTS = (1, 4, 16, 32, 64)  # numbers of top candidates per row whose selection is timed
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # Operations in one timed program, in sequence.
-# By device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches). An
-# H200 reads slowly for some ms after an allocation, so GPUs are warmed up.
+# By device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches).
+# GPUs are warmed up, because an H200 reads slowly for some ms after an allocation.
 _PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
 _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
@@ -235,8 +235,7 @@ class GroupProbe:
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
         program = backend.program(body, cost, capturable=group.capturable)
-        # The values are multiples of 1/64 within ±1/4, in another order on each rank. Then sums
-        # over up to 32 ranks are exact in float16, whatever the order of summation.
+        # With multiples of 1/64 within ±1/4, sums over up to 32 ranks are exact in float16.
         place, ranks = np.arange(rows * width).reshape(rows, width), range(self._comm.size)
         parts = [((place * 7 + r * 13) % 33 - 16).astype(np.float32) / 64 for r in ranks]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)

@@ -97,7 +97,7 @@ def _table(comparison: Comparisons) -> list[str]:
     about = ", ".join(f"{name} {setting[name]}" for name in _SHOWN if setting.get(name))
     laws = {str(uses[0].rows[0].hit_law) for uses in methods.values()}
     long = [law for law in laws if len(law) > _LONG]
-    law = long[0] if len(long) == 1 else ""  # shown in the title instead of in each line
+    law = long[0] if len(long) == 1 else ""  # a long name that moves from the lines to the title
     names = {name: name.replace(f" {law}", "") if law else name for name in methods}
     about += f", hits {law}" * bool(law)
     width = max(map(len, names.values()))
@@ -133,8 +133,8 @@ def _table(comparison: Comparisons) -> list[str]:
 
 
 def _missed(name: str, use: Use) -> str:
-    """Returns a line that says how many of a use's runs are far off their own predictions, with the
-    rates of the worst one. name: the use's name."""
+    """Returns a line that says how many of the runs in `use` are far off their own predictions,
+    with the rates of the worst run. name: how the table names these runs."""
     row = use.missed[0]
     predicted = float(row.tok_per_s) / (1 + float(row.prediction_error or 0.0))
     return (

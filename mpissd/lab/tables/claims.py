@@ -153,12 +153,12 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
 
 
 def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
-    """Returns the uses measured with enough seeds to claim a speedup; all uses if none was."""
+    """Returns the elements that were measured with enough seeds to claim a speedup, or all."""
     return [use for use in uses if len(use.seeds) >= HEADLINE_SEEDS] or uses
 
 
 def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
-    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # least number for a rival
+    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # needed by an alternative
     gpus = ssd.family.gpus
     first = ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
@@ -198,10 +198,10 @@ def _fast_of(row: Row) -> str:
 
 
 def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
-    """Returns an upper bound of the tok/s of an unmeasured use at batch size 1; None if unknown. AR
-    on T ranks is no faster than AR on the next larger measured T. A lookup whose drafts have the
-    imposed acceptance rate a emits at most 1/(1 − a) tokens in the time of one AR step. Other modes
-    have no bound. ssd: the row of SSD that the use would be compared with."""
+    """Returns an upper bound of the tok/s of an unmeasured `family` (mode, T, D) at batch size 1;
+    None if unknown. AR on T ranks is no faster than AR on the next larger measured T. A lookup
+    whose drafts have the imposed acceptance rate a emits at most 1/(1 − a) tokens in the time of
+    one AR step. Other modes have no bound. ssd: a row of the SSD runs to compare with."""
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
     is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None

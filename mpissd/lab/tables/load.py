@@ -148,7 +148,7 @@ def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> l
     rows = load_rows([path], left_out) if is_file or path.is_dir() else []
     if is_id:
         rows = [row for row in rows if row.run_id == named]
-    elif not is_file:  # a folder may have one file for each shard
+    elif not is_file:  # A folder may have several files of rows, whose times overlap.
         rows.sort(key=began)
     if not rows:
         raise ConfigError(

@@ -119,8 +119,8 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # token_digest covers the first token_limit tokens of each sequence; without a limit, one token
-    # per round. Above temperature 0, equal models may sample different tokens.
+    # token_digest covers token_limit tokens of a sequence or, without a limit, one for each round.
+    # Above temperature 0, equal models may sample different tokens.
     limit = a.token_limit
     covers = limit == b.token_limit and (limit is not None or a.num_rounds == b.num_rounds)
     if not a.temperature and covers and a.token_digest != b.token_digest:

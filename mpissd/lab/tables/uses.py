@@ -112,7 +112,7 @@ class Use:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Use:
-        """Makes a use from rows (at least one) of the same method, K and setting."""
+        """Groups result rows (at least one) that measured the same mode, options, K and setting."""
         first = rows[0]
         means = [float(row.expected_tok_per_s) for row in rows if row.expected_tok_per_s]
         return cls(
@@ -147,7 +147,7 @@ class Use:
         return {row.seed for row in self.rows}
 
     def over(self, base: Use) -> Comparison | None:
-        """Returns the speedup over the use `base`; None if the two share no seed."""
+        """Returns the speedup of these runs over the runs in `base`; None if they share no seed."""
         return gain_of(self.rows, base.rows)
 
     @property
@@ -161,7 +161,8 @@ class Use:
 
 
 def uses_of(rows: Iterable[Row]) -> list[Use]:
-    """Groups rows of one setting by method and K; the uses are in order of their first rows."""
+    """Groups result rows of one setting by method (mode with its options) and K; the groups are in
+    order of their first rows."""
     cells: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         cells.setdefault((method_of(row), int(row.lookahead)), []).append(row)
@@ -169,9 +170,9 @@ def uses_of(rows: Iterable[Row]) -> list[Use]:
 
 
 def best_use(uses: Sequence[Use]) -> Use:
-    """Returns the use with the highest predicted tok/s; if predictions are missing or far from the
-    measurements, the use with the highest median. Predictions use no measured round, so that a
-    lucky run cannot choose the K that is reported."""
+    """Returns the element (runs of one method at one K) with the highest predicted tok/s; if
+    predictions are missing or far from the measurements, the one with the highest median.
+    Predictions use no measured round, so that a lucky run cannot choose the reported K."""
     errors = [row.prediction_error for use in uses for row in use.rows]
     if are_predicted([use.predicted for use in uses], errors):
         return max(uses, key=lambda use: use.predicted or 0.0)
@@ -179,7 +180,7 @@ def best_use(uses: Sequence[Use]) -> Use:
 
 
 def fastest(uses: Iterable[Use]) -> Use:
-    """Returns the use with the highest median tok/s."""
+    """Returns the element (runs of one method at one K) with the highest median tok/s."""
     return max(uses, key=lambda use: use.tok_per_s)
 
 
@@ -214,7 +215,7 @@ def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> boo
 def _value_of(row: Row, name: str) -> Any:
     """Returns the row's value of one key of a setting; "prompts" joins all flags about prompts."""
     if name == "forward":
-        return row.get(name) or "gemm"  # older rows, from before transformers
+        return row.get(name) or "gemm"  # Older rows lack the key and are of matrix products.
     if name != "prompts" or row.workload != "text":
         return row.get(name)
     flags = flags_of(row)
@@ -283,7 +284,7 @@ def fan_out_text(counts: Sequence[int] | None) -> str:
 
 def flags_of(row: Row) -> dict[str, str]:
     """Returns {flag: value} of a row's run, from its sweep's grid or its command line."""
-    if row.sweep and "flags" in row.sweep:  # a rival that `run` measured beside itself has none
+    if row.sweep and "flags" in row.sweep:  # Rows that `run` compares itself with have no flags.
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
     return dict(word.split("=", 1) for word in words)
