@@ -23,7 +23,7 @@ from mpissd.engine.backend.profile import role_profiles
 from mpissd.engine.backend.registry import unopened
 from mpissd.engine.law.acceptance import PARALLEL, hit_law_of, resolve_acceptance
 from mpissd.engine.law.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
-from mpissd.engine.law.tree import shape
+from mpissd.engine.law.tree import best_shape
 from mpissd.engine.model.forwards import MOST_SPAN, SPAN
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -342,19 +342,19 @@ def _with_tree(job: Job) -> Job:
         size = Size(config.tree, levels)
         return replace(job, lookahead=levels, backup_lookahead=levels, dynamic=size)
     primary = job.acceptance[Source.CACHE]
-    tree = shape(config.tree, primary.hazards, law, primary.levels)
+    shape = best_shape(config.tree, primary.hazards, law, primary.levels)
     acceptance = {
-        source: replace(rates, hazards=rates.hazards[: tree.depth])
+        source: replace(rates, hazards=rates.hazards[: shape.depth])
         for source, rates in job.acceptance.items()
     }
     hazards = acceptance[Source.CACHE].hazards
     totals = [sum(fan_out) for fan_out in job.fan_outs.lists if fan_out]
-    fan_outs = FanOuts(*(tree_fan_out(tree, hazards, law, total) for total in totals))
+    fan_outs = FanOuts(*(tree_fan_out(shape, hazards, law, total) for total in totals))
     return replace(
         job,
-        tree=tree,
-        lookahead=tree.depth,
-        backup_lookahead=min(job.backup_lookahead, tree.depth),
+        shape=shape,
+        lookahead=shape.depth,
+        backup_lookahead=min(job.backup_lookahead, shape.depth),
         acceptance=acceptance,
         fan_out=fan_outs.after_hit,
         fan_out_miss=fan_outs.after_miss,

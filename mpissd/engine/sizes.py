@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
 from mpissd.common.workloads import class_of
+from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, BranchLayout, Tree, positional
+from mpissd.engine.law.tree import CHAIN, BranchLayout, Shape, positional
 from mpissd.engine.model.shard import ForwardOptions, Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.sources import config_of
@@ -58,7 +59,7 @@ class Sizes:
     backup_lookahead: int
     target_where: str = ""  # the model's preset name or path, as presets.files_of takes it
     draft_where: str = ""
-    tree: Tree = CHAIN  # the shape of a round's drafted tokens, with K levels
+    shape: Shape = CHAIN  # the shape of a round's drafted tokens, with K levels
     dynamic: Size | None = None  # the size of trees whose shape the device chooses in each round
     prefill_rows: int = 0  # the rows of a forward over a prompt; 0 if sequences have no prompts
     serving: Serving | None = None  # a server's settings; None for a run
@@ -166,13 +167,15 @@ class Sizes:
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
         lag = self.lookahead if drafts and self.reads_states else 0
-        masks = self.masks if drafts else 0
-        return Placement(config.context, self.window, keeps, stateless, lag, masks)
+        masks = self.mask_ids if drafts else ()
+        layout = self.layout if drafts else None
+        trees = None if self.shape.is_chain else partial(TreeBatch, layout=layout)
+        return Placement(config.context, self.window, keeps, stateless, lag, masks, trees)
 
     @property
     def num_nodes(self) -> int:
         """The number N of drafted tokens of a sequence in a round: K in a chain."""
-        return self.tree.ends[self.lookahead]
+        return self.shape.ends[self.lookahead]
 
     @property
     def verified(self) -> int:
@@ -189,9 +192,9 @@ class Sizes:
         the level before was accepted: at most K rates."""
         law = self.acceptance[source]
         hazards = law.hazards[: self.lookahead]
-        if not self.tree.num_lanes or not hazards:
+        if self.shape.is_chain or not hazards:
             return hazards
-        return self.tree.rates(positional(hazards, self.hit_law, self.tree.width, law.levels))
+        return self.shape.rates(positional(hazards, self.hit_law, self.shape.width, law.levels))
 
     @property
     def fan_outs(self) -> FanOuts:
@@ -205,22 +208,22 @@ class Sizes:
         if self.dynamic is not None:
             return CHOICES - 1
         if self.layout is None:
-            return max(1, self.fan_outs.widest, self.tree.width - 1)
-        nodes = zip(self.fan_outs.widest_each, self.tree.children, strict=True)
+            return max(1, self.fan_outs.widest, self.shape.width - 1)
+        nodes = zip(self.fan_outs.widest_each, self.shape.children, strict=True)
         return max(1, *(fan_out + max(0, len(children) - 1) for fan_out, children in nodes))
 
     @cached_property
     def layout(self) -> BranchLayout | None:
         """Where the KV cache stores a tree's nodes and the branches after them; None unless
         branches are grown after a tree."""
-        if not (self.fan_out and self.tree.num_lanes):
+        if self.shape.is_chain or not self.fan_out:
             return None
-        return BranchLayout(self.tree, self.fan_outs.widest_each, self.masks)
+        return BranchLayout(self.shape, self.fan_outs.widest_each, self.masks)
 
     @property
     def tree_lanes(self) -> int:
         """The scratch KV lanes of a batch's trees, one for each leaf off the first-child path."""
-        return self.config.batch_size * (self.verified if self.dynamic else self.tree.num_lanes)
+        return self.config.batch_size * (self.verified if self.dynamic else self.shape.num_lanes)
 
     @property
     def group_lanes(self) -> int:
@@ -248,7 +251,7 @@ class Sizes:
             return self.config.batch_size * WIDTH
         if self.masks:  # Without branches the forward also stores up to K accepted tokens.
             return self.group_lanes * ((1 if self.fan_out else 2) * self.lookahead)
-        return self.group_lanes * (max(map(len, self.tree.inner)) if self.fan_out else 1)
+        return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)
 
     def target_buckets(self) -> list[int]:
         """Returns the row counts for which the target is compiled, up to a full verification."""

@@ -8,7 +8,7 @@ from time import monotonic
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Control, Request
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.round.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.round.target import RoundObserver, RoundResult, TargetLoop
 from mpissd.engine.text.answer import BONUS, SOURCES
@@ -33,13 +33,13 @@ class Driver(RoundObserver):
         *,
         times: ForwardTimes | None = None,
         goodput: Goodput | None = None,
-        tree: Tree = CHAIN,
+        shape: Shape = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """mail: the connection to the front. tree: the shape of drafts. clock: returns seconds."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead = mode, lookahead
-        self._tree = tree
+        self._shape = shape
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # request ids for which K and width were chosen last
@@ -107,7 +107,7 @@ class Driver(RoundObserver):
         """Decodes one round, with the K and width that `_way` chooses."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
-        fill, rows = 0, len(live) * (self._tree.ends[way.lookahead] + 1)
+        fill, rows = 0, len(live) * (self._shape.ends[way.lookahead] + 1)
         if loop.unstored:
             fill = times.prefill_rows(rows, loop.most_rows, way.lookahead)
         is_fixed = self.goodput is None

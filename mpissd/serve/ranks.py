@@ -89,7 +89,7 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
         job.lookahead,
         times=times,
         goodput=goodput,
-        tree=job.tree,
+        shape=job.shape,
     )
     line.put(
         Ready(

@@ -9,7 +9,7 @@ import pytest
 
 from mpissd.common.errors import ConfigError
 from mpissd.engine.backend.numpy_backend import NumpyBackend
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.transformer.cupy_ops import ops as gpu_ops
 from mpissd.engine.model.transformer.cupy_ops.ops import CupyOps
 from mpissd.engine.model.transformer.trees import Size
@@ -81,7 +81,7 @@ def test_a_tree_is_its_paths(gpu: Any) -> None:
 
 @STAGES
 def test_every_stage_of_a_chained_round_is_its_twins(
-    gpu: Any, tree: Tree, dynamic: Size | None
+    gpu: Any, tree: Shape, dynamic: Size | None
 ) -> None:
     check_stages(gpu, tree, dynamic)
 

@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import named_hit_law
 from mpissd.engine.law.fanout import key_chances, optimal_fan_out, resolve_fan_out, tree_fan_out
-from mpissd.engine.law.tree import CHAIN, Tree, optimal, positional
+from mpissd.engine.law.tree import CHAIN, Shape, optimal, positional
 
 
 def miss_probability(weights: Any, fan_out: Any, a: Any, r: Any) -> float:
@@ -91,7 +91,7 @@ def test_a_budget_below_the_minimum_says_how_much_is_needed() -> None:
 @pytest.mark.parametrize("law", ["power:A=.64/.23,r=.4/.5", "power:A=1,r=1", "p_hit:.7"])
 @pytest.mark.parametrize("parents", [(0, 0, 1), (0, 1, 1, 2), (0,)])
 def test_a_tree_s_branches_follow_the_likeliest_outcomes(law: str, parents: tuple[int]) -> None:
-    told = Tree(parents), (0.6, 0.7, 0.5)[: Tree(parents).depth], named_hit_law(law)
+    told = Shape(parents), (0.6, 0.7, 0.5)[: Shape(parents).depth], named_hit_law(law)
     chances = key_chances(*told, 5)
     assert all((np.diff(each) >= 0).all() for each in chances)
     assert sum(each[-1] for each in key_chances(*told, 10**4)) <= 1 + 1e-9
@@ -105,11 +105,11 @@ def test_a_tree_s_branches_follow_the_likeliest_outcomes(law: str, parents: tupl
     assert hits(best) == pytest.approx(max(hits(each) for each in every if sum(each) <= 5))
 
 
-def shapes(nodes: int, width: int) -> list[Tree]:
+def shapes(nodes: int, width: int) -> list[Shape]:
     """Every tree of `nodes` nodes whose nodes have at most `width` children."""
     every = itertools.product(*(range(n) for n in range(1, nodes + 1)))
     rising = (of for of in every if [*of] == sorted(of))
-    return [Tree(of) for of in rising if max(Counter(of).values()) <= width]
+    return [Shape(of) for of in rising if max(Counter(of).values()) <= width]
 
 
 @pytest.mark.parametrize("rates", [(0.7, 0.7, 0.7), (0.3, 0.9, 0.1), (0.05, 0.5, 0.2)])

@@ -11,7 +11,7 @@ import pytest
 from mpissd.common.config import parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.features.joined_growth import JoiningWorker
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from mpissd.engine.model.transformer.trees import Size
 from mpissd.engine.round.rows import DraftWorker
@@ -151,7 +151,7 @@ def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counte
 
 
 @STAGES
-def test_every_stage_is_its_twins(backend: Any, tree: Tree, dynamic: Size | None) -> None:
+def test_every_stage_is_its_twins(backend: Any, tree: Shape, dynamic: Size | None) -> None:
     check_stages(backend, tree, dynamic)
 
 

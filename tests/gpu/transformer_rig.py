@@ -15,7 +15,8 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.law.tree import BranchLayout, Tree
+from mpissd.engine.features.trees import TreeBatch
+from mpissd.engine.law.tree import BranchLayout, Shape
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
 from mpissd.engine.model.stacks import Best
@@ -29,11 +30,11 @@ from mpissd.engine.model.transformer.growing import GrowthSheet
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
-from mpissd.engine.round.sequence import Batch, Placement
+from mpissd.engine.round.sequence import Placement
 from tests import transformer_reference
 
 PAGE = 128
-FORKED = Tree((0, 0, 0, 2, 2, 4, 4))
+FORKED = Shape((0, 0, 0, 2, 2, 4, 4))
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 32), "rope_theta": 1e4},
     "smollm2": {"tied": True, "rope_theta": 1e5},
@@ -207,7 +208,7 @@ def check_tree(rig: Rig, trunk: int) -> None:
     tails = [[tokens[column] for column in path] for path in FORKED.paths]
     expected = [rig.fill([*common, *tail, 7], 8, slot=1)[-2:] for tail in tails]
     rig.fill(common[:-1], 8)
-    batch = Batch(1, Placement(), tree=FORKED)
+    batch = TreeBatch(1, Placement(), None, FORKED)
     batch.apply(Outcome.admission(-1, [Request(0, common[-1], prompt=tuple(common))]))
     for batch.layout in (None, BranchLayout(FORKED, [1] * 8)):
         batch.filled[0] = trunk
@@ -233,12 +234,12 @@ def check_tree(rig: Rig, trunk: int) -> None:
 
 STAGES = pytest.mark.parametrize(
     ("tree", "dynamic"),
-    [(Tree(range(3)), None), (FORKED, None), (Tree(range(4)), Size(15, 4))],
+    [(Shape(range(3)), None), (FORKED, None), (Shape(range(4)), Size(15, 4))],
     ids=["chain", "tree", "dynamic"],
 )
 
 
-def check_stages(backend: Any, tree: Tree, dynamic: Size | None = None) -> None:
+def check_stages(backend: Any, tree: Shape, dynamic: Size | None = None) -> None:
     """Every stage of a chained round writes on the device what its twin writes on the host.
 
     In the last turn, on a rank that does not draft.

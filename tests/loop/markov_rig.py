@@ -11,7 +11,7 @@ import numpy as np
 from mpissd.common.rounds import Request, Source
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
 from mpissd.engine.round.draft import DraftPolicy
 
@@ -35,7 +35,7 @@ class Pair:
     backup: str = "jit"
     backup_lookahead: int | None = None
     is_inline: bool = False
-    tree: Tree = CHAIN
+    tree: Shape = CHAIN
 
     @property
     def K(self) -> int:

@@ -15,7 +15,7 @@ import pytest
 from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Control, Source, Speculation
 from mpissd.engine.law import sampling
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.oracle import sampled as oracle
 from tests.loop.choices import Name
 from tests.loop.enumeration import EXACT, Case, Decoding, Judged, Rows, Watched, enumerate_
@@ -23,7 +23,7 @@ from tests.loop.markov_rig import Pair
 
 SD, SSD = Pair("sd"), Pair("ssd")
 SMALL = Pair("ssd", vocab=3)
-FORKED = Tree((0, 0, 1, 1))
+FORKED = Shape((0, 0, 1, 1))
 
 
 def by_past(decoding: Decoding) -> Control:
@@ -74,7 +74,7 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         {(CACHE, 2), (JIT, 2)},
     ),
     "a tree": (Case(replace(SD, tree=FORKED)), {(JIT, 4)}),
-    "a bush": (Case(replace(SD, vocab=3, tree=Tree((0, 0, 0, 1, 1, 2)))), {(JIT, 6)}),
+    "a bush": (Case(replace(SD, vocab=3, tree=Shape((0, 0, 0, 1, 1, 2)))), {(JIT, 6)}),
     "a tree, every distribution lost": (
         Case(replace(SD, vocab=3, tree=FORKED), confirms=lambda decoding: False),
         {(JIT, 4)},
@@ -286,7 +286,7 @@ def siblings_alike(purpose: Purpose) -> Callable[[Name], Name]:
     return lambda name: (*name[:2], name[2] & ~1) if name[0] == purpose else name
 
 
-TREE = replace(SD3, tree=Tree((0, 0, 1, 1)))
+TREE = replace(SD3, tree=Shape((0, 0, 1, 1)))
 BRANCHED = replace(SSD3, tree=TREE.tree)
 WARY = Case(SD3, tamper=wary, remembers=lambda decoding: decoding.last_q)
 

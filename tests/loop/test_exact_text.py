@@ -9,7 +9,7 @@ import pytest
 
 from mpissd.common.rounds import Source
 from mpissd.engine import RunConfig
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import deviation, joint_law
 from tests.loop.text_rig import TextPair, text_workers
@@ -18,7 +18,7 @@ from tests.tiny_pair import tiny_pair
 
 V = 4
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
-FORKED, SMALL = Tree((0, 0, 1, 1)), Tree((0, 0, 1))
+FORKED, SMALL = Shape((0, 0, 1, 1)), Shape((0, 0, 1))
 PENALTIES = ((2, -1.0), (3, 0.7)), 0.9, 0.6  # bias, presence, frequency
 
 
@@ -56,7 +56,7 @@ def enumerated(pair: TextPair, count: int = 3) -> Found:
         ({"top_p": 0.7}, {CACHE, JIT}),
         ({"backup": "fast"}, {CACHE, FAST}),
         ({"mode": "sd", "tree": FORKED, "top_p": 0.8}, {JIT}),
-        ({"tree": Tree((0, 0)), "lookahead": 1}, {CACHE, JIT}),
+        ({"tree": Shape((0, 0)), "lookahead": 1}, {CACHE, JIT}),
         ({"penalties": PENALTIES}, {CACHE, JIT}),
         ({"penalties": PENALTIES, "mode": "sd", "tree": SMALL}, {JIT}),
     ],
@@ -101,8 +101,8 @@ def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
     assert enumerated(replace(base, top_p=0.7, wrong_top_p=1.0)).bias > 0.01
 
 
-@pytest.mark.parametrize("tree", [Tree((0, 1)), SMALL])
-def test_penalties_that_forget_the_draft_s_tokens_are_found(base: TextPair, tree: Tree) -> None:
+@pytest.mark.parametrize("tree", [Shape((0, 1)), SMALL])
+def test_penalties_that_forget_the_draft_s_tokens_are_found(base: TextPair, tree: Shape) -> None:
     forgets = {"penalties": PENALTIES, "forgets_drafts": True, "mode": "sd", "tree": tree}
     assert enumerated(replace(base, **forgets)).bias > 0.01  # type: ignore[arg-type]
 

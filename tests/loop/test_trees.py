@@ -13,7 +13,7 @@ from mpissd.engine import Decoder, RunConfig
 from mpissd.engine import job as jobs
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.law.fanout import key_chances
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.lab.measure.beside import rival
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.simulation import expected
@@ -41,7 +41,7 @@ def decode(pair: TinyPair, **flags: Any) -> tuple[dict[int, list[int]], Any]:
 
 
 TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
-    lambda of: Tree([min(number, n) for n, number in enumerate(sorted(of))])
+    lambda of: Shape([min(number, n) for n, number in enumerate(sorted(of))])
 )
 
 
@@ -54,14 +54,14 @@ TREES = st.lists(st.integers(0, 14), min_size=1, max_size=15).map(
     fans=st.integers(1, 4),
 )
 def test_any_tree_decodes_as_the_target_alone(
-    pair: TinyPair, tree: Tree, batch: int, drafts: int, chains: bool, fans: int
+    pair: TinyPair, tree: Shape, batch: int, drafts: int, chains: bool, fans: int
 ) -> None:
     """And with branches it accepts what it accepts without: the keys and values of each are its
     own."""
     told: dict[str, Any] = {"prompt_ids": "1,2,3;4,5;6,7,8;9", "batch_size": batch}
     tokens, rounds = decode(pair, mode="ar", **told)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "shape", lambda *_: tree)
+        patch.setattr(jobs, "best_shape", lambda *_: tree)
         patch.setattr(NumpyBackend, "chains", chains)
         told |= {"lookahead": tree.depth, "tree": 1}
         found = decode(pair, mode="sd", num_drafts=drafts, **told)
@@ -84,7 +84,7 @@ def test_imposed_tokens_are_accepted_by_their_laws(flags: dict[str, Any], batch:
     accepted = [float(of.records.sequences()[:, 3].mean()) for of in found]
     assert accepted[2] > 1.1 * accepted[1] and accepted[2] == accepted[3]
     own, hits = found[3].job, found[3].records.sequences()[batch:, 6].mean()
-    chances = key_chances(own.tree, own.acceptance[Source.JIT].hazards, own.hit_law, 20)
+    chances = key_chances(own.shape, own.acceptance[Source.JIT].hazards, own.hit_law, 20)
     wanted = sum(of[count] for of, count in zip(chances, own.fan_out, strict=True))
     assert "recording" in flags or abs(hits - wanted) < 0.08
     job = found[2].job

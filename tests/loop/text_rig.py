@@ -3,7 +3,7 @@
 import json
 from collections import abc
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpissd.common.rounds import Request, Sampling
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
+from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law import sampling
 from mpissd.engine.law.tree import BranchLayout
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
@@ -201,17 +202,18 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     drafter = WatchedText(
         draft, pair.seed, pair.K, pair.fans,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
-        tree=pair.tree, grammars=GrammarStates(grammars, forces=pair.forces),
+        shape=pair.tree, grammars=GrammarStates(grammars, forces=pair.forces),
     )  # fmt: skip
     judge = JudgedText(
-        target, pair.seed, samples=True, draft_ids=pair.ids, tree=pair.tree,
+        target, pair.seed, samples=True, draft_ids=pair.ids, shape=pair.tree,
         grammars=GrammarStates(grammars, forces=pair.forces),
     )  # fmt: skip
     judge.forgets_path = pair.forgets_path
     judge.forgets_drafts = pair.forgets_drafts
     judge.wrong_top_p = pair.wrong_top_p
-    layout = None
-    if pair.mode == "ssd" and pair.tree.num_lanes:
-        layout = BranchLayout(pair.tree, pair.fans.after_hit)
-    places = Placement()
-    return DraftWorker(draft, drafter, places, layout), TargetWorker(target, judge, places)
+    batches = None if pair.tree.is_chain else TreeBatch
+    places = Placement(batches=batches)
+    if batches is not None and pair.mode == "ssd":
+        batches = partial(TreeBatch, layout=BranchLayout(pair.tree, pair.fans.after_hit))
+    drafts = DraftWorker(draft, drafter, Placement(batches=batches))
+    return drafts, TargetWorker(target, judge, places)

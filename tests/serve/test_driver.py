@@ -91,7 +91,7 @@ def served(
     job = loops.job
     stop_ids = job.workload.stop_ids  # type: ignore[attr-defined]
     scheduler = Scheduler(room_of(loops), Endings(*stop_ids))
-    told: Any = {"times": times, "goodput": goodput, "clock": clock, "tree": job.tree}
+    told: Any = {"times": times, "goodput": goodput, "clock": clock, "shape": job.shape}
     driver = Driver(scheduler, mail, "", job.lookahead, **told)
     while not mail.is_over or scheduler.num_waiting or scheduler.running or scheduler._ended:
         driver.wait(1.0)

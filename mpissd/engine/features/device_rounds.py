@@ -12,6 +12,7 @@ arrived; the plan of the round comes later.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
+from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.job import Job
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
@@ -55,8 +57,8 @@ def chained_forwards(
         return None
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
     verifies: Any = target.stepper
-    tree = job.tree if job.tree.num_lanes else Tree(range(job.lookahead))
-    return DeviceRounds(drafts, verifies, job.config.batch_size, tree, job.dynamic)
+    shape = Shape(range(job.lookahead)) if job.shape.is_chain else job.shape
+    return DeviceRounds(drafts, verifies, job.config.batch_size, shape, job.dynamic)
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
@@ -118,7 +120,7 @@ class DeviceSpeculator(InlineSpeculator):
     def launched(self) -> None:
         """Counts the tokens of this round's drafts as stored in the draft's KV cache."""
         if self._drafter.worker.placement is not None:
-            self._drafter.batch.grow(self._forwards.stored, has_leaves=False)
+            _count_stored(self._drafter.batch, self._forwards.stored, has_leaves=False)
 
     def close(self, speculation: Speculation, accepted: Ints) -> None:
         """Records a round that is over, with its drafted tokens (speculation), and how many of each
@@ -128,7 +130,7 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
         if self._forwards.sheet.dynamic:  # the draft may lack the last accepted token
             batch = drafter.batch
-            batch.hold_back(batch.slots, batch.last() + np.maximum(accepted, 0))
+            batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
         drafter.start_round(speculation)
         drafter.close_round(speculation)
 
@@ -196,7 +198,7 @@ class DeviceTarget(TargetWorker):
         branches = None if self._draft is None else self._draft.branches
         if not self._was_ahead:
             self._start(round_, last + ahead, lambda: self._forced(branches))
-        self._batch.grow(forwards.stored + 1, has_leaves=True)
+        _count_stored(self._batch, forwards.stored + 1, has_leaves=True)
         if self._draft is not None:
             self._draft.launched()
         if forwards.goes_ahead:  # the next round may begin before the host knows this one's outcome
@@ -221,9 +223,9 @@ class DeviceTarget(TargetWorker):
                 drafted.num_draft[...] = forwards.nodes
                 drafted.tokens[...] = branches.tokens
             self._imposed = self.oracle.judge(batch, drafted, Speculator().proposal)
-            emitted += forwards.tree.depths[self._imposed[0]]
+            emitted += forwards.shape.depths[self._imposed[0]]
         assert isinstance(self.stepper, Stepper)
-        if int(batch.room(self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
+        if int(_room(batch, self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
             return None
         limits = map(self._limit, batch.ids.tolist())
         if any(limit is not None and n >= limit for n, limit in zip(emitted, limits, strict=True)):
@@ -296,9 +298,36 @@ class DeviceTarget(TargetWorker):
         to that round, whose real beginning does so again."""
         if self._imposed is None:
             return None
-        batch = self._batch.after(*self._imposed)
+        batch = _after(self._batch, *self._imposed)
         self.oracle.begin_round(batch, ())
         if self._draft is None:
             return None
         self._draft.oracle.begin_round(batch, ())
         return self._draft.oracle.restart(batch, range(len(batch)), Source.JIT)
+
+
+def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:
+    """Returns the batch as it will be after a round with this outcome, without changing it."""
+    following = copy(batch)
+    following.lengths = batch.lengths + batch.shape.depths[accepted] + 1
+    following.last_tokens = bonus
+    return following
+
+
+def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
+    """Counts `count` tokens from each sequence's last one on as stored by the device, which also
+    copies accepted paths of a tree itself. has_leaves: whether it stores nodes without children."""
+    last = batch.last()
+    assert (batch.filled[batch.slots] >= last - 1).all(), "tokens after some that are missing"
+    batch.fill(batch.slots, last + count)
+    if isinstance(batch, TreeBatch):
+        batch.leave_moves(has_leaves=has_leaves)
+
+
+def _room(batch: Batch, capacity: int) -> Index:
+    """Returns how many positions follow each sequence's last token, [b], before the `capacity` of
+    its slot ends, or its positions begin again."""
+    assert batch.placement is not None, "positions without a cache"
+    room = capacity - 1 - batch.last()
+    window = batch.placement.window
+    return room if window is None else np.minimum(room, window - 1 - (batch.lengths - 1) % window)

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpissd.common.rounds import Event, Ints, Outcome, Source, Speculation
-from mpissd.engine.law.fanout import FanOuts
+from mpissd.common.rounds import Event, Outcome, Source, Speculation
 from mpissd.engine.round.branches import SpeculationCache
-
-
-class _Lookup(NamedTuple):
-    """An outcome that was looked up in the speculation cache. branches: by live sequence, the index
-    of the branch that it hit, or None. ranks: by branch, the rank of its bonus token among the
-    candidates (None: there were no branches)."""
-
-    outcome: Outcome
-    branches: Sequence[int | None]
-    ranks: Ints | None
-    fan_outs: FanOuts
 
 
 class RankCounts:
@@ -32,30 +20,26 @@ class RankCounts:
     def __init__(self) -> None:
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._served: Speculation | None = None
-        self._lookup: _Lookup | None = None
+
+    def served(self, speculation: Speculation) -> None:
+        """Notes the drafted tokens that the target verifies now."""
+        self._served = speculation
 
     def looked_up(
-        self, outcome: Outcome, branches: Sequence[int | None], cache: SpeculationCache
+        self, outcome: Outcome, found: Sequence[int | None], cache: SpeculationCache
     ) -> None:
-        """Notes an outcome, and by live sequence the branch in the cache that it hit, or None."""
-        ranks = None if cache.branches is None else cache.branches.ranks
-        self._lookup = _Lookup(outcome, branches, ranks, cache.fan_outs)
-
-    def count(self, speculation: Speculation) -> None:
-        """Counts the outcome that was looked up last, whose answer is `speculation`."""
+        """Counts the outcome of verifying the served tokens. found: by live sequence, the index of
+        the branch in the cache that was grown for the outcome, or None."""
         served = self._served
-        self._served = speculation
-        if served is None or self._lookup is None:
+        if served is None or cache.branches is None:
             return
-        outcome, branches, ranks, fan_outs = self._lookup
-        if ranks is None:
-            return
+        ranks = cache.branches.ranks
         # Committed sequences come first among the live ones.
         rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
         columns = (served.source[rows], served.num_draft[rows], outcome.num_accepted[rows])
-        sequences = zip(branches, *(column.tolist() for column in columns), strict=False)
+        sequences = zip(found, *(column.tolist() for column in columns), strict=False)
         for branch, source, drafted, k in sequences:
-            limit = fan_outs.behind(source)[k]
+            limit = cache.fan_outs.behind(source)[k]
             if limit and source != Source.FAST:
                 rank = 0 if branch is None else int(ranks[branch]) + 1
                 self._counts[k == drafted, limit, rank] += 1

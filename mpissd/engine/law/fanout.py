@@ -23,7 +23,7 @@ from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.rounds import Ints, Source
 from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import HitLaw
-from mpissd.engine.law.tree import Tree, positional
+from mpissd.engine.law.tree import Shape, positional
 
 # The largest allowed ΣF_k of a sequence: more than any run uses, and still planned within 0.1 s.
 MAX_BRANCHES = 4096
@@ -108,7 +108,7 @@ def optimal_fan_out(
 
 
 def tree_fan_out(
-    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, budget: int
+    tree: Shape, hazards: Sequence[float], hit_law: HitLaw, budget: int
 ) -> tuple[int, ...]:
     """Returns F_n, the number of bonus candidates after each node n of a draft tree: the whole
     numbers with ΣF_n ≤ budget for the most cache hits. Raises ConfigError if no candidate hits."""
@@ -120,7 +120,7 @@ def tree_fan_out(
 
 
 def key_chances(
-    tree: Tree, hazards: Sequence[float], hit_law: HitLaw, largest: int
+    tree: Shape, hazards: Sequence[float], hit_law: HitLaw, largest: int
 ) -> list[NDArray[np.float64]]:
     """Returns, for each node n of a draft tree, P(the accepted path ends at n, and the bonus token
     is one of its F candidates) for F = 0 … largest. With n at depth d, the path ends there and the

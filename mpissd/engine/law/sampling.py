@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.errors import ProtocolError
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 
 Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # a distribution [V] as it is sent; its sum need not be exactly 1
@@ -173,7 +173,7 @@ def judge(
     coins: Sequence[float],
     u: float,
     ids: NDArray[np.int32] | None = None,
-    tree: Tree = CHAIN,
+    shape: Shape = CHAIN,
 ) -> tuple[int, int]:
     """Verifies one sequence of drafted tokens; returns (the tree node k at which the accepted path
     ends, the bonus token t*). In a chain, k is the number of accepted tokens.
@@ -192,7 +192,7 @@ def judge(
     node = 0
     while True:
         row = p(node)
-        for child in tree.children[node]:
+        for child in shape.children[node]:
             if (i := child - 1) >= len(tokens):
                 continue
             token = tokens[i]

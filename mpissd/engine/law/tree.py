@@ -29,7 +29,7 @@ MOST_NODES = 256
 MOST_CHILDREN = 16
 
 
-class Tree:
+class Shape:
     """The shape of a draft. parents: the parent of each of the nodes 1 … N, ascending.
 
     Attributes indexed by node, from 0: children, the likeliest one first; paths, the columns (node
@@ -69,6 +69,7 @@ class Tree:
         self.lines: list[Index] = [np.searchsorted(inner, above[level]) for inner, level in pairs]
         self.lanes, self.forks, self.spans = lay_out(parents, self.depths, count)
         self.num_lanes = _count(self.lanes, self.spans)
+        self.is_chain = not self.num_lanes
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
         """Returns the node at which a greedy target stops. drafts: the drafted tokens; best[at[n]]:
@@ -87,6 +88,8 @@ class Tree:
     def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
         """Converts a verified round with this tree to one with chains: each sequence keeps the
         tokens of its accepted path, and the outcome holds their number instead of a node."""
+        if self.is_chain:
+            return speculation, outcome
         rows = outcome.rows.copy()
         nodes = outcome.num_accepted.tolist()
         rows[:, 3] = self.depths[nodes]
@@ -121,17 +124,17 @@ class BranchLayout:
 
     Places number the stored tokens: first the tree's nodes, then, of each branch, the `size` nodes
     that have children (the draft reads no others). Attributes indexed by place: depths, lanes,
-    spans and forks, as in Tree; all branches are in scratch lanes. Attributes indexed by node:
+    spans and forks, as in Shape; all branches are in scratch lanes. Attributes indexed by node:
     firsts, the place of the node's first branch; inner, the node's index among a branch's places.
     A branch of a parallel draft is stored as a chain: its first token, then `masks` mask tokens.
     """
 
-    def __init__(self, tree: Tree, fan_out: Sequence[int], masks: int = 0) -> None:
+    def __init__(self, tree: Shape, fan_out: Sequence[int], masks: int = 0) -> None:
         count = len(tree.children)
         nodes = [node for node, children in enumerate(tree.children) if children]
         branch = tree
         if masks:
-            branch = Tree(range(masks))
+            branch = Shape(range(masks))
             nodes = list(range(masks + 1))
         self.size = len(nodes)
         self.inner = np.full(len(branch.children), -1)
@@ -176,7 +179,7 @@ def _count(lanes: Index, spans: Index) -> int:
     return int((lanes + spans).max()) if (lanes >= 0).any() else 0
 
 
-CHAIN = Tree(range(MOST_NODES))
+CHAIN = Shape(range(MOST_NODES))
 
 
 Levels = tuple[tuple[float, ...], ...]
@@ -199,12 +202,14 @@ def positional(
 
 
 @lru_cache(maxsize=256)
-def shape(nodes: int, hazards: tuple[float, ...], hit_law: HitLaw, levels: Levels = ()) -> Tree:
+def best_shape(
+    nodes: int, hazards: tuple[float, ...], hit_law: HitLaw, levels: Levels = ()
+) -> Shape:
     """Returns the tree of at most `nodes` tokens with the longest accepted path by these laws."""
     return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN), levels))
 
 
-def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
+def optimal(nodes: int, law: NDArray[np.float64]) -> Shape:
     """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
 
     law: [K, R] from `positional`; K limits the depth and R the children of a node. In the dynamic
@@ -239,4 +244,4 @@ def optimal(nodes: int, law: NDArray[np.float64]) -> Tree:
                 following.append((first + len(following), size - 1))
                 left -= size
         level = following
-    return Tree(parents)
+    return Shape(parents)

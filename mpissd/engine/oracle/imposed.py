@@ -19,7 +19,7 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.workload import Workload, laws_label
 from mpissd.engine.round.branches import Branches
@@ -76,18 +76,18 @@ class Stream:
         + depths [m] tokens Y of batch rows `rows` [n]."""
         raise NotImplementedError
 
-    def nodes(self, tree: Tree, rows: Index, ahead: Index | int = 0) -> Ints:
+    def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
         """Returns the tokens of drafted trees [n, N], after ahead [n] tokens Y of batch rows `rows`
         [n]. Beyond the accepted path none equals Y."""
-        return self.ranked(rows, tree.depths[1:] - 1, tree.ranks[1:], ahead)
+        return self.ranked(rows, shape.depths[1:] - 1, shape.ranks[1:], ahead)
 
     def after(
-        self, speculation: Speculation, tree: Tree, rows: Index, nodes: Ints, ranks: Ints
+        self, speculation: Speculation, shape: Shape, rows: Index, nodes: Ints, ranks: Ints
     ) -> Ints:
         """Returns the bonus candidates [n, m] of batch rows `rows` [n] after nodes [m] of the
         served tree, by rank [m] among the tokens that are not the node's children."""
-        taken: Index = np.array([len(children) for children in tree.children])
-        return self.ranked(rows, tree.depths[nodes], taken[nodes] + ranks)
+        taken: Index = np.array([len(children) for children in shape.children])
+        return self.ranked(rows, shape.depths[nodes], taken[nodes] + ranks)
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
         """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` only."""
@@ -306,8 +306,8 @@ class Imposed(Oracle):
 class ImposedTarget(Imposed, TargetOracle):
     """Accepts the drafted tokens that equal the stream's tokens Y."""
 
-    def __init__(self, stream: Stream, tree: Tree = CHAIN) -> None:
-        super().__init__(tree)
+    def __init__(self, stream: Stream, shape: Shape = CHAIN) -> None:
+        super().__init__(shape)
         self._stream = stream
         self._ahead: Index = np.arange(stream.lookahead + 1, dtype=np.int64)
 
@@ -318,18 +318,18 @@ class ImposedTarget(Imposed, TargetOracle):
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
         """Compares the drafted tokens with Y; returns (num_accepted, bonus), both int32 [b]."""
-        tree = self.tree
+        shape = self.shape
         drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
             tokens = self._stream.row(len(self._ahead))
             count = int(speculation.num_draft[0])
-            node = tree.walk(drafts[0].tolist(), tokens, tree.levels, count)
-            return np.array([node], np.int32), np.array([tokens[tree.levels[node]]], np.int32)
+            node = shape.walk(drafts[0].tolist(), tokens, shape.levels, count)
+            return np.array([node], np.int32), np.array([tokens[shape.levels[node]]], np.int32)
         true = self._stream.true(self._ahead)  # [b, K+1]
-        if tree.num_lanes:
+        if not shape.is_chain:
             rows = zip(drafts.tolist(), true.tolist(), speculation.num_draft.tolist(), strict=True)
-            nodes = np.array([tree.walk(row, best, tree.levels, n) for row, best, n in rows])
-            return nodes.astype(np.int32), true[np.arange(len(nodes)), tree.depths[nodes]]
+            nodes = np.array([shape.walk(row, best, shape.levels, n) for row, best, n in rows])
+            return nodes.astype(np.int32), true[np.arange(len(nodes)), shape.depths[nodes]]
         accepted = count_accepted(speculation.tokens, true, speculation.num_draft)
         row_starts = np.arange(0, true.size, len(self._ahead))
         return accepted, true.reshape(-1).take(row_starts + accepted)
@@ -338,9 +338,9 @@ class ImposedTarget(Imposed, TargetOracle):
 class ImposedDraft(Imposed, DraftOracle):
     """Takes drafted tokens and bonus candidates from a stream's tables."""
 
-    def __init__(self, stream: Stream, num_tokens: int = 1, tree: Tree = CHAIN) -> None:
+    def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
         """num_tokens: how many tokens a forward drafts (Medusa: all K)."""
-        super().__init__(stream.lookahead, tree)
+        super().__init__(stream.lookahead, shape)
         self._stream = stream
         self._num_tokens = num_tokens
         # By (fan-out, batch size), of all rows' branches: batch row, node and rank.
@@ -365,13 +365,13 @@ class ImposedDraft(Imposed, DraftOracle):
     ) -> tuple[Index, Ints, Ints, Ints, Ints]:
         """Returns the arguments rows, nodes, ranks, first and tokens of Batch.grown_ahead, for the
         branches of batch rows `rows` (None: all)."""
-        tree = self.tree
+        shape = self.shape
         chosen = np.arange(len(speculation.rows)) if rows is None else rows
-        if tree.num_lanes:
+        if not shape.is_chain:
             node, rank = lanes_of(fan_out)
-            candidates = self._stream.after(speculation, tree, chosen, node, rank)
-            ahead = np.tile(tree.depths[node] + 1, len(chosen))
-            tokens = self._stream.nodes(tree, np.repeat(chosen, len(node)), ahead)
+            candidates = self._stream.after(speculation, shape, chosen, node, rank)
+            ahead = np.tile(shape.depths[node] + 1, len(chosen))
+            tokens = self._stream.nodes(shape, np.repeat(chosen, len(node)), ahead)
         else:
             candidates, tokens = self._stream.grown(speculation, fan_out, rows)
         key = fan_out, len(candidates)
@@ -387,9 +387,9 @@ class ImposedDraft(Imposed, DraftOracle):
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         chosen = np.asarray(rows, np.int64)
         stream = self._stream
-        is_tree = self.tree.num_lanes
-        drafts = stream.nodes(self.tree, chosen) if is_tree else stream.restarts(source, chosen)
-        return batch.restarted(chosen, drafts)
+        if self.shape.is_chain:
+            return batch.restarted(chosen, stream.restarts(source, chosen))
+        return batch.restarted(chosen, stream.nodes(self.shape, chosen))
 
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
         for branches in grown:
@@ -435,7 +435,7 @@ class GemmWorkload(Workload):
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         stream = TokenStream(job.config.seed, self.vocab, job.config.batch_size, job.lookahead)
-        return ImposedTarget(stream, job.tree)
+        return ImposedTarget(stream, job.shape)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job = self.job
@@ -443,7 +443,7 @@ class GemmWorkload(Workload):
         stream = DraftStream(
             config.seed, self.vocab, config.batch_size, job.acceptance, job.hit_law, job.widest
         )
-        return ImposedDraft(stream, job.tokens_a_forward, job.tree)
+        return ImposedDraft(stream, job.tokens_a_forward, job.shape)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)

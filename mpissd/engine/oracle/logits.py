@@ -18,7 +18,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
@@ -63,7 +63,7 @@ class LogitsTarget(SampledTarget):
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
         keeps_logits: bool = False,
-        tree: Tree = CHAIN,
+        shape: Shape = CHAIN,
         gather: LogitsGather | None = None,
         grammars: GrammarStates | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class LogitsTarget(SampledTarget):
         the draft knows (None: all). widths: columns of the LM head by target rank. keeps_logits:
         whether a learner reads them. gather: collects logits of T > 1 ranks (None: T = 1).
         """
-        super().__init__(seed, tree)
+        super().__init__(seed, shape)
         self._stepper = stepper
         self._samples = samples
         self._draft_ids = draft_ids
@@ -124,12 +124,12 @@ class LogitsTarget(SampledTarget):
             return None
         count = len(sequence.served)
         rows = range(start, start + count + 1)
-        node = self.tree.walk(sequence.served, self._best, rows, count)
+        node = self.shape.walk(sequence.served, self._best, rows, count)
         return node, self._best[start + node]
 
     def _judge_all(self, cases: Sequence[Case]) -> list[tuple[int, int]]:
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
-        if draws is None or self._gather is not None or self.tree.num_lanes:
+        if draws is None or self._gather is not None or not self.shape.is_chain:
             return super()._judge_all(cases)
         settings = [case.sequence.request.sampling for case in cases]
         is_drawn = [s.top_p >= 1 and not (s.adjusts or s.grammar) for s in settings]
@@ -145,7 +145,7 @@ class LogitsTarget(SampledTarget):
         start = 0
         for row, sequence in enumerate(batch.sequences):
             if (count := sequence.request.sampling.logprobs) is not None:
-                path = self.tree.paths[accepted[row]]
+                path = self.shape.paths[accepted[row]]
                 tokens = [*sequence.path(path), int(bonus[row])]
                 logprobs[row] = []
                 for node, token in zip([-1, *path], tokens, strict=True):
@@ -162,7 +162,7 @@ class LogitsTarget(SampledTarget):
         forced = dict[int, list[int]]()
         for row, sequence in enumerate(batch.sequences if self._grammars.forces else ()):
             if (grammar := self._grammars.of(sequence)) is not None:
-                path = sequence.path(self.tree.paths[accepted[row]])
+                path = sequence.path(self.shape.paths[accepted[row]])
                 forced[row] = grammar.forced([*sequence.answer, *path, int(bonus[row])])
         return forced
 
@@ -194,7 +194,7 @@ class LogitsTarget(SampledTarget):
 
     def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
         """Returns the tokens of the answer up to a node of the draft."""
-        return sequence.answer + sequence.path(self.tree.paths[node])
+        return sequence.answer + sequence.path(self.shape.paths[node])
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
@@ -250,14 +250,14 @@ class LogitsDraft(SampledDraft):
         lookup: str = "prompt",
         heads: int | None = None,
         masks: int = 0,
-        tree: Tree = CHAIN,
+        shape: Shape = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
         """stepper: the draft's forwards. ids: the tokens that it knows, rising (None: all). lookup:
         the kind of a fast backup. heads: the tokens that a forward drafts, of a draft that reads
         the target's hidden states; None: of a draft model, which drafts one, or with mask tokens
         1 + masks."""
-        super().__init__(seed, lookahead, fan_outs, tree)
+        super().__init__(seed, lookahead, fan_outs, shape)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
         self._ids = ids
@@ -284,7 +284,7 @@ class LogitsDraft(SampledDraft):
                 if grammar is None:
                     yield best[row]
                 else:
-                    path = sequence.path(self.tree.paths[node])
+                    path = sequence.path(self.shape.paths[node])
                     logits = self._stepper.logits([row])[0]
                     logits = grammar.masked(logits, [*sequence.answer, *path], self._ids)
                     ranked = sampling.largest(logits, count).tolist()
@@ -311,7 +311,7 @@ class LogitsDraft(SampledDraft):
             start = first_row + level * num_rows * (num_heads > 1)
             parts = list[Ints]()
             for branches in grown:
-                nodes = len(branches.tree.inner[branches.steps])
+                nodes = len(branches.shape.inner[branches.steps])
                 if self._masks:  # a branch has a row for each level
                     of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
                     parts.append(np.repeat(of_branch, nodes))
@@ -540,7 +540,7 @@ class TextWorkload(Workload):
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
             keeps_logits=job.config.learners > 0,
-            tree=job.tree,
+            shape=job.shape,
             gather=gather,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
@@ -560,7 +560,7 @@ class TextWorkload(Workload):
             lookup=config.lookup,
             heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
             masks=job.masks,
-            tree=job.tree,
+            shape=job.shape,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
 

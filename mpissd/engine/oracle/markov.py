@@ -22,7 +22,7 @@ from mpissd.common.rng import Purpose, stream, uniforms
 from mpissd.common.rounds import Ints, Request, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.sampled import DrawState, Proposal, SampledDraft, SampledTarget
 from mpissd.engine.oracle.workload import Workload
@@ -70,12 +70,12 @@ class MarkovModel:
 
 
 def trunk(
-    model: MarkovModel, tokens: Sequence[int], served: Sequence[int], tree: Tree
+    model: MarkovModel, tokens: Sequence[int], served: Sequence[int], shape: Shape
 ) -> list[tuple[int, ...]]:
     """Returns the model's context after each node of a draft: after the sequence's `tokens` (node
     0), and after each of its drafted tokens (served), which are nodes of `tree`."""
     contexts = [model.context(tokens)]
-    for token, parent in zip(served, tree.parents, strict=False):
+    for token, parent in zip(served, shape.parents, strict=False):
         contexts.append(model.context((*contexts[parent], token)))
     return contexts
 
@@ -136,9 +136,9 @@ class MarkovDraft(SampledDraft):
     """Samples drafted tokens from the draft model, and predicts bonus tokens with it."""
 
     def __init__(
-        self, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts, tree: Tree = CHAIN
+        self, laws: MarkovLaws, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN
     ) -> None:
-        super().__init__(laws.seed, lookahead, fan_outs, tree)
+        super().__init__(laws.seed, lookahead, fan_outs, shape)
         self._laws = laws
         self.copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
@@ -147,7 +147,7 @@ class MarkovDraft(SampledDraft):
 
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
         for sequence in batch.sequences:
-            for context in trunk(self._laws.draft, sequence.tokens, sequence.served, self.tree):
+            for context in trunk(self._laws.draft, sequence.tokens, sequence.served, self.shape):
                 yield sampling.largest(self._laws.draft.logits(context), count).tolist()
 
     def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class MarkovDraft(SampledDraft):
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
         logits = self._laws.draft.logits(states[n].context)
-        ranked: list[int] = sampling.largest(logits, self.tree.width).tolist()
+        ranked: list[int] = sampling.largest(logits, self.shape.width).tolist()
         return ranked
 
     def _follow(self, state: DrawState, token: int) -> None:
@@ -173,8 +173,8 @@ class MarkovDraft(SampledDraft):
 class MarkovTarget(SampledTarget):
     """Verifies drafts by rejection sampling with the target model, or greedily at temperature 0."""
 
-    def __init__(self, laws: MarkovLaws, tree: Tree = CHAIN) -> None:
-        super().__init__(laws.seed, tree)
+    def __init__(self, laws: MarkovLaws, shape: Shape = CHAIN) -> None:
+        super().__init__(laws.seed, shape)
         self._laws = laws
         self._contexts: list[tuple[int, ...]] = []  # by row of the forward
 
@@ -188,7 +188,7 @@ class MarkovTarget(SampledTarget):
         self._contexts = [
             context
             for sequence in batch.sequences
-            for context in trunk(model, sequence.tokens, sequence.served, self.tree)
+            for context in trunk(model, sequence.tokens, sequence.served, self.shape)
         ]
         return super().judge(batch, speculation, proposals)
 
@@ -244,8 +244,8 @@ class MarkovWorkload(Workload):
         super().check()
         job = self.job
         batch = job.config.batch_size
-        if job.tree.width > self.vocab:
-            asked = f"tree={job.config.tree}: {job.tree.width} children of a node"
+        if job.shape.width > self.vocab:
+            asked = f"tree={job.config.tree}: {job.shape.width} children of a node"
             raise ConfigError(f"{asked}: allowed: at most vocab={self.vocab}")
         size = 4 * batch * job.num_nodes * self.vocab
         if self.samples and size > _MOST_ROW_BYTES:
@@ -256,10 +256,10 @@ class MarkovWorkload(Workload):
             )
 
     def target_oracle(self, stepper: Forwards) -> MarkovTarget:
-        return MarkovTarget(self.laws, self.job.tree)
+        return MarkovTarget(self.laws, self.job.shape)
 
     def draft_oracle(self, stepper: Forwards) -> MarkovDraft:
-        return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs, self.job.tree)
+        return MarkovDraft(self.laws, self.job.lookahead, self.job.fan_outs, self.job.shape)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         ids = range(first_id, first_id + count)

@@ -30,7 +30,7 @@ from mpissd.common.output import whole_file
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.law.fanout import lanes_of
 from mpissd.engine.law.lookup import make_lookup
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.oracle.workload import Workload, laws_label
@@ -318,25 +318,25 @@ class RecordedDraft(RecordedStream):
         origin = (self._origin[rows] + ahead)[:, None]
         return self._top.take((origin + depths) * self._width + ranks)
 
-    def nodes(self, tree: Tree, rows: Index, ahead: Index | int = 0) -> Ints:
+    def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
         if self._levels is None:
-            return super().nodes(tree, rows, ahead)
+            return super().nodes(shape, rows, ahead)
         origin = (self._origin[rows] + ahead)[:, None]
-        drafts: Ints = self._levels[origin, tree.depths[1:] - 1, tree.ranks[1:]]
+        drafts: Ints = self._levels[origin, shape.depths[1:] - 1, shape.ranks[1:]]
         return drafts
 
     def after(
-        self, speculation: Speculation, tree: Tree, rows: Index, nodes: Ints, ranks: Ints
+        self, speculation: Speculation, shape: Shape, rows: Index, nodes: Ints, ranks: Ints
     ) -> Ints:
         if self._levels is None:
-            return super().after(speculation, tree, rows, nodes, ranks)
+            return super().after(speculation, shape, rows, nodes, ranks)
         # The children of a node have marginals' ranks, which differ from those of `top`.
-        children = np.full((len(nodes), tree.width), -1)
+        children = np.full((len(nodes), shape.width), -1)
         for n, node in enumerate(nodes.tolist()):
-            children[n, : len(tree.children[node])] = tree.children[node]
+            children[n, : len(shape.children[node])] = shape.children[node]
         served = speculation.tokens[rows][:, children - 1]
         served[:, children < 0] = -1
-        top = self._top[self._origin[rows][:, None] + tree.depths[nodes]]
+        top = self._top[self._origin[rows][:, None] + shape.depths[nodes]]
         is_served = (top[..., None] == served[:, :, None]).any(axis=-1)
         order = np.argsort(is_served, axis=-1, kind="stable")  # the served ones last
         places = order[:, np.arange(len(nodes)), ranks]
@@ -408,8 +408,8 @@ class ReplayWorkload(Workload):
         if job.fan_out:
             fan_out = f"fan_out={job.config.fan_out}: {job.widest} candidates a row"
             wanted.append((fan_out, job.widest, recording.widest))
-        tree = f"tree={job.config.tree}: {job.tree.width} children of a node"
-        wanted.append((tree, job.tree.width, recording.widest + 1))
+        asked = f"tree={job.config.tree}: {job.shape.width} children of a node"
+        wanted.append((asked, job.shape.width, recording.widest + 1))
         if job.config.is_transformer and self.vocab > job.target.vocab_size:
             raise ConfigError(
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "
@@ -423,7 +423,7 @@ class ReplayWorkload(Workload):
                     "mask tokens: allowed: a recording of one that has"
                 )
             wanted[0] = (f"lookahead={job.lookahead}", job.lookahead, most)
-            wanted.append((tree, job.tree.width, children))
+            wanted.append((asked, job.shape.width, children))
         for name, value, limit in wanted:
             if value > limit:
                 raise ConfigError(
@@ -449,7 +449,7 @@ class ReplayWorkload(Workload):
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
         stream = RecordedStream(self.recording, job.config.batch_size, job.lookahead)
-        return ImposedTarget(stream, job.tree)
+        return ImposedTarget(stream, job.shape)
 
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job = self.job
@@ -463,7 +463,7 @@ class ReplayWorkload(Workload):
             config.fast_lookup,
             at_once=config.parallel_drafting,
         )
-        return ImposedDraft(stream, job.tokens_a_forward, job.tree)
+        return ImposedDraft(stream, job.tokens_a_forward, job.shape)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
         parts = self.recording.sequences

@@ -22,7 +22,7 @@ from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Logits, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
@@ -100,8 +100,8 @@ class SampledDraft(DraftOracle):
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
     _ids: Ints | None = None  # the tokens of the entries of a proposal's row, rising; None: all
 
-    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, tree: Tree = CHAIN) -> None:
-        super().__init__(lookahead, tree)
+    def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN) -> None:
+        super().__init__(lookahead, shape)
         self._seed = seed
         self._fan_outs = fan_outs  # those that Saguaro's sampling reads
 
@@ -109,15 +109,15 @@ class SampledDraft(DraftOracle):
         """Returns a branch for each of the draft's likeliest tokens after each served token."""
         self._fan_outs = fan_outs
         entries: list[tuple[int, int, int, int]] = []  # batch row, k, rank, token
-        tree = self.tree
-        likeliest = self._likeliest(batch, fan_outs.widest + tree.width)
+        shape = self.shape
+        likeliest = self._likeliest(batch, fan_outs.widest + shape.width)
         for row, source in enumerate(speculation.source.tolist()):
             sequence = batch.sequences[row]
             fan_out = fan_outs.behind(source)
             served = sequence.served
             is_drafted = sequence.request.sampling.lookahead != 0
             for k in range(len(served) + 1):
-                drafted = [served[child - 1] for child in tree.children[k] if child <= len(served)]
+                drafted = [served[child - 1] for child in shape.children[k] if child <= len(served)]
                 others = [token for token in next(likeliest) if token not in drafted]
                 kept = others[: fan_out[k] * is_drafted]
                 entries += [(row, k, rank, token) for rank, token in enumerate(kept)]
@@ -147,7 +147,7 @@ class SampledDraft(DraftOracle):
         return batch.restarted(chosen, tokens, states)
 
     def _no_tokens(self, count: int) -> Ints:
-        return np.zeros((count, self.tree.ends[self.lookahead]), np.int32)
+        return np.zeros((count, self.shape.ends[self.lookahead]), np.int32)
 
     def _states(
         self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
@@ -161,14 +161,14 @@ class SampledDraft(DraftOracle):
         if not self.samples:
             return None
         fan_out = self._fan_outs.after_miss if nodes is None else self._fan_outs.after_hit
-        if fan_out and self.tree.num_lanes:  # by token, of the node that it follows
-            fan_out = tuple(fan_out[parent] for parent in self.tree.parents)
+        if fan_out and not self.shape.is_chain:  # by token, of the node that it follows
+            fan_out = tuple(fan_out[parent] for parent in self.shape.parents)
         states = []
         for branch, row in enumerate(rows.tolist()):
             sequence = batch.sequences[row]
             ahead = list[int]()
             if nodes is not None:
-                ahead = [*sequence.path(self.tree.paths[nodes[branch]]), int(first[branch])]
+                ahead = [*sequence.path(self.shape.paths[nodes[branch]]), int(first[branch])]
             seed, name = sequence.stream(self._seed)
             state = DrawState(
                 seed,
@@ -206,8 +206,8 @@ class SampledDraft(DraftOracle):
     def _pairs(self, branches: Branches) -> list[tuple[DrawState, int]]:
         """Returns, for each row of a draft step, (its state, the column of the token that it
         drafts: in a tree, of the first child)."""
-        tree = branches.tree
-        columns = [tree.children[node][0] - 1 for node in tree.inner[branches.steps].tolist()]
+        shape = branches.shape
+        columns = [shape.children[node][0] - 1 for node in shape.inner[branches.steps].tolist()]
         return list(zip(branches.states or (), columns * len(branches), strict=True))
 
     def _grow(
@@ -218,12 +218,12 @@ class SampledDraft(DraftOracle):
         In a tree a row's node may have more children. They are drawn without replacement, or, where
         nothing is left to draw, are the likeliest of the other tokens.
         """
-        tree = branches.tree
-        nodes = tree.inner[branches.steps].tolist()
+        shape = branches.shape
+        nodes = shape.inner[branches.steps].tolist()
         following = list[DrawState]()
         rows = zip(branches.states or (), firsts, strict=True)
         for n, (state, proposal) in enumerate(rows):
-            children = tree.children[nodes[n % len(nodes)]]
+            children = shape.children[nodes[n % len(nodes)]]
             taken = list[int]()
             for child in children:
                 if taken and proposal.row is not None and proposal.q < 1:
@@ -232,7 +232,7 @@ class SampledDraft(DraftOracle):
                     proposal = Proposal(next(t for t in ranked(n) if t not in taken))
                 branches.record(n // len(nodes), child - 1, *proposal)
                 taken.append(proposal.token)
-                if tree.children[child]:
+                if shape.children[child]:
                     following.append(state if len(children) == 1 else copy(state))
                     self._follow(following[-1], proposal.token)
         branches.follow(following)
@@ -282,8 +282,8 @@ class SampledTarget(TargetOracle):
     # The token of each entry of a proposal's row, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
-    def __init__(self, seed: int, tree: Tree = CHAIN) -> None:
-        super().__init__(tree)
+    def __init__(self, seed: int, shape: Shape = CHAIN) -> None:
+        super().__init__(shape)
         self._seed = seed
 
     @abstractmethod
@@ -323,7 +323,7 @@ class SampledTarget(TargetOracle):
     def _judge_one(self, case: Case) -> tuple[int, int]:
         p = partial(self._target_row, case.sequence, case.start)
         drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
-        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.tree)
+        return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.shape)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
         """Returns a sequence's (num_accepted, bonus) if no draw decides them, or None; start: its

@@ -89,8 +89,7 @@ class Workload(ABC):
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker of a draft; stepper: the draft model."""
         placement = self.job.placement(drafts=True)
-        oracle = self.draft_oracle(stepper)
-        return DraftWorker(stepper, oracle, placement, self.job.layout, self.job.mask_ids)
+        return DraftWorker(stepper, self.draft_oracle(stepper), placement)
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import LIVE, Ints, Outcome, Speculation
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 
 Index = NDArray[np.int64]
 Distribution = Any  # float32 [V] on the host, or a row that is kept on a device
@@ -34,6 +34,11 @@ class BranchPlaces(NamedTuple):
     slots: Index
     starts: Index
     lanes: Index
+
+    @property
+    def are_trunk(self) -> bool:
+        """Whether the branches continue the committed tokens; all of them do or none does."""
+        return bool(len(self.lanes)) and self.lanes[0] == TRUNK
 
 
 class Branches:
@@ -57,7 +62,7 @@ class Branches:
         first: Ints,
         tokens: Ints,
         *,
-        tree: Tree = CHAIN,
+        shape: Shape = CHAIN,
         places: BranchPlaces | None = None,
         states: list[Any] | None = None,
     ) -> None:
@@ -66,7 +71,7 @@ class Branches:
         self.ranks = ranks
         self.first = first
         self.tokens = tokens
-        self.tree = tree
+        self.shape = shape
         self.places = places
         self.states = states
         self.steps = 0
@@ -76,16 +81,13 @@ class Branches:
     def __len__(self) -> int:
         return len(self.first)
 
-    def inputs(self, masks: Ints) -> Ints:
-        """Returns the tokens that the next step reads, int32 [rows]: the last one of each branch
-        (in a tree: the level's tokens that have children), followed by the mask tokens `masks` [m]
-        of a parallel draft, which drafts all levels in one step."""
-        if len(masks):
-            count = len(self)
-            return np.column_stack([self.first, np.tile(masks, (count, 1))]).reshape(-1)
+    @property
+    def inputs(self) -> Ints:
+        """The tokens that the next step reads, int32 [rows]: the last one of each branch (in a
+        tree: the level's tokens that have children)."""
         if not self.steps:
             return self.first
-        column = self.tree.reads[self.steps]
+        column = self.shape.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
@@ -104,18 +106,18 @@ class Branches:
     def take(self, best: Ints) -> None:
         """Appends a level of the likeliest tokens; best: of the step's rows, best first,
         [rows, ≥ the tree's width]."""
-        tree = self.tree
+        shape = self.shape
         level = self.steps
-        columns = slice(tree.ends[level], tree.ends[level + 1])
-        ranks = tree.ranks[columns.start + 1 : columns.stop + 1]
+        columns = slice(shape.ends[level], shape.ends[level + 1])
+        ranks = shape.ranks[columns.start + 1 : columns.stop + 1]
         ranked = best.reshape(len(self), -1, best.shape[1])
-        self.tokens[:, columns] = ranked[:, tree.lines[level], ranks]
+        self.tokens[:, columns] = ranked[:, shape.lines[level], ranks]
         for distributions in self.drawn_from:  # a token with q = 1 has none
             distributions += [None] * len(ranks)
         self.steps += 1
-        if self.states and tree.width > 1 and self.steps < tree.depth:
-            firsts = self.states[:: len(tree.inner[level])]  # a state of each branch
-            self.states = [state for state in firsts for _ in tree.inner[self.steps]]
+        if self.states and shape.width > 1 and self.steps < shape.depth:
+            firsts = self.states[:: len(shape.inner[level])]  # a state of each branch
+            self.states = [state for state in firsts for _ in shape.inner[self.steps]]
 
     def record(
         self, branch: int, column: int, token: int, q: float, row: Distribution | None
@@ -162,8 +164,8 @@ class Branches:
         """Gives every branch this many levels without a forward: the missing tokens repeat `first`,
         and are certain."""
         if self.steps < levels:
-            start = self.tree.ends[self.steps]
-            end = self.tree.ends[levels]
+            start = self.shape.ends[self.steps]
+            end = self.shape.ends[levels]
             if self.q is not None:
                 self.q[:, start:end] = 1.0
             for distributions in self.drawn_from:

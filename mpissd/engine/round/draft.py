@@ -156,7 +156,7 @@ class Drafter:
             if sequence.request.sampling.lookahead == 0:
                 found[row] = None
         for row, tokens in self.batch.forced.items():  # a branch must begin with these, too
-            if len(tokens) >= self.levels or self.batch.tree.num_lanes:
+            if len(tokens) >= self.levels or not self.batch.shape.is_chain:
                 found[row] = None
         if self.log.ranks is not None:
             self.log.ranks.looked_up(outcome, found, self.cache)
@@ -225,7 +225,7 @@ class Drafter:
         head = Speculation.HEAD
         count = len(self.batch)
         sampled = self.policy.sampled
-        ends = self.batch.tree.ends
+        ends = self.batch.shape.ends
         drawn_from = dict[int, Sequence[Distribution]]()
         table = np.zeros((count, Speculation.width(ends[self.policy.lookahead], sampled)), np.int32)
         speculation = Speculation(
@@ -270,7 +270,7 @@ class Drafter:
         """Begins the round in which the target verifies this speculation."""
         self.batch.serve(speculation)
         if self.log.ranks is not None:
-            self.log.ranks.count(speculation)
+            self.log.ranks.served(speculation)
 
     def grow(self, speculation: Speculation, is_over: Callable[[], bool]) -> None:
         """Grows branches for the outcomes of this speculation, and stores parts of prompts, until
@@ -291,7 +291,7 @@ class Drafter:
             if not self.levels:  # so that drafting can begin again
                 self._catch_up(rows, STORE_AFTER)
             return False
-        ends = self.batch.tree.ends
+        ends = self.batch.shape.ends
         served = None if self._control.lookahead is None else ends[self.levels]
         fan_outs = policy.fan_outs.within(self._control.width, served)
         trunk_rows = len(rows) * (ends[policy.lookahead] + 1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints, Logprob, Request, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import CHAIN, Tree
+from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.sequence import Batch, LiveSequence
 
@@ -45,8 +45,8 @@ class Oracle:
     reads_forwards: ClassVar[bool] = False
     chains: bool = False
 
-    def __init__(self, tree: Tree = CHAIN) -> None:
-        self.tree = tree
+    def __init__(self, shape: Shape = CHAIN) -> None:
+        self.shape = shape
 
     def prompt(self, request: Request) -> Sequence[int]:
         """Returns the tokens of a request up to its first_token, if tokens are read."""
@@ -104,8 +104,8 @@ class DraftOracle(Oracle, ABC):
 
     is_sound = True
 
-    def __init__(self, lookahead: int, tree: Tree = CHAIN) -> None:
-        super().__init__(tree)
+    def __init__(self, lookahead: int, shape: Shape = CHAIN) -> None:
+        super().__init__(shape)
         self.lookahead = lookahead
 
     @abstractmethod

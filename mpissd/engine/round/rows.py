@@ -17,7 +17,6 @@ import numpy as np
 from mpissd.common.rounds import Ints, Speculation, verify_rows
 from mpissd.common.wait import Waiter
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.law.tree import BranchLayout
 from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.round.branches import Branches
@@ -35,25 +34,21 @@ class Worker(Generic[AnyOracle]):
     """
 
     def __init__(
-        self,
-        stepper: Forwards,
-        oracle: AnyOracle,
-        placement: Placement | None = None,
-        layout: BranchLayout | None = None,
+        self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None
     ) -> None:
-        """stepper: the model's forwards. placement: how they use the KV cache (None: they have
-        none). layout: see Batch."""
+        """stepper: the model's forwards. placement: of sequences in its KV cache (None: none)."""
         self.stepper = stepper
         self.oracle = oracle
         self.placement = placement
         self.num_rows = 0
         self.adopted: Mapping[int, int] = {}
-        self._layout = layout
 
     def open_batch(self, capacity: int) -> Batch:
         """Returns an empty batch of at most `capacity` sequences, for one run of the loop."""
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
-        return Batch(capacity, self.placement, prompt, self.oracle.tree, self._layout)
+        placement = self.placement
+        make = None if placement is None else placement.batches
+        return (make or Batch)(capacity, placement, prompt, self.oracle.shape)
 
     def launch(self) -> None:
         """Starts the forward over the uploaded rows (collective over the target ranks)."""
@@ -85,7 +80,7 @@ class Worker(Generic[AnyOracle]):
                     for sequence in change.placed
                 }
                 for sequence in change.placed:
-                    batch.adopt(sequence, self.adopted[sequence.request.request_id])
+                    batch.fill(sequence.slot, self.adopted[sequence.request.request_id])
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
@@ -112,7 +107,8 @@ class Worker(Generic[AnyOracle]):
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
         """Stores the committed tokens of batch rows `rows` that the cache lacks, except in rows
         that lack at most `spare`; returns how many. Collective over the target ranks."""
-        return self._store(batch, batch.gaps(rows, spare), waiter)
+        lag = 0 if self.placement is None else self.placement.lag
+        return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
     def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> int:
         """Stores up to `rows` tokens of prompts in parts in a separate forward; returns how
@@ -213,24 +209,14 @@ class TargetWorker(Worker[TargetOracle]):
 
 
 class DraftWorker(Worker[DraftOracle]):
-    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline.
-
-    masks: the mask tokens that follow the last token of a branch in each step of a parallel draft,
-    int32 [m]; empty for a draft of one token a forward.
-    """
+    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
     _first_row = 0  # the first row of the last step that belongs to a branch
 
-    def __init__(
-        self,
-        stepper: Forwards,
-        oracle: DraftOracle,
-        placement: Placement | None = None,
-        layout: BranchLayout | None = None,
-        masks: Sequence[int] = (),
-    ) -> None:
-        super().__init__(stepper, oracle, placement, layout)
-        self.masks: Ints = np.array(masks, np.int32)
+    @property
+    def masks(self) -> Sequence[int]:
+        """The mask tokens after the last token of a branch in each step of a parallel draft."""
+        return () if self.placement is None else self.placement.masks
 
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
@@ -238,7 +224,7 @@ class DraftWorker(Worker[DraftOracle]):
         """Starts the forward over the served tokens, N + 1 rows a sequence, which gives the bonus
         candidates. fan_outs, levels: of the branches that will grow, for workers that launch their
         steps together with this forward (features.joined_growth)."""
-        rows = len(batch) * (self.oracle.tree.ends[self.oracle.lookahead] + 1)
+        rows = len(batch) * (self.oracle.shape.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
@@ -249,7 +235,7 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
         """Starts one forward that grows branches by one level, and stores the committed tokens that
         the cache lacks."""
-        tokens = [branches.inputs(self.masks) for branches in growing]
+        tokens = [self._inputs(branches) for branches in growing]
         self._first_row = 0
         places = None
         if self.placement is not None:
@@ -257,8 +243,8 @@ class DraftWorker(Worker[DraftOracle]):
             gaps = list[Gap]()
             for branches in growing:
                 assert branches.places is not None, "a branch without a place"
-                if not branches.steps:
-                    gaps += batch.missing(branches.places)
+                if not branches.steps and branches.places.are_trunk:
+                    gaps += batch.gaps(branches.rows)
                 parts.append(batch.step(branches.places, branches.steps))
             if gaps:
                 tokens = [*map(batch.committed, gaps), *tokens]
@@ -266,8 +252,16 @@ class DraftWorker(Worker[DraftOracle]):
                 self._first_row = sum(gap.size for gap in gaps)
             places = joined(parts)
         inputs = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        self.stepper.upload(len(inputs), inputs, places, lists=self.oracle.tree.width > 1)
+        self.stepper.upload(len(inputs), inputs, places, lists=self.oracle.shape.width > 1)
         self.stepper.launch()
+
+    def _inputs(self, branches: Branches) -> Ints:
+        """Returns the tokens that the next step of these branches reads, int32 [rows]: a parallel
+        draft has the masks after each, and drafts all levels in one step."""
+        masks = np.array(self.masks, np.int32)
+        if not len(masks):
+            return branches.inputs
+        return np.column_stack([branches.inputs, np.tile(masks, (len(branches), 1))]).reshape(-1)
 
     def collect_step(self, growing: Sequence[Branches]) -> None:
         """Stores the tokens of the finished step in the branches."""
@@ -281,5 +275,5 @@ class DraftWorker(Worker[DraftOracle]):
     def forget(self, batch: Batch) -> None:
         """Counts no token as stored, since the weights have changed. Committed tokens are stored
         again before the next forward that reads them."""
-        batch.forget()
+        batch.fill(slice(None), 0)
         self.oracle.forget()

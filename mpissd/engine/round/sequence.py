@@ -16,7 +16,6 @@ principal path (first children) is in the trunk; another accepted path is copied
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -27,12 +26,12 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import Event, Ints, Outcome, Request, Speculation
 from mpissd.engine.law.lookup import LONGEST, Lookup, make_lookup
-from mpissd.engine.law.tree import CHAIN, BranchLayout, Tree
-from mpissd.engine.model.forwards import SPAN, Places
+from mpissd.engine.law.tree import CHAIN, Shape
+from mpissd.engine.model.forwards import Places
 from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
-Prompt = Callable[[Request], Sequence[int]]
+Prompt = Callable[[Request], Sequence[int]]  # returns a request's tokens up to its first_token
 _DRAWS = 512  # draws of a stream reserved for a round; a lookahead is at most 256
 _ROUNDS = 1 << 32  # limit of rounds in an epoch
 _ALL = 1 << 30
@@ -49,8 +48,10 @@ class Placement:
     tokens. stateless: whether a draft has no keys and values, so that it never lacks a token. lag:
     K of a draft that reads the target's hidden states, else 0. K and V of the last accepted tokens
     come from the draft's own states, and its first step computes them again; so up to `lag` tokens
-    may be missing, and no part of a prompt is stored before the target has computed it. masks: mask
-    tokens after the last token in a step of a parallel draft; their keys and values are scratch.
+    may be missing, and no part of a prompt is stored before the target has computed it. masks: the
+    mask tokens that follow the last token of a branch in a step of a parallel draft; their keys and
+    values are scratch. batches: makes a batch whose drafts are not stored as chains are
+    (features.trees); None: Batch does.
     """
 
     context: int = 0
@@ -58,7 +59,8 @@ class Placement:
     keeps: bool = False
     stateless: bool = False
     lag: int = 0
-    masks: int = 0
+    masks: Sequence[int] = ()
+    batches: Callable[[int, Placement | None, Prompt | None, Shape], Batch] | None = None
 
 
 class Gap(NamedTuple):
@@ -174,17 +176,14 @@ class Batch:
         capacity: int,
         placement: Placement | None = None,
         prompt: Prompt | None = None,
-        tree: Tree = CHAIN,
-        layout: BranchLayout | None = None,
+        shape: Shape = CHAIN,
     ) -> None:
         """capacity: the most sequences. placement: None without a KV cache. prompt: returns a
-        request's tokens up to its first_token (None: tokens are not kept). tree: the shape of a
-        draft. layout: the places of a tree's nodes and of branches after them (None: it grows no
-        branches)."""
+        request's tokens up to its first_token (None: tokens are not kept). shape: of a draft; a
+        tree in a KV cache needs a features.trees.TreeBatch."""
         self.capacity = capacity
         self.placement = placement
-        self.tree = tree
-        self.layout = layout
+        self.shape = shape
         self.sequences: list[LiveSequence] = []
         self.opened: dict[int, LiveSequence] = {}
         self.ids: Ints = np.zeros(0, np.int32)
@@ -199,32 +198,21 @@ class Batch:
         self._by_slot: dict[int, LiveSequence] = {}  # the last one in each slot
         self._steady = b""  # columns 0 to 2, as bytes, of an outcome without changes
         self._base = np.zeros(capacity, np.int64)  # position of the first counted token
-        self._has_leaves = False  # whether the last round stored nodes without children
-        self._moves_itself = False  # whether the device copied the last accepted paths itself
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def after(self, accepted: Ints, bonus: Ints) -> Batch:
-        """Returns the batch as it will be after a round with this outcome, without changing it."""
-        following = copy(self)
-        following.lengths = self.lengths + self.tree.depths[accepted] + 1
-        following.last_tokens = bonus
-        return following
 
     def apply(self, outcome: Outcome) -> Change:
         """Applies an outcome; returns the changes. Raises ProtocolError if the outcome's sequences
         differ from the batch's."""
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
-        moves = self._moves(outcome) if self.tree.num_lanes and self.placement else ()
+        moves = () if self.placement is None else self._moves(outcome)
         self.forced = {}
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            nodes = outcome.num_accepted
-            self.lengths += self.tree.depths[nodes] if self.tree.num_lanes else nodes
-            self.lengths += 1
+            self.lengths += self.shape.depths[outcome.num_accepted] + 1
             self.last_tokens = outcome.bonus
             self._commit(self.sequences, outcome.rows)
         if self.placement is not None:  # positions after the last committed token become invalid
@@ -236,7 +224,7 @@ class Batch:
     def _commit(self, sequences: Sequence[LiveSequence], rows: Ints) -> None:
         """Commits the accepted tokens of these rows of an outcome, if tokens are kept."""
         if self._prompt is not None:
-            paths = self.tree.paths
+            paths = self.shape.paths
             for sequence, row in zip(sequences, rows.tolist(), strict=True):
                 sequence.commit(paths[row[3]], row[4])
 
@@ -253,22 +241,9 @@ class Batch:
                 self.lengths[row] += 1
                 self.last_tokens[row] = token
 
-    def _moves(self, outcome: Outcome) -> list[tuple[int, Gap]]:
-        """Returns the accepted paths to copy from scratch memory (Change.moves), and counts their
-        tokens as stored."""
-        tree = self.layout or self.tree
-        moves = list[tuple[int, Gap]]()
-        if self.placement and self.placement.masks and not self._has_leaves:
-            return moves  # the last forward had masks in place of the drafted tokens
-        places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
-        for slot, last, (_, _, event, node, _) in places:
-            if event == Event.COMMIT and tree.lanes[node] >= 0:
-                stop = last + int(tree.depths[node]) + self._has_leaves
-                gap = Gap(slot, last + int(tree.forks[node]), stop)
-                if not self._moves_itself:
-                    moves.append((slot * tree.num_lanes + int(tree.lanes[node]), gap))
-                self.filled[slot] = stop
-        return moves
+    def _moves(self, outcome: Outcome) -> Sequence[tuple[int, Gap]]:
+        """Returns Change.moves, and counts the tokens of these paths as stored."""
+        return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
         """Applies an outcome by which sequences join or leave, and returns the changes."""
@@ -295,7 +270,7 @@ class Batch:
         rows = rows[stays]
         self._commit(kept, rows)
         added = Outcome.admission(0, [sequence.request for sequence in started]).rows
-        lengths = self.lengths[stays] + self.tree.depths[rows[:, 3]] + 1
+        lengths = self.lengths[stays] + self.shape.depths[rows[:, 3]] + 1
         self.lengths = np.concatenate([lengths, np.ones(len(added), np.int64)])
         rows = np.concatenate([rows, added])
         self.sequences = [*kept, *started]
@@ -383,7 +358,7 @@ class Batch:
         slots = self.slots[chosen]
         last = self.last()[chosen]
         filled = self.filled[slots]
-        short = np.flatnonzero(last - filled > max(spare, self.placement.lag))
+        short = np.flatnonzero(last - filled > spare)
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
@@ -415,41 +390,28 @@ class Batch:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
 
-    def adopt(self, sequence: LiveSequence, count: int) -> None:
-        """Notes that another sequence has stored the first `count` tokens of this one."""
-        self.filled[sequence.slot] = count
-
-    def forget(self) -> None:
-        """Counts no token as stored, since the weights have changed."""
-        self.filled[:] = 0
+    def fill(self, slots: Index | int | slice, stored: Index | int) -> None:
+        """Counts exactly the first `stored` positions of these slots as stored."""
+        self.filled[slots] = stored
 
     def trunk(self, num_draft: Ints) -> Places:
         """Returns the places of each sequence's last token and its num_draft [b] served tokens, and
         counts them as stored."""
-        if len(num_draft) == 1 and not self.tree.num_lanes:
+        if len(num_draft) == 1:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts = num_draft + 1
         last = self.last()
         rows = np.repeat(np.arange(len(counts)), counts)
         ahead = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
         assert (self.filled[self.slots] >= last).all(), "a trunk after tokens that are missing"
-        if self.tree.num_lanes:
-            self._has_leaves = True
-            return self._nodes(self.slots[rows], last[rows], ahead)
-        self.filled[self.slots] = last + counts
-        return trunk_places(self.slots[rows], last[rows] + ahead)
+        return self._served_places(self.slots[rows], last[rows], ahead)
 
-    def _nodes(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of n rows: nodes of the tree, or of branches (numbered as in
-        BranchLayout), whose node 0 has position `last`; all are [n]."""
-        self._moves_itself = False
-        tree = self.layout or self.tree
-        lanes = tree.lanes[nodes]
-        positions = last + tree.depths[nodes]
-        in_trunk = lanes < 0
-        self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # the deepest comes last
-        ids = slots * tree.num_lanes + lanes + SPAN * (tree.spans[nodes] - 1)
-        return _places(slots, positions, np.where(in_trunk, TRUNK, ids), last + tree.forks[nodes])
+    def _served_places(self, slots: Index, last: Index, nodes: Index) -> Places:
+        """Returns the places of n rows, and counts them as stored. nodes: the number of the row's
+        token, from 0 for the sequence's last token, whose position is `last`; all are [n]."""
+        positions = last + nodes
+        self.filled[slots] = positions + 1  # of equal slots the last row counts
+        return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
         """Returns the places of `trunk`, for a batch of one sequence and count = num_draft + 1, in
@@ -465,29 +427,6 @@ class Batch:
         positions = np.arange(first, first + count, dtype=np.int32)
         slots = np.full(count, slot, np.int32)
         return Places(slots, positions, np.full(count, TRUNK, np.int32), positions)
-
-    def grow(self, count: int, *, has_leaves: bool) -> None:
-        """Counts `count` tokens from each sequence's last one on as stored by the device, which
-        also copies accepted paths of a tree itself. has_leaves: whether it stores nodes without
-        children."""
-        last = self.last()
-        self._has_leaves = has_leaves
-        self._moves_itself = True
-        assert (self.filled[self.slots] >= last - 1).all(), "tokens after some that are missing"
-        self.filled[self.slots] = last + count
-
-    def hold_back(self, slots: Index, stored: Index) -> None:
-        """Counts only the first `stored` positions of these slots as stored; both are [n]."""
-        self.filled[slots] = stored
-
-    def room(self, capacity: int) -> Index:
-        """Returns how many positions follow each sequence's last token, [b], before the `capacity`
-        of its slot ends, or its positions begin again."""
-        assert self.placement is not None, "positions without a cache"
-        last = self.last()
-        if self.placement.window is None:
-            return capacity - 1 - last
-        return np.minimum(capacity, self._base[self.slots] + self.placement.window) - 1 - last
 
     def grown_ahead(
         self,
@@ -505,19 +444,15 @@ class Batch:
         A table of synthetic tokens also has branches after more tokens than are served. No outcome
         equals theirs. They are placed after the served ones, so that they read stored positions.
         """
-        places = None
-        if self.placement is not None:
-            slots = self.slots[rows]
-            starts = self.last()[rows]
-            if self.layout is not None:
-                lanes = self.layout.firsts[nodes] + ranks * self.layout.size
-            else:
-                starts = np.minimum(starts + nodes + 1, self.filled[slots])
-                lanes = np.arange(len(rows))
-            places = BranchPlaces(slots, starts, lanes)
+        places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
-            rows, nodes, ranks, first, tokens, tree=self.tree, places=places, states=states
+            rows, nodes, ranks, first, tokens, shape=self.shape, places=places, states=states
         )
+
+    def _branch_places(self, rows: Index, nodes: Ints, ranks: Ints) -> BranchPlaces:
+        slots = self.slots[rows]
+        starts = np.minimum(self.last()[rows] + nodes + 1, self.filled[slots])
+        return BranchPlaces(slots, starts, np.arange(len(rows)))
 
     def restarted(
         self, rows: Sequence[int] | Index, tokens: Ints, states: list[Any] | None = None
@@ -532,54 +467,23 @@ class Batch:
             places = BranchPlaces(self.slots[chosen], self.last()[chosen], lanes)
         first = self.last_tokens[chosen]
         return Branches(
-            chosen, zeros, zeros, first, tokens, tree=self.tree, places=places, states=states
+            chosen, zeros, zeros, first, tokens, shape=self.shape, places=places, states=states
         )
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
         """Returns the places of the rows of the next draft step, of branches that have `steps`
-        levels; places: of the branches."""
-        if self.placement is not None and self.placement.masks:
-            return self._masked_step(places, self.placement.masks + 1)
-        if self.tree.num_lanes:
-            nodes = self.tree.inner[steps]
-            slots = np.repeat(places.slots, len(nodes))
-            starts = np.repeat(places.starts, len(nodes))
-            if self.layout is not None and (places.lanes != TRUNK).all():
-                nodes = (places.lanes[:, None] + self.layout.inner[nodes]).reshape(-1)
-            else:
-                self._has_leaves = False
-                nodes = np.tile(nodes, len(places.slots))
-            return self._nodes(slots, starts, nodes)
-        positions = places.starts + steps
-        in_trunk = places.lanes == TRUNK
-        self.filled[places.slots[in_trunk]] = positions[in_trunk] + 1
-        return _places(places.slots, positions, places.lanes, places.starts)
-
-    def _masked_step(self, places: BranchPlaces, count: int) -> Places:
-        """Returns the places of a parallel draft's step, in which each branch has `count` rows: the
-        token that it continues, and the masks after it, which are not counted as stored."""
-        columns = (np.repeat(column, count) for column in places)
-        slots, starts, lanes = columns
-        ahead = np.tile(np.arange(count), len(places.slots))
-        if self.layout is not None and (places.lanes != TRUNK).all():
-            return self._nodes(slots, starts, lanes + ahead)
-        in_trunk = places.lanes == TRUNK
-        self._has_leaves = False
-        self.filled[places.slots[in_trunk]] = places.starts[in_trunk] + 1
-        return _places(slots, starts + ahead, lanes, starts)
-
-    def missing(self, places: BranchPlaces) -> list[Gap]:
-        """Returns the gaps before branches that continue the committed tokens; their first step
-        has to fill them."""
+        levels, in a parallel draft with the masks after each row; places: of the branches."""
         assert self.placement is not None, "places without a cache"
-        is_trunk = len(places.lanes) and places.lanes[0] == TRUNK
-        if not is_trunk or self.placement.stateless:
-            return []
-        filled = self.filled[places.slots]
-        return [
-            Gap(int(places.slots[n]), int(filled[n]), int(places.starts[n]))
-            for n in np.flatnonzero(places.starts > filled)
-        ]
+        slots, starts, lanes = places
+        positions = starts + steps
+        in_trunk = lanes == TRUNK
+        self.filled[slots[in_trunk]] = positions[in_trunk] + 1
+        if count := len(self.placement.masks):  # their keys and values are not counted as stored
+            ahead = np.tile(np.arange(1 + count), len(slots))
+            columns = (slots, starts, lanes, positions)
+            slots, starts, lanes, positions = (np.repeat(column, 1 + count) for column in columns)
+            positions += ahead
+        return int32_places(slots, positions, lanes, starts)
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
@@ -590,10 +494,11 @@ def places_of(gaps: Sequence[Gap]) -> Places:
 
 def trunk_places(slots: Index, positions: Index) -> Places:
     """Returns the places of rows of the trunk."""
-    return _places(slots, positions, np.full(len(slots), TRUNK), positions)
+    return int32_places(slots, positions, np.full(len(slots), TRUNK), positions)
 
 
-def _places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
+def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
+    """Returns these places as a forward takes them, int32."""
     return Places(
         slots.astype(np.int32),
         positions.astype(np.int32),

@@ -63,7 +63,7 @@ class InlineSpeculator(Speculator):
 
     def __init__(self, drafter: Drafter) -> None:
         policy = drafter.policy
-        super().__init__(drafter.batch.tree.ends[policy.lookahead], sampled=policy.sampled)
+        super().__init__(drafter.batch.shape.ends[policy.lookahead], sampled=policy.sampled)
         self._drafter = drafter
         self._outcome: Outcome
         self._answer: Speculation

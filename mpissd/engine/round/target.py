@@ -135,9 +135,7 @@ class TargetLoop:
         self._unobserved = accepted, bonus
         mark(LeadPhase.SAMPLE)
         self._forced = worker.oracle.forced(self.batch, accepted, bonus)
-        decided = Outcome(self.round, rows)
-        if self.batch.tree.num_lanes:
-            speculation, decided = self.batch.tree.as_chains(speculation, decided)
+        speculation, decided = self.batch.shape.as_chains(speculation, Outcome(self.round, rows))
         self.round += 1
         return RoundResult(
             speculation,

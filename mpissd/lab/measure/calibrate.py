@@ -447,7 +447,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
         return costs
     batch = job.config.batch_size
     branches = batch * job.fan_outs.branches
-    wide = np.array([len(nodes) for nodes in job.tree.inner[: job.lookahead]])  # rows of each step
+    wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])  # rows of each step
     backup = job.num_forwards(job.backup_lookahead)
     missed = answers[num_jit == batch]
     if draft.grow_s is not None:

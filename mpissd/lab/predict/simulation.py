@@ -88,7 +88,7 @@ class Grid:
         won = np.minimum(counts, live)  # [L, b+1]
         missed = live - won
         tokens = _column(job.num_nodes for job in jobs)
-        served = _column(job.tree.ends[job.backup_lookahead] for job in jobs)
+        served = _column(job.shape.ends[job.backup_lookahead] for job in jobs)
         # Programs are compiled for these row counts, in addition to the powers of two.
         exact = [(batch, job.verify_rows, *filter(None, [job.prefill_rows])) for job in jobs]
         compiled = _rows_of(exact)
@@ -113,9 +113,9 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.tree.num_lanes:  # For a draft tree, a step is the mean over its levels.
+                if job.shape.num_lanes:  # For a draft tree, a step is the mean over its levels.
                     levels = [n] * job.lookahead
-                    width = np.array([len(nodes) for nodes in job.tree.inner])[:, None, None]
+                    width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
                         rows = padded(width * of_level, compiled[levels])
                         mean = device.draft_s(rows, largest[levels]).mean(axis=0)
@@ -170,7 +170,7 @@ def _level_chances(job: Job) -> Floats:
     level d), [2, 2, K+1]. The indices: whether the tokens came from a cache hit, whether all were
     accepted (without effect here), and d. The mean over a level's nodes is exact, because the next
     round does not depend on the node."""
-    tree = job.tree
+    tree = job.shape
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
     ends = reached - np.append(reached[1:], 0.0)

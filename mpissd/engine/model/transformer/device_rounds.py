@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray, Program
-from mpissd.engine.law.tree import Tree
+from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer import trees
@@ -65,7 +65,7 @@ class Sheet:
         self,
         host_ints: Callable[[int], HostArray],
         sequences: int,
-        tree: Tree,
+        tree: Shape,
         dynamic: Size | None = None,
     ) -> None:
         """Makes all arrays as views of one buffer. host_ints: allocates so many int32. dynamic: the
@@ -287,7 +287,7 @@ class DeviceRounds:
         draft: Stepper | None,
         target: Stepper,
         sequences: int,
-        tree: Tree,
+        tree: Shape,
         dynamic: Size | None = None,
     ) -> None:
         """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
@@ -300,7 +300,7 @@ class DeviceRounds:
         self._draft, self._target = stacks
         ops = self._target.weights.ops
         self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic)
-        self.tree = tree
+        self.shape = tree
         self.nodes = len(tree.parents)
         self.lookahead = tree.depth
         self.stored = int((tree.lanes[1:] < 0).sum())
@@ -321,7 +321,7 @@ class DeviceRounds:
         """Compiles one forward of a round with the stages around it: the draft's forward `number`,
         or the target's if `number` is K. turn: the round modulo RING, which selects the buffers."""
         sheet = self.sheet
-        tree = self.tree
+        tree = self.shape
         shapes = self._shapes
         is_target = number == tree.depth
         stepper = self._steppers[is_target]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.law.tree import Index, Tree, lay_out
+from mpissd.engine.law.tree import Index, Shape, lay_out
 from mpissd.engine.model.forwards import SPAN
 
 PLANT = -1  # number of the stage (kernel before the target's forward) that calls `plant`
@@ -32,7 +32,7 @@ NOBODY = -1  # marks an absent value, such as an empty slot
 _LEAST = np.float32(-1e30)  # the least log probability; a logit that is not finite gets it, too
 
 
-def table_of(tree: Tree) -> Ints:
+def table_of(tree: Shape) -> Ints:
     """Returns a draft tree as the kernels between forwards (stages) read it, int32 [10, N + 1]: a
     column for the root, the last committed token, then one for each node. NOBODY: no value. PARENT,
     LEVEL, RANK: a node's parent, level, and rank among its siblings. LINE, ROW: among one
