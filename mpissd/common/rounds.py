@@ -94,9 +94,14 @@ class Sampling:
         return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature and top_p alone choose the tokens: no bias, penalty or grammar."""
+        return not (self.adjusts or self.grammar)
+
+    @property
     def reads_logits(self) -> bool:
         """Whether the lead rank needs the target's logits even if the request is greedy."""
-        return self.logprobs is not None or self.adjusts or bool(self.grammar)
+        return self.logprobs is not None or not self.is_plain
 
     def adjusted(
         self, logits: NDArray[np.floating[Any]], answer: Sequence[int]

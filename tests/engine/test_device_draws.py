@@ -41,7 +41,7 @@ def test_a_token_of_the_target_is_the_hosts(gpu: Any, columns: int) -> None:
     for temperature in (0.7, 1.0, 1e-3):
         us = [0.0, 1 - 2.0**-53, *rng.random(ROWS - 2)]
         asked = [Judging(row, temperature, u) for row, u in enumerate(us)]
-        probs = [sampling.probabilities(logits[row], temperature) for row in range(ROWS)]
+        probs = [sampling.weigh(logits[row], temperature).probs for row in range(ROWS)]
         expected = [sampling.draw(*pair) for pair in zip(probs, us, strict=True)]
         assert [one.token for one in draws.judge(asked)] == expected
 
@@ -53,7 +53,7 @@ def test_a_proposal_is_the_hosts(gpu: Any, top: int, scale: float) -> None:
     us = np.random.default_rng(2).random(ROWS).tolist()
     asked = [Drafting(row, 0.7, u, top) for row, u in enumerate(us)]
     for row, found in enumerate(draws.propose(asked, scale)):
-        probs = sampling.probabilities(logits[row], 0.7, top, scale)
+        probs = sampling.weigh(logits[row], 0.7, top, scale).probs
         token, q, kept = sampling.propose(probs, us[row])
         arrived = np.asarray(found.kept)
         assert (found.token, found.q) == (token, pytest.approx(q, rel=1e-7))
@@ -74,7 +74,7 @@ def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> No
     for _ in range(12):
         drafted = (logits[1] + rng.standard_normal(V)).astype(np.float32)
         drafted = drafted if ids is None else drafted[ids]
-        entry, q, row = sampling.propose(sampling.probabilities(drafted, 0.9), rng.random())
+        entry, q, row = sampling.propose(sampling.weigh(drafted, 0.9).probs, rng.random())
         token = entry if ids is None else int(ids[entry])
         for told in (q, 1.0):
             coin, u = rng.random(2).tolist()
@@ -83,7 +83,7 @@ def test_a_drafted_token_is_judged_as_on_the_host(gpu: Any, reduced: bool) -> No
             if verdict.needs_row:
                 kept = draws.keep(row, sampling.checked_total(row, entry, q, None))
                 (verdict,) = draws.judge([Judging(1, 0.7, u, token, told, coin, kept)], ids)
-            p = sampling.probabilities(logits[1], 0.7)
+            p = sampling.weigh(logits[1], 0.7).probs
             expected = sampling.judge(lambda i: p, [token], [told], lambda i: row, [coin], u, ids)  # noqa: B023
             assert (0 if verdict.is_replaced else 1) == expected[0]
             if verdict.is_replaced:

@@ -45,7 +45,7 @@ def pairs(draw: st.DrawFn) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @given(Logits, st.floats(0.05, 50))
 def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: float) -> None:
-    probs = sampling.probabilities(logits, temperature)
+    probs = sampling.weigh(logits, temperature).probs
     best = max(logits.tolist())
     weights = [np.exp((z - best) / temperature) for z in logits.tolist()]
     assert probs == pytest.approx([w / sum(weights) for w in weights], abs=1e-12)
@@ -55,14 +55,14 @@ def test_probabilities_are_a_softmax(logits: NDArray[np.float32], temperature: f
 @given(Logits)
 def test_temperature_0_is_greedy_and_takes_the_first_of_equals(logits: NDArray[np.float32]) -> None:
     for top, scale in ((0, 1.0), (3, 0.1), (3, 0.0)):
-        probs = sampling.probabilities(logits, 0.0, top, scale)
+        probs = sampling.weigh(logits, 0.0, top, scale).probs
         assert probs.tolist() == np.eye(len(logits))[logits.tolist().index(max(logits))].tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-12, 1e300])
 def test_no_temperature_is_too_extreme(temperature: float) -> None:
     logits = np.array([1.0, 7.5, 0.0, 7.0], np.float32)
-    probs = sampling.probabilities(logits, temperature)
+    probs = sampling.weigh(logits, temperature).probs
     want = [0.25] * 4 if temperature > 1 else [0.0, 1.0, 0.0, 0.0]
     assert probs == pytest.approx(want, abs=1e-12)
 
@@ -71,8 +71,8 @@ def test_no_temperature_is_too_extreme(temperature: float) -> None:
 def test_saguaro_sampling_damps_the_likeliest(
     logits: NDArray[np.float32], temperature: float, top: int, scale: float
 ) -> None:
-    plain = sampling.probabilities(logits, temperature)
-    found = sampling.probabilities(logits, temperature, top, scale)
+    plain = sampling.weigh(logits, temperature).probs
+    found = sampling.weigh(logits, temperature, top, scale).probs
     order = sorted(range(len(logits)), key=lambda n: (-logits[n], n))
     damped = [p * scale if n in order[:top] else p for n, p in enumerate(plain.tolist())]
     if scale == 1 or top == 0 or (scale == 0 and top >= len(logits)):

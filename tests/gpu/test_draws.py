@@ -23,7 +23,7 @@ def opened(backend: Any, columns: int) -> tuple[CupyDraws, Any]:
 def test_draws_are_the_hosts(backend: Any, columns: int, temperature: float) -> None:
     draws, logits = opened(backend, columns)
     rng = np.random.default_rng(2)
-    probs = [sampling.probabilities(row, temperature) for row in logits]
+    probs = [sampling.weigh(row, temperature).probs for row in logits]
     for _ in range(20):
         us = rng.random(ROWS).tolist()
         told = draws.judge([Judging(n, temperature, u) for n, u in enumerate(us)])
@@ -36,14 +36,14 @@ def test_proposals_and_what_replaces_them_are_the_hosts(
 ) -> None:
     draws, logits = opened(backend, 16_384)
     rng = np.random.default_rng(3)
-    p = sampling.probabilities(logits[0], 0.7)
+    p = sampling.weigh(logits[0], 0.7).probs
     verdicts = set[int]()
     for _ in range(10):
         us = rng.random(ROWS).tolist()
         found = draws.propose([Drafting(n, 0.9, u, top) for n, u in enumerate(us)], scale)
         for row, (one, u) in enumerate(zip(found, us, strict=True)):
             kept = np.asarray(one.kept)
-            probs = sampling.probabilities(logits[row], 0.9, top, scale)
+            probs = sampling.weigh(logits[row], 0.9, top, scale).probs
             assert one.token == sampling.propose(probs, u)[0]
             assert sampling.checked_total(kept, one.token, one.q, None) == one.kept.total
             coin, bonus = rng.random(2).tolist()

@@ -167,7 +167,7 @@ def second_draft(decoding: Decoding) -> tuple[list[int], list[float], list[sampl
         after = [*laws.prompt(0), *decoding.emitted[0], *tokens]
         logits = laws.draft.logits(laws.draft.context(after))
         u = choices.uniforms(0, Purpose.WRONG, 0, choices.round * 512 + place, 1)[0]
-        found = sampling.propose(sampling.probabilities(logits, laws.temperature), u)
+        found = sampling.propose(sampling.weigh(logits, laws.temperature).probs, u)
         for kept, value in zip((tokens, q, rows), found, strict=True):
             kept.append(value)  # type: ignore[attr-defined]
     return tokens, q, rows
@@ -197,7 +197,7 @@ def draft_s_own_q(decoding: Decoding, answer: Speculation, rows: Rows) -> None:
     for place, token in enumerate(answer.tokens[0].tolist()):
         after = [*laws.prompt(0), *decoding.emitted[0], *answer.tokens[0, :place].tolist()]
         logits = laws.draft.logits(laws.draft.context(after))
-        row = sampling.record(sampling.probabilities(logits, laws.temperature))
+        row = sampling.record(sampling.weigh(logits, laws.temperature).probs)
         answer.q[0, place] = sampling.recorded(row)[token]
         told.append(row)
     rows[0] = told
@@ -209,7 +209,7 @@ class PlainQ(Watched):
     def _propose(self, lane: Any, place: int, u: float) -> oracle.Proposal:
         token, _, _ = super()._propose(lane, place, u)
         logits = self._laws.draft.logits(lane.context)
-        row = sampling.record(sampling.probabilities(logits, self._laws.temperature))
+        row = sampling.record(sampling.weigh(logits, self._laws.temperature).probs)
         return oracle.Proposal(token, float(sampling.recorded(row)[token]), row)
 
 
@@ -218,7 +218,7 @@ class RoundedAfter(Watched):
 
     def _propose(self, lane: Any, place: int, u: float) -> oracle.Proposal:
         logits = self._laws.draft.logits(lane.context)
-        probs = sampling.probabilities(logits, self._laws.temperature)
+        probs = sampling.weigh(logits, self._laws.temperature).probs
         token, row = sampling.draw(probs, u), self.rounded(probs)
         return oracle.Proposal(token, float(sampling.recorded(row)[token]), row)
 

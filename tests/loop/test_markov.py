@@ -20,7 +20,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine import Decoder, RunConfig, in_process, parts
 from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.features.ranks import RankCounts
-from mpissd.engine.law.sampling import probabilities
+from mpissd.engine.law.sampling import weigh
 from mpissd.engine.oracle.markov import MarkovModel
 from tests.loop.markov_rig import Pair, greedy
 from tests.text_config import finished
@@ -194,7 +194,7 @@ def overlap(a: MarkovModel, b: MarkovModel) -> float:
     found = []
     for n in range(60):
         context = a.context([n % a.vocab, 3 * n % a.vocab, 7 * n % a.vocab])
-        p, q = (probabilities(model.logits(context), 1.0) for model in (a, b))
+        p, q = (weigh(model.logits(context), 1.0).probs for model in (a, b))
         found.append(np.minimum(p, q).sum())
     return float(np.mean(found))
 

@@ -199,7 +199,7 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
             told = []
             for place, token in enumerate(found.tokens[row, : found.num_draft[row]].tolist()):
                 context = (*history.tokens, *found.tokens[row, :place].tolist())
-                q = sampling.probabilities(logits_behind(where, context), 1.0).astype(np.float32)
+                q = sampling.weigh(logits_behind(where, context), 1.0).probs.astype(np.float32)
                 found.q[row, place] = float(q[token]) / float(q.sum(dtype=np.float64))
                 told.append(q)
             found.drawn_from[row] = told

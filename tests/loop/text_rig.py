@@ -98,7 +98,7 @@ class TextModel:
             for token in range(len(logits)):
                 logits[token] += dict(bias).get(token, 0.0) - presence * (token in answer)
                 logits[token] -= frequency * answer.count(token)
-        probs = sampling.probabilities(logits, self.temperature)
+        probs = sampling.weigh(logits, self.temperature).probs
         with np.errstate(divide="ignore"):
             return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
 

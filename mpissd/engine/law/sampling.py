@@ -43,20 +43,13 @@ class Weights:
         return self.values / self.total
 
 
-def probabilities(
+def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
-) -> Floats:
+) -> Weights:
     """Returns softmax(logits / temperature), [V]; at temperature 0 the first maximum has
     probability 1. top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest
     logits by C = `scale` (0..1), so that a rejection more often yields one of them, for which the
     draft has drafted ahead. C = 1, C = 0 over all tokens, and temperature 0 give plain softmax."""
-    return weigh(logits, temperature, top, scale).probs
-
-
-def weigh(
-    logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
-) -> Weights:
-    """Returns the distribution of `probabilities` unnormalised: the weights [V] and their sum."""
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0

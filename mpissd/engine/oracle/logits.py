@@ -30,8 +30,8 @@ from mpissd.engine.oracle.sampled import (
     Proposal,
     SampledDraft,
     SampledTarget,
-    TargetRow,
     check_finite,
+    weigh,
 )
 from mpissd.engine.oracle.workload import Workload, laws_label
 from mpissd.engine.round.branches import Branches
@@ -119,8 +119,7 @@ class LogitsTarget(SampledTarget):
         """Returns a greedy sequence's (num_accepted, bonus), or None if it is sampled, or its
         logits are adjusted or masked. start: its first row of the forward."""
         settings = sequence.request.sampling
-        is_changed = settings.adjusts or bool(settings.grammar)
-        if is_changed or (settings.temperature > 0 and self._draws_any):
+        if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
         count = len(sequence.served)
         rows = range(start, start + count + 1)
@@ -132,7 +131,7 @@ class LogitsTarget(SampledTarget):
         if draws is None or self._gather is not None or not self.shape.is_chain:
             return super()._judge_all(cases)
         settings = [case.sequence.request.sampling for case in cases]
-        is_drawn = [s.top_p >= 1 and not (s.adjusts or s.grammar) for s in settings]
+        is_drawn = [s.top_p >= 1 and s.is_plain for s in settings]
         drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
         pairs = zip(cases, is_drawn, strict=True)
@@ -184,13 +183,9 @@ class LogitsTarget(SampledTarget):
             return logits
         return grammar.masked(logits, self._answer(sequence, node))
 
-    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> TargetRow:
-        settings = sequence.request.sampling
-        logits: Logits | sampling.Floats = self._masked(sequence, start, i)
-        if settings.adjusts:
-            logits = settings.adjusted(logits, self._answer(sequence, i))
-        weights = sampling.weigh(logits, settings.temperature)
-        return weights if settings.top_p >= 1 else sampling.nucleus(weights.probs, settings.top_p)
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
+        logits = self._masked(sequence, start, i)
+        return weigh(logits, sequence.request.sampling, self._answer(sequence, i))
 
     def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
         """Returns the tokens of the answer up to a node of the draft."""
@@ -359,7 +354,7 @@ class LogitsDraft(SampledDraft):
         if not self.samples:
             return None
         nodes = [pair for branches in grown for pair in self._pairs(branches)]
-        chosen = [n for n, (state, _) in enumerate(nodes) if state.temperature > 0]
+        chosen = [n for n, (state, _) in enumerate(nodes) if state.settings.temperature > 0]
         if not chosen and all(state.grammar is None for state, _ in nodes):
             return None
         proposals = [Proposal(token) for token in best.tolist()]
@@ -369,7 +364,7 @@ class LogitsDraft(SampledDraft):
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and free and max(tops) <= draws.most_damped:
             asked = [
-                Drafting(rows[n], nodes[n][0].temperature, u.pop(n), top)
+                Drafting(rows[n], nodes[n][0].settings.temperature, u.pop(n), top)
                 for n, top in zip(free, tops, strict=True)
             ]
             for n, drawn in zip(free, draws.propose(asked, self._saguaro_c), strict=True):
@@ -386,8 +381,8 @@ class LogitsDraft(SampledDraft):
     def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
         assert state.logits is not None, "a step without logits"
         top = self._damped(state, place)
-        probs = sampling.probabilities(state.logits, state.temperature, top, self._saguaro_c)
-        entry, q, row = sampling.propose(probs, u)
+        weights = weigh(state.logits, state.settings, None, top, self._saguaro_c)
+        entry, q, row = sampling.propose(weights.probs, u)
         return Proposal(self._named(entry), q, row)
 
     def _damped(self, state: DrawState, place: int) -> int:

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from mpissd.common.config import DEFAULT_VOCAB
 from mpissd.common.errors import ConfigError
 from mpissd.common.rng import Purpose, stream, uniforms
-from mpissd.common.rounds import Ints, Request, Speculation
+from mpissd.common.rounds import Ints, Request, Sampling, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Forwards
-from mpissd.engine.oracle.sampled import DrawState, Proposal, SampledDraft, SampledTarget
+from mpissd.engine.oracle.sampled import DrawState, Proposal, SampledDraft, SampledTarget, weigh
 from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.oracle import Proposals
 from mpissd.engine.round.sequence import Batch, LiveSequence
@@ -110,7 +110,7 @@ def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
 class MarkovLaws:
     """The models of a markov job, and how tokens are sampled from them.
 
-    saguaro_c: factor C of Saguaro's sampling (law.sampling.probabilities), 1 for plain sampling.
+    saguaro_c: factor C of Saguaro's sampling (law.sampling.weigh), 1 for plain sampling.
     prompt_tokens: the length of each sequence's prompt.
     """
 
@@ -140,6 +140,7 @@ class MarkovDraft(SampledDraft):
     ) -> None:
         super().__init__(laws.seed, lookahead, fan_outs, shape)
         self._laws = laws
+        self._settings = Sampling(laws.temperature)
         self.copies = "prompt", laws.draft.order + 1, laws.draft.likeliest
 
     def prompt(self, request: Request) -> list[int]:
@@ -158,8 +159,8 @@ class MarkovDraft(SampledDraft):
         laws = self._laws
         top = state.fan_out[place] if state.fan_out else 0
         logits = laws.draft.logits(state.context)
-        probs = sampling.probabilities(logits, laws.temperature, top, laws.saguaro_c)
-        return Proposal(*sampling.propose(probs, u))
+        weights = weigh(logits, self._settings, None, top, laws.saguaro_c)
+        return Proposal(*sampling.propose(weights.probs, u))
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
         logits = self._laws.draft.logits(states[n].context)
@@ -176,6 +177,7 @@ class MarkovTarget(SampledTarget):
     def __init__(self, laws: MarkovLaws, shape: Shape = CHAIN) -> None:
         super().__init__(laws.seed, shape)
         self._laws = laws
+        self._settings = Sampling(laws.temperature)
         self._contexts: list[tuple[int, ...]] = []  # by row of the forward
 
     def prompt(self, request: Request) -> list[int]:
@@ -192,9 +194,9 @@ class MarkovTarget(SampledTarget):
         ]
         return super().judge(batch, speculation, proposals)
 
-    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Floats:
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
         logits = self._laws.target.logits(self._contexts[start + i])
-        return sampling.probabilities(logits, self._laws.temperature)
+        return weigh(logits, self._settings, ())
 
 
 _MOST_ROW_BYTES = 1 << 30  # of a round's distributions of drafted tokens

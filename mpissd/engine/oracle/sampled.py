@@ -18,7 +18,7 @@ import numpy as np
 
 from mpissd.common.errors import DivergedError
 from mpissd.common.rng import Purpose, uniforms
-from mpissd.common.rounds import Ints, Source, Speculation
+from mpissd.common.rounds import Ints, Sampling, Source, Speculation
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
@@ -31,7 +31,6 @@ from mpissd.engine.text.grammar import Grammar, Grammars
 Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
 Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a row of a draft step
 MakeGrammars = Callable[[], Grammars]
-TargetRow = sampling.Floats | sampling.Weights
 
 
 class Proposal(NamedTuple):
@@ -48,8 +47,9 @@ class DrawState:
 
     seed, sequence: key its random draws. first_draw: the index of the first draw of the round that
     will verify its tokens. fan_out: of that round, whose likeliest tokens Saguaro's sampling makes
-    rarer. context: the last tokens that the draft model reads, or, with a grammar, the answer up to
-    here. logits: the draft model's. An oracle sets the context or the logits.
+    rarer. settings: of its request. context: the last tokens that the draft model reads, or, with a
+    grammar, the answer up to here. logits: the draft model's. An oracle sets the context or the
+    logits.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class DrawState:
     first_draw: int
     context: tuple[int, ...]
     fan_out: tuple[int, ...]
-    temperature: float
+    settings: Sampling
     logits: Logits | None = None
     grammar: Grammar | None = None
 
@@ -68,6 +68,24 @@ class DrawState:
         if key not in drawn:
             drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
         return drawn[key]
+
+
+def weigh(
+    logits: Logits | sampling.Floats,
+    settings: Sampling,
+    answer: Sequence[int] | None,
+    top: int = 0,
+    scale: float = 1.0,
+) -> sampling.Weights:
+    """Returns the distribution [V] of a request's next token after the tokens of its `answer`, from
+    a model's logits [V]. answer=None: for a draft, which ignores bias, penalties and top_p. top,
+    scale: of Saguaro's sampling (law.sampling.weigh)."""
+    if answer is not None and settings.adjusts:
+        logits = settings.adjusted(logits, answer)
+    weights = sampling.weigh(logits, settings.temperature, top, scale)
+    if answer is None or settings.top_p >= 1:
+        return weights
+    return sampling.Weights(sampling.nucleus(weights.probs, settings.top_p), 1.0)
 
 
 class GrammarStates:
@@ -176,7 +194,7 @@ class SampledDraft(DraftOracle):
                 sequence.first_draw(nodes is not None),
                 self._context(sequence, ahead),
                 fan_out,
-                sequence.request.sampling.temperature,
+                sequence.request.sampling,
                 grammar=self._grammar(sequence),
             )
             states.append(state)
@@ -287,7 +305,7 @@ class SampledTarget(TargetOracle):
         self._seed = seed
 
     @abstractmethod
-    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> TargetRow:
+    def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
         """Returns the distribution [V] of row start + i of the finished forward, after node i."""
 
     def judge(
