@@ -34,7 +34,7 @@ from mpissd.common.flags import (
 )
 from mpissd.common.gguf import is_gguf
 from mpissd.common.presets import files_of, is_missing, resolve_model, target_of
-from mpissd.common.workloads import LOOKUPS, parse_name, readers
+from mpissd.common.workloads import LOOKUPS, is_text, parse_name, readers
 
 # Functions that declare a flag which only some modes or workloads use.
 drafting = partial(flag, modes=DRAFTING)
@@ -59,8 +59,8 @@ def with_text(flags: Mapping[str, str]) -> dict[str, str]:
     given = dict(flags)
     if not {"workload", "forward"} & given.keys() and _wants_text(given):
         given["workload"] = "text"
-    is_text = given.get("workload") == "text" and "prompt_ids" not in given
-    if is_text and not {"pair", "target"} & given.keys():
+    needs_models = is_text(given.get("workload", "")) and "prompt_ids" not in given
+    if needs_models and not {"pair", "target"} & given.keys():
         given["pair"] = DEFAULT_PAIR
     return given
 
@@ -348,7 +348,7 @@ class WorkloadFlags(Checked):
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
         vocab = self.vocab or DEFAULT_VOCAB  # for workload=text the tokenizer's size holds
-        if self.workload != "text" and self.stop_token is not None and self.stop_token >= vocab:
+        if not is_text(self.workload) and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
 
 
@@ -460,7 +460,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
     @property
     def is_text(self) -> bool:
         """Whether the logits of real models decide the tokens (workload=text)."""
-        return self.workload == "text"
+        return is_text(self.workload)
 
     @property
     def is_transformer(self) -> bool:

@@ -29,7 +29,8 @@ LOOKUPS = {
 
 def register(name: str, where: str, flags: str = "") -> None:
     """Adds a workload; raises ValueError if the name is taken. where: "module:class". flags: flags
-    declared for other workloads (common.config) that this one uses too, separated by spaces."""
+    declared for other workloads (common.config) that this one uses too, separated by spaces; a
+    workload's name stands for all flags of that workload."""
     if name in _KNOWN:
         raise ValueError(f"workload {name!r} is registered already, as {_KNOWN[name][0]}")
     _KNOWN[name] = where, frozenset(flags.split())
@@ -45,6 +46,12 @@ def imported(where: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def is_text(name: str) -> bool:
+    """Returns whether a workload's tokens are text: `text`, or a registered class says so."""
+    where, _ = _KNOWN.get(name, (_ENGINE, None))
+    return name == "text" or (not where.startswith(_ENGINE) and bool(class_of(name).is_text))
+
+
 def parse_name(flag: str, text: str) -> str:
     if text not in _KNOWN:
         raise unknown(flag, text, _KNOWN)
@@ -54,5 +61,5 @@ def parse_name(flag: str, text: str) -> str:
 def readers(flag: str, declared: Collection[str]) -> list[str]:
     """Returns the workloads that use a flag: the declared and the registered ones. All use a flag
     for which none is declared."""
-    others = (name for name, (_, flags) in _KNOWN.items() if flag in flags)
+    others = (name for name, (_, flags) in _KNOWN.items() if flags & {flag, *declared})
     return sorted({*declared, *others} if declared else _KNOWN)

@@ -5,6 +5,7 @@ multiple of five.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,15 @@ from mpissd.engine.job import resolve
 from mpissd.engine.law.acceptance import count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.oracle.logits import LogitsDraft, TextWorkload
 from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch
 from mpissd.lab.predict.simulation import is_predictable
+from tests.text_config import config as text_config
 from tests.text_config import finished
+from tests.tiny_pair import TinyPair
 
 V = 101
 
@@ -81,6 +85,20 @@ class Counting(Workload):
         return [Request(first_id + n, first_token=n) for n in range(count)]
 
 
+class StoryDraft(LogitsDraft):
+    """Counts its steps."""
+
+    steps = 0
+
+    def collect(self, grown: Sequence[Branches], first_row: int) -> None:
+        StoryDraft.steps += 1
+        super().collect(grown, first_row)
+
+
+class Story(TextWorkload):
+    draft_class = StoryDraft
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "_KNOWN", dict(workloads._KNOWN))
@@ -116,6 +134,16 @@ def test_the_rest_of_the_program_takes_it_as_it_is() -> None:
     with pytest.raises(ConfigError, match=r"draft=medusa4.* with workload=counting"):
         config = RunConfig(workload="counting", pair="8b/medusa:8b")
         resolve(config, 1, backend="emulated", memory_bytes=None)
+
+
+def test_text_under_another_name_decodes_as_text(pair: TinyPair) -> None:
+    workloads.register("story", f"{__name__}:Story", "text")
+    text = text_config(pair, "ssd", num_tokens=20)
+    story = replace(text, workload="story")
+    assert story.is_text and finished(story).tokens == finished(text).tokens
+    assert StoryDraft.steps > 0
+    with pytest.raises(ConfigError, match="allowed: workload=gemm"):
+        replace(story, alpha=0.5).check()
 
 
 def test_an_unknown_name_lists_what_there_is() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 import numpy as np
@@ -15,6 +15,7 @@ from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
 from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Speculation
 from mpissd.common.wait import Waiter
+from mpissd.common.workloads import class_of
 from mpissd.engine.law import sampling
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
@@ -430,7 +431,9 @@ class TextEndings(Endings):
 class TextWorkload(Workload):
     """Prompts are answered greedily, or sampled at --temperature and --top_p."""
 
+    is_text = True
     reports_outcomes = True
+    draft_class: ClassVar[type[LogitsDraft]] = LogitsDraft
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -544,7 +547,7 @@ class TextWorkload(Workload):
         job = self.job
         config = job.config
         shard = job.draft_shard
-        return LogitsDraft(
+        return self.draft_class(
             stepper,
             config.seed,
             job.lookahead,
@@ -613,7 +616,7 @@ def check_prompts(job: Sizes) -> None:
     since only the lead has to reach the file of prompts."""
     if not job.config.is_text:
         return
-    workload = TextWorkload(job)
+    workload: TextWorkload = class_of(job.config.workload)(job)
     count = len(workload.prompts)
     groups = job.config.groups
     _ = workload.grammar

@@ -35,6 +35,7 @@ class Workload(ABC):
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
+    is_text: ClassVar[bool] = False  # the models' own logits answer prompts, as those of `text`
     reports_outcomes: ClassVar[bool] = False  # rows count the ranks of bonus tokens
 
     def __init__(self, job: Sizes) -> None:
