@@ -1,2 +1,1 @@
-"""Draws figures and a report from result rows: `python -m analysis FIGURE`; offline,
-reproducible."""
+"""Draws figures from result rows, offline and reproducibly: `python -m analysis FIGURE`."""

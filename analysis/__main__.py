@@ -43,7 +43,8 @@ ABOUT["all"] = "every figure of every machine for which there are rows"
 
 
 def formats(name: str, text: str) -> str:
-    """Parses a comma-separated list of known formats; raises ConfigError for another."""
+    """Parses `text`, the value of flag `name`: file formats separated by commas. Raises ConfigError
+    for an unknown format."""
     for kind in words(name, text).split(","):
         if kind not in FORMATS:
             raise unknown("format", kind, FORMATS)
@@ -52,7 +53,7 @@ def formats(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class Options(Checked):
-    """The flags, which are the same for every figure."""
+    """The command line's flags, which are the same for every figure."""
 
     results: str = flag("results", words, "folders (every runs*.jsonl below) and files, by commas")
     out: str = flag("out/figures", words, "folder for MACHINE/FIGURE.png, .pdf and .svg")
@@ -67,10 +68,8 @@ class Options(Checked):
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure of one machine, with notes on the rows that were left out.
-
-    poster: None if it was not drawn; `why` is then the reason.
-    """
+    """The result of drawing a figure for one machine. poster: the figure; None if it could not be
+    drawn, for the reason in `why`. The notes say which rows were left out."""
 
     machine: str
     name: str
@@ -79,10 +78,9 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
     def saved(self, out: Path, kinds: Sequence[str]) -> str | None:
-        """Saves a figure; returns the line that reports it, or None if there is none.
-
-        The path is MACHINE/FIGURE: NVIDIA H100 (emulated) → nvidia-h100-emulated.
-        """
+        """Saves the figure in the formats `kinds` below `out`; returns a line that names the files,
+        or None if the figure was not drawn. The folder is named after the machine: "NVIDIA H100
+        (emulated)" becomes nvidia-h100-emulated."""
         if self.poster is None:
             return None
         stem = Path(re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-"), self.name)
@@ -92,7 +90,8 @@ class Drawn:
 
 
 def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
-    """Draws one figure of one machine; several if the figure is drawn for each pair."""
+    """Yields the figure `name` of one machine (None: the one with most rows); some figures are
+    drawn once for each model pair."""
     spec = FIGURES[name]
     here = on_machine(replace(data, notes=[]), device)
     machine = str(here.rows["device_name"].iloc[0])
@@ -111,11 +110,12 @@ def draw(data: Data, name: str, device: str | None = None) -> Iterator[Drawn]:
             yield Drawn(machine, name + suffix, poster, notes=tuple(here.notes))
 
 
-_shared: list[Data] = []  # data of a worker process
+_shared: list[Data] = []  # the data that a worker process draws from
 
 
 def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> tuple[list[str], str]:
-    """Returns the lines that report what was drawn, or why nothing was."""
+    """Draws and saves one figure in a worker process. job: names of the figure and the machine.
+    Returns a line for each saved figure, and the reason if there is none ("" otherwise)."""
     device, name = job
     items = list(draw(_shared[0], name, device))
     lines = [line for item in items if (line := item.saved(out, kinds))]
@@ -123,11 +123,12 @@ def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> tuple[li
 
 
 def usage(name: str) -> int:
-    """Prints the help: the figures, or what the named one shows and needs, and the flags."""
+    """Prints the help: what the figure `name` shows and which rows it needs (for another name: a
+    list of all figures), and the flags. Returns the exit code 0."""
     print(f"python -m analysis {name if name in FIGURES else 'FIGURE'} [--name=value …]\n")
     if name in FIGURES:
         text = inspect.cleandoc(FIGURES[name].draw.__doc__ or "")
-        try:  # a figure says itself which rows it needs
+        try:  # Drawn without rows, a figure raises an error that names the rows it needs.
             FIGURES[name].draw(Data(tidy([])))
         except NothingLeft as nothing:
             text += f"\nIt needs {str(nothing).removeprefix(NO_ROWS)}."
@@ -139,11 +140,9 @@ def usage(name: str) -> int:
 
 
 def execute(what: str, *flags: str) -> int:
-    """Draws a figure or all of them, and returns the exit code.
-
-    Notes go to stderr, the names of written files to stdout. Raises ConfigError for an unknown
-    figure or flag, or a bad value.
-    """
+    """Draws the figure `what`, or all figures; returns the exit code. Names of written files are
+    printed to stdout, notes on left-out rows to stderr. Raises ConfigError for an unknown figure or
+    flag, or a wrong value."""
     if what not in ABOUT:
         raise unknown("figure", what, ABOUT)
     options = parse_into(Options, read(list(flags), flags_of(Options)))
@@ -157,7 +156,7 @@ def execute(what: str, *flags: str) -> int:
         jobs = [(device, name) for device in machines(data.rows) for name in FIGURES]
         if not jobs:
             raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
-        reasons = dict[str, str]()  # why a figure was drawn of no machine, "" if it was
+        reasons = dict[str, str]()  # {figure: why it was drawn for no machine, "" if it was drawn}
         with ProcessPoolExecutor(options.workers, None, _shared.append, (data,)) as pool:
             results = pool.map(partial(_draw_one, out, kinds), jobs)
             for (_, name), (lines, why) in zip(jobs, results, strict=True):
@@ -179,7 +178,7 @@ def execute(what: str, *flags: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Runs the command line `arguments` (None: those of the process); returns the exit code."""
     open_streams()
     given = sys.argv[1:] if arguments is None else arguments
     wants_help = not given or bool({"-h", "--help"} & set(given))

@@ -1,7 +1,7 @@
-"""Reads everything that figures are drawn from: result rows as one frame, and profiles.
+"""Reads the data of the figures: result rows as one pandas frame, and device profiles.
 
-The frame has a line for each measured row: the row itself in column `row`, its keys (docs/row.md),
-and what figures group by:
+The frame has a line for each measured result row. Its columns are `row` (the row itself), the row's
+keys (docs/row.md), and these, by which figures group rows:
 
 method       AR, SD, SD inline (no draft GPU of its own), SSD
 gpus         world_size: the draft's are counted
@@ -52,16 +52,14 @@ _OF_CELLS = ["device_name", "pair", "law", "batch_size", "host"]
 
 
 class NothingLeft(ConfigError):
-    """Raised if no row can be drawn; names the rows that are needed."""
+    """Raised if a figure finds no rows to draw; the message names the rows that it needs."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Result rows, one a line, and probed profiles.
-
-    notes: on the rows that were left out; a list that grows while figures select rows. cells:
-    predicted uses, one a line (results/extra-gpu/cells.py).
-    """
+    """The data of the figures: a frame of result rows, and device profiles made by `probe`. notes:
+    texts on rows that were left out, to which figures add. cells: a frame of configurations with
+    predicted tok/s (results/extra-gpu/cells.py)."""
 
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
@@ -70,13 +68,11 @@ class Data:
 
 
 def load(paths: Iterable[str | Path]) -> Data:
-    """Reads all runs*.jsonl, cells.jsonl and profiles/*.json below folders, and files of runs.
-
-    Raises ConfigError if a path does not exist, NothingLeft if no row can be used.
-    """
+    """Reads the files of rows among `paths`, and all runs*.jsonl, cells.jsonl and profiles/*.json
+    below folders. Raises ConfigError if a path does not exist, NothingLeft if no row is usable."""
     places = [Path(path) for path in paths]
     for path in places:
-        if not os.path.exists(path):  # also if no file can have this name
+        if not os.path.exists(path):  # false also for names that no file can have
             raise ConfigError(f"results {str(path)!r}: no such file or folder")
     left_out = LeftOut()
     rows = placed_rows(places, left_out, (*NEEDED, "round_us"))
@@ -91,7 +87,7 @@ def load(paths: Iterable[str | Path]) -> Data:
 
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:
-    """Makes a frame of complete lines; it has all columns also without a line."""
+    """Makes the frame of result rows from dictionaries; it has all columns even without lines."""
     names = dict.fromkeys((*_OTHERS, *KEYS, *RETIRED, *_NUMBERS))
     frame = pd.DataFrame([{**names, **line} for line in lines], columns=list(names))
     numbers = {name: pd.to_numeric(frame[name], errors="coerce") for name in _NUMBERS}
@@ -99,7 +95,7 @@ def tidy(lines: Iterable[Line]) -> pd.DataFrame:
 
 
 def _profiles(places: Iterable[Path], notes: list[str]) -> Iterable[Line]:
-    """Yields the probed device profiles, which are those with tables."""
+    """Yields the device profiles that `probe` made from measurements, which contain tables."""
     for file in (file for place in places for file in sorted(place.rglob("profiles/*.json"))):
         try:
             profile = json.loads(file.read_text())
@@ -112,7 +108,8 @@ def _profiles(places: Iterable[Path], notes: list[str]) -> Iterable[Line]:
 
 
 def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
-    """Returns a row's columns, with defaults for keys that the line lacks or has null for."""
+    """Returns the frame's columns for one result row, with defaults for keys that the row lacks or
+    that are null. folder: where the row's file is."""
     row = Row.from_dict({**line, **{k: v for k, v in _DEFAULTS.items() if line.get(k) is None}})
     rate = float(row.tok_per_s)
     gpus = int(row.world_size)
@@ -120,7 +117,7 @@ def complete(line: Mapping[str, Any], folder: Path | str = "") -> Line:
     if row.mode == "ssd" and row.fan_out:
         is_geometric = str(flags_of(row).get("fan_out")).startswith("geometric")
         policy = f"geometric:{sum(row.fan_out)}" if is_geometric else fan_out_text(row.fan_out)
-    # Mean parts of the lead's round, in µs.
+    # `parts` are the parts of rank 0's mean round, in µs.
     mean = row.round_us.get("mean")
     forward = (row.device_us or {}).get("forward")
     reduce = (row.device_us or {}).get("all_reduce") or 0.0

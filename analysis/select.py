@@ -1,7 +1,6 @@
-"""Selects the rows of one figure, and compares them: one machine, one folder, one configuration.
-
-Rows that do not match are left out and noted, never mixed in. Gains are computed as by `mpissd
-compare` (mpissd/lab/tables/compare.py).
+"""Selects the result rows of a figure and compares them. A figure shows rows of one machine, one
+folder and one configuration; other rows are left out with a note, never mixed in. Speedups are
+computed as by `mpissd compare` (mpissd/lab/tables/compare.py).
 """
 
 from __future__ import annotations
@@ -16,19 +15,16 @@ from mpissd.common.errors import unknown
 from mpissd.lab.tables.compare import Comparison, claim_or_ratio, gain_of
 from mpissd.lab.tables.uses import are_predicted
 
-# The conditions that a figure's rows share besides the machine.
+# All rows of a figure have the same values in these columns.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()
-_OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have another value of these, or none.
-SHAPE = ["lookahead", "fan_out", "tree_nodes", "backup", "backup_lookahead"]  # chosen for a use
+_OF_DRAFTS = ("all_reduce", "other_draft")  # AR rows may have other values in these columns.
+SHAPE = ["lookahead", "fan_out", "tree_nodes", "backup", "backup_lookahead"]  # tunable settings
 _POLICY = ("on_late", "backup", "backup_cut")
 
 
 def machines(rows: pd.DataFrame) -> list[str]:
-    """Returns device names without the null device.
-
-    Measured GPUs come first, then emulated ones, then CPUs; in each group those with most rows
-    first.
-    """
+    """Returns the device names in `rows`, without the null device (whose forwards take no time):
+    GPUs first, then emulated ones, then CPUs; in each group, those with most rows first."""
     real = rows[~rows["device_name"].str.startswith("null device")]
     counts = real["device_name"].value_counts()
     cpus = set(real.loc[real["backend"] == "numpy", "device_name"])
@@ -36,13 +32,13 @@ def machines(rows: pd.DataFrame) -> list[str]:
 
 
 def left_out(notes: list[str], count: int, what: str, why: str) -> None:
-    """Notes that rows were left out, if there are any."""
+    """Adds to `notes` that `count` rows of `what` were left out, and why; nothing if count is 0."""
     if count:
         notes.append(f"left out {count} row{'s' if count > 1 else ''} of {what}: {why}")
 
 
 def on_machine(data: Data, device: str | None = None) -> Data:
-    """Returns the rows and profiles of one machine (None: the first of `machines`)."""
+    """Returns the rows and profiles of one device (None: the first by `machines`)."""
     names = machines(data.rows)
     if not names:
         raise NothingLeft("no row of a device is left (the null device measures mpissd itself)")
@@ -58,7 +54,8 @@ def on_machine(data: Data, device: str | None = None) -> Data:
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:
-    """Marks the rows of imposed outcomes, whole targets, no named schedule and fixed lists."""
+    """Returns a mask of the ordinary rows: acceptance imposed by a model, all layers of the target,
+    and a fan-out that is fixed during the run."""
     is_cut = rows["target"].str.contains("@", na=False)  # llama-3.1-70b@64L has fewer layers
     return (rows["workload"] == "gemm") & ~is_cut & rows["schedule"].isna() & rows["learned"].isna()
 
@@ -71,7 +68,8 @@ def key(rows: pd.DataFrame, columns: Sequence[str]) -> pd.Series:
 
 
 def usual(rows: pd.DataFrame, columns: Sequence[str], notes: list[str], what: str) -> pd.DataFrame:
-    """Returns the rows with the most common combination of `columns`, and notes the others."""
+    """Returns the rows with the most common values in `columns`; adds a note on the others, which
+    are called `what`."""
     kept = richest(rows, columns, [])
     if len(kept) < len(rows):
         values = zip(columns, key(kept, columns).iloc[0], strict=True)
@@ -81,10 +79,8 @@ def usual(rows: pd.DataFrame, columns: Sequence[str], notes: list[str], what: st
 
 
 def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> pd.DataFrame:
-    """Returns the rows of the combination of `fixed` under which `varies` has the most values.
-
-    Of equal ones, the combination with most rows is taken.
-    """
+    """Returns the rows with one combination of values in the columns `fixed`: the one with the most
+    different values in the columns `varies`, and of equal ones the one with most rows."""
     if rows.empty:
         return rows
     keys = key(rows, fixed)
@@ -95,7 +91,8 @@ def richest(rows: pd.DataFrame, fixed: Sequence[str], varies: Sequence[str]) -> 
 
 
 def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Merges repeats into one point: medians, `n`, and low … high, the runs' range."""
+    """Merges the rows with equal values in the columns `by` into one line each, with medians, the
+    number of rows `n`, and the range of tok/s (low, high)."""
     numbers = [c for c in rows.columns if pd.api.types.is_numeric_dtype(rows[c]) and c not in by]
     grouped = rows.groupby(list(by), dropna=False, sort=True)
     medians = grouped[numbers].median()
@@ -104,8 +101,8 @@ def points(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of the fastest K and policy, chosen as by `uses.best_use`: by predictions,
-    which no lucky run enters."""
+    """Returns the rows with the K and fan-out of the highest predicted tok/s, so that a lucky run
+    cannot choose them; of the highest measured tok/s if predictions are missing or wrong."""
     is_predicted = are_predicted(rows["expected_tok_per_s"], rows["prediction_error"])
     merged = points(rows, ["lookahead", "policy"])
     best = merged.loc[merged["expected_tok_per_s" if is_predicted else "tok_per_s"].idxmax()]
@@ -113,7 +110,8 @@ def best_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Returns the rows of the shape with the largest median tok/s at each value of `by`."""
+    """Returns, for each value of the columns `by`, the rows with the settings (K, fan-out, tree,
+    backup) of the largest median tok/s."""
     parts = []
     for _, part in rows.groupby(list(by)):
         shapes = [shape for _, shape in part.groupby(key(part, SHAPE))]
@@ -122,17 +120,15 @@ def fastest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def best_points(rows: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Returns the fastest K and policy at each value of `by`, repeats merged into one point."""
+    """Returns one line for each value of the column `by`: the medians of the rows with the fastest
+    K, fan-out, tree and backup."""
     return points(fastest(rows, by), [by, "lookahead", "policy"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pair on T target GPUs: its SD and SSD rows under the same conditions, and its target's AR
-    rows.
-
-    wide: SD rows of the pair with other T, on at most T + 1 GPUs.
-    """
+    """The rows of one model pair on T target GPUs (tp), measured under the same conditions. rows:
+    SD and SSD. ar: AR of the target. wide: SD of the pair at another T, on at most T + 1 GPUs."""
 
     target: str
     draft: str
@@ -143,44 +139,41 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The name in a panel's title."""
+        """The pair and T as text for a panel's title."""
         return f"{short(self.target)}/{short(self.draft)}, T={self.tp}"
 
     @property
     def own_ar(self) -> pd.DataFrame:
-        """AR on the T target GPUs."""
+        """The rows of AR on the T target GPUs."""
         return self.ar[self.ar["gpus"] == self.tp]
 
     def only(self, **values: object) -> Case:
-        """Returns the case with the rows of drafting methods that have these values in columns."""
+        """Returns this case with only those SD and SSD rows that have the given column values."""
         return replace(self, rows=where(self.rows, **values))
 
     def method(self, name: str, **values: object) -> pd.DataFrame:
-        """Returns the rows of a method with these values in columns."""
+        """Returns the rows of the method `name` (such as SSD) that have the given column values."""
         return where(self.rows, method=name, **values)
 
     def ar_on(self, gpus: int, batch_size: int = 1) -> pd.Series | None:
-        """Returns AR on so many GPUs, with repeats merged into one point; None if not measured."""
+        """Returns the medians of AR's rows on `gpus` GPUs; None if there are none."""
         rows = where(self.ar, gpus=gpus, batch_size=batch_size)
         return None if rows.empty else points(rows, ["gpus"]).iloc[0]
 
 
 def where(rows: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Returns the rows that have these values in columns."""
+    """Returns the rows that have the given values in the named columns."""
     for column, value in values.items():
         rows = rows[rows[column] == value]
     return rows
 
 
 def cases(data: Data, wanted: pd.Series, varies: Sequence[str], limit: int = 9) -> list[Case]:
-    """Returns the pairs and T with most `wanted` rows; none with less than a quarter of the
-    first's.
-
-    Pairs without SSD rows are returned only if no pair has any. Each case's rows come from one
-    folder, as other folders are from other days and versions: of those with its target's AR, the
-    one in which `varies` takes most values. Only AR and SD inline on T + 1 GPUs may come from
-    another folder.
-    """
+    """Returns the model pairs and T with most `wanted` rows (a mask), at most `limit`; a pair with
+    less than a quarter of the first one's rows is left out. Pairs without SSD rows are returned
+    only if no pair has any. The rows of a case come from one folder, because other folders are from
+    other days and versions: the one with AR rows and most values in the columns `varies`. Only AR
+    and SD inline on T + 1 GPUs may come from another folder."""
     rows = data.rows[wanted & (data.rows["mode"] != "ar") & (data.rows["num_drafts"] <= 1)]
     groups = rows.groupby(["target", "draft", "tp"], sort=True)
     pairs = [_case(data, rows, group, varies) for _, group in groups]
@@ -216,8 +209,8 @@ def _case(data: Data, rows: pd.DataFrame, group: pd.DataFrame, varies: Sequence[
 def _of_folder(
     data: Data, rivals: pd.DataFrame, folder: str, tp: int, varies: list[str]
 ) -> pd.DataFrame:
-    """Returns the rivals of a folder; those on T + 1 GPUs, which a draft GPU must beat, may come
-    from another one if that has none."""
+    """Returns the rows of `rivals` (alternatives to SSD) from one folder. Only rows on T + 1 GPUs,
+    which SSD must beat, are taken from another folder if this one has none."""
     here = where(rivals, folder=folder)
     wide = where(rivals, gpus=tp + 1)
     if len(where(here, gpus=tp + 1)) or wide.empty:
@@ -230,8 +223,8 @@ def _of_folder(
 
 
 def by_pair(data: Data) -> dict[str, Data]:
-    """Returns {"8b-1b-t1": rows of that pair on T targets, with its rivals on T + 1 GPUs}, up to
-    three."""
+    """Returns the data of up to three model pairs by a name such as "8b-1b-t1": the pair's rows on
+    T target GPUs, AR, and SD on at most T + 1 GPUs."""
     rows = data.rows
     parts = {}
     for case in cases(data, plain(rows), ["alpha", "lookahead", "method"], limit=3):
@@ -255,24 +248,24 @@ def short(name: str | None) -> str:
 
 
 def prompts(rows: pd.DataFrame) -> pd.Series:
-    """Returns the prompts of each row's recording, such as chat or code; NaN without one."""
+    """Returns the name of the prompts in each row's recording, such as "chat" or "code"; NaN for
+    rows without a recording."""
     names = rows["recording"].astype(str).str.extract(r"^(?:.*/)?(?:smollm2-)?(.+)\.npz")[0]
     return names.replace("humaneval", "code")
 
 
 def ratio(rows: pd.DataFrame, base: pd.DataFrame) -> Comparison:
-    """Returns the gain of a use's rows over another's if it may be claimed, else the ratio of their
-    medians alone."""
+    """Returns the speedup of `rows` over `base` if it may be claimed, else the ratio of the median
+    tok/s without an interval."""
     return claim_or_ratio(list(rows["row"]), list(base["row"]))
 
 
 def gains(
     rows: pd.DataFrame, base: pd.DataFrame, by: str, *, one_base: bool = False
 ) -> pd.DataFrame:
-    """Returns the gain at every value of `by` that both have: by, value, low, high, headline.
-
-    one_base: whether all of `base` is compared with each value.
-    """
+    """Returns the speedup of `rows` over `base` at each value of the column `by`, as a frame with
+    the columns by, value, low, high, and headline (whether it may be claimed). one_base: whether
+    all of `base` is compared, not only its rows with the same value."""
     lines = []
     for x, part in rows.groupby(by):
         other = base if one_base else base[base[by] == x]

@@ -1,8 +1,7 @@
-"""The common style of all figures, their captions, and how they are saved: poster-sized, safe for
-colour-blind readers.
+"""Defines the common style of all figures, writes their captions, and saves them.
 
-A Poster is a matplotlib Figure that keeps the numbers it draws, for csv. Saved files are
-byte-identical on a second run: no dates, fixed ids, embedded TrueType.
+A Poster is a matplotlib Figure that remembers the numbers it draws, for csv files. Saved files are
+byte-identical on a second run: they have no dates, fixed ids, and embedded TrueType fonts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from mpissd.common.output import whole_file
 from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.lab.tables.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
 
-# Colour and marker are the method, in Okabe and Ito's palette, whose colours are distinct for any
-# colour vision. An open marker: another placement; dashes: not measured.
+# The colours are Okabe and Ito's, which are distinct for any colour vision.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
 )
@@ -50,7 +48,7 @@ METHODS = {
     "lookup": (GREEN, "P"),
     "suffix": (PURPLE, "X"),
 }
-# What is no method: kinds of drafts, models or links; and K, F or a budget, the darker the more.
+# Colours for series other than methods: SERIES for kinds of things, RAMP for increasing numbers.
 SERIES = (GREEN, PURPLE, "#8C564B", "#B8A000", BLACK, "#4C9A9A", "#6A6FB5")
 RAMP = ("#C0A6D6", "#8A5FB0", "#4B1D78", "#1A0033")
 MARKERS = "PXoD^vs"
@@ -87,7 +85,7 @@ _LOOK = {
 
 
 class Poster(Figure):
-    """A figure with a heading, a caption of its conditions, and the numbers that it shows."""
+    """A matplotlib figure with a heading and a caption, which remembers the numbers it shows."""
 
     def __init__(self, height: float = 7.2, width: float = WIDTH) -> None:
         super().__init__(figsize=(width, height))
@@ -97,7 +95,7 @@ class Poster(Figure):
         self.caption = ""
 
     def panels(self, rows: int, columns: int, **options: Any) -> np.ndarray[Any, Any]:
-        """Returns an array of axes, [rows, columns]."""
+        """Adds rows × columns panels to the figure; returns their axes, [rows, columns]."""
         grid: np.ndarray[Any, Any] = self.subplots(rows, columns, squeeze=False, **options)
         return grid
 
@@ -113,7 +111,8 @@ class Poster(Figure):
         also: Mapping[str, Iterable[float]] | None = None,
         **options: Any,
     ) -> None:
-        """Draws a series with its intervals; keeps its numbers together with the columns `also`."""
+        """Draws a labelled line through (x, y), with error bars from low to high, and remembers the
+        numbers. also: further columns of numbers to remember."""
         xs, ys = (np.asarray(list(values), float) for values in (x, y))
         ends = [ys if v is None else np.asarray(list(v), float) for v in (low, high)]
         options = {"label": label, "zorder": 3, **options}
@@ -127,14 +126,15 @@ class Poster(Figure):
             self.keep(ax, label, **dict(zip(names, values, strict=True)))
 
     def gains(self, ax: Axes, label: str, gained: pd.DataFrame, **options: Any) -> None:
-        """Draws a series of gains, the frame that select.gains returns, if there is any."""
+        """Draws a line of speedups with intervals. gained: a frame from select.gains; nothing is
+        drawn if that is empty."""
         if len(gained):
             options |= {name: gained[name] for name in ("low", "high")}
             options["also"] = {"headline": gained["headline"]}
             self.line(ax, label, gained.iloc[:, 0], gained["value"], **options)
 
     def keep(self, ax: Axes, series: str, **values: Any) -> None:
-        """Keeps the numbers of a point that was drawn."""
+        """Remembers the numbers (values) of one drawn point of a series in the panel `ax`."""
         panel = str(ax.get_label()) or ax.get_title() or ax.get_title(loc="left")
         self.numbers.append({"panel": panel, "series": series, **values})
 
@@ -152,12 +152,12 @@ class Poster(Figure):
         below = 0.15 + 0.2 * len(lines)
         rect = (0.0, below / tall, 1.0, 1 - (above + below) / tall)
         ConstrainedLayoutEngine(rect=rect).execute(self)
-        # The layout is fixed now, so that every format and every drawing gets the same one.
+        # The layout is fixed now, so that all file formats get the same layout.
         self.set_layout_engine("none")
         return self
 
     def _legend(self, tall: float) -> float:
-        """Draws the legend and returns its height in inches."""
+        """Draws one legend for all panels at the bottom; returns its height in inches."""
         handles: dict[str, Any] = {}
         for ax in self.axes:
             for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -165,7 +165,7 @@ class Poster(Figure):
         if not handles:
             return 0.0
         columns = len(handles)
-        room = 10.5 * self.get_figwidth()  # in characters, 10 for a line
+        room = 10.5 * self.get_figwidth()  # width in characters; a line's symbol counts as 10
         while columns > 1 and room < sum(
             10 + max(map(len, part)) for part in np.array_split(list(handles), columns)
         ):
@@ -183,14 +183,14 @@ class Poster(Figure):
         return 0.1 + 0.27 * -(-len(handles) // columns)
 
     def table(self) -> pd.DataFrame:
-        """Returns the numbers that the figure shows."""
+        """Returns all numbers that the figure shows as one frame, for csv."""
         frame = pd.DataFrame(self.numbers)
         return frame.loc[:, frame.notna().any()] if len(frame) else frame
 
 
 @contextmanager
 def themed() -> Iterator[None]:
-    """Applies the style, whatever a user's matplotlibrc sets."""
+    """Applies the figures' style within a `with` block, whatever a user's matplotlibrc sets."""
     with mpl.rc_context():
         mpl.rcdefaults()
         for style in (sns.axes_style("ticks"), sns.plotting_context("talk"), _LOOK, _FIXED):
@@ -199,7 +199,7 @@ def themed() -> Iterator[None]:
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """Returns the file's bytes, the same on every run."""
+    """Returns the figure as the bytes of a file of format `kind`, the same on every run."""
     metadata: dict[str, Any] = {
         "png": {"Software": None},
         "pdf": {"CreationDate": None, "ModDate": None, "Creator": "mpissd", "Producer": None},
@@ -213,8 +213,7 @@ def rendered(figure: Figure, kind: str) -> bytes:
 
 
 def _small(png: io.BytesIO) -> bytes:
-    """Reduces the picture to 256 colours, a third of the bytes; a shaded map would need more
-    colours."""
+    """Returns a PNG picture reduced to 256 colours, which takes a third of the bytes."""
     with Image.open(png) as picture:
         few = picture.convert("RGB").quantize(
             256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
@@ -225,7 +224,8 @@ def _small(png: io.BytesIO) -> bytes:
 
 
 def save(figure: Poster, stem: Path, kinds: Sequence[str]) -> list[Path]:
-    """Writes stem.png and others; csv: the numbers. Raises ConfigError if that fails."""
+    """Writes a figure to STEM.KIND for each format in `kinds` ("csv": the numbers that it shows);
+    returns the paths. Raises ConfigError if a file cannot be written."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     for path, kind in zip(paths, kinds, strict=True):
         numbers = figure.table().to_csv(index=False, float_format="%.6g")
@@ -247,7 +247,8 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def note(ax: Axes, text: str, x: float, y: float, **options: Any) -> None:
-    """Writes a small text next to a point; dx, dy: its distance in points, 6 and 5 by default."""
+    """Writes a small text next to the point (x, y). The options dx and dy are its distance in
+    typographic points (default 6 and 5)."""
     options = {"fontsize": 9.5, "color": "#333333", **options}
     place = options.pop("dx", 6), options.pop("dy", 5)
     ax.annotate(text, (x, y), place, textcoords="offset points", **options)
@@ -257,8 +258,8 @@ _PLACES = ((8, 5, 0), (-8, 5, -2), (8, -13, 0), (-8, -13, -2), (0, 10, -1), (0, 
 
 
 def label_points(ax: Axes, points: Sequence[tuple[str, float, float]], size: float = 10.5) -> None:
-    """Writes a text next to each point, where no line or other text is; one of equal texts whose
-    points lie together."""
+    """Writes a text next to each point (text, x, y), where it covers no line or other text. Of
+    equal texts at points that lie together, one is written. size: font size in points."""
     at, *tracks = (
         ax.transData.transform(xy) * 72 / ax.figure.dpi
         for xy in ([xy for _, *xy in points], *(line.get_xydata() for line in ax.get_lines()))
@@ -280,7 +281,7 @@ def label_points(ax: Axes, points: Sequence[tuple[str, float, float]], size: flo
 
 
 def parity(ax: Axes, value: float = 1.0, text: str = "") -> None:
-    """Draws a horizontal line at the value that means no gain."""
+    """Draws a horizontal line at `value`, such as 1 for "no speedup", with an optional text."""
     ax.axhline(value, color=BLACK, linewidth=1.2, zorder=1)
     if text:
         options = {"ha": "right", "va": "bottom", "annotation_clip": True, "fontsize": 11}
@@ -302,12 +303,10 @@ def caption(
     what: str = "GEMM-only, imposed acceptance and hits",
     claims: bool = True,
 ) -> str:
-    """Returns the caption: hardware, real or imposed parts, LM head, context, forwards, rows and
-    commits.
-
-    vary: what the figure varies, of lm_head and context. claims: whether it shows speedups, so that
-    few seeds are pointed out.
-    """
+    """Returns a figure's caption: hardware, what is measured or imposed, forwards, context, number
+    of rows, and commits. parts: the drawn rows. extra: further sentences. vary: which of lm_head
+    and context the figure varies. claims: whether the figure shows speedups; then the caption says
+    if there are few seeds."""
     used = pd.concat([part for part in parts if len(part)])
     used = used[~used.index.duplicated()]
     words = [machine(used), what, several(used["dtype"])]
@@ -339,7 +338,7 @@ def caption(
 
 
 def machine(rows: pd.DataFrame) -> str:
-    """Returns the device names, marked as emulated if they are."""
+    """Returns the names of the rows' devices as text, marked if they are emulated."""
     names = sorted(rows["device_name"].unique())
     state = "EMULATED" if all("emulated" in name for name in names) else "measured"
     state = "CPU" if unit(rows) == "core" else state
@@ -347,23 +346,23 @@ def machine(rows: pd.DataFrame) -> str:
 
 
 def unit(rows: pd.DataFrame) -> str:
-    """Returns what a rank runs on: a GPU or, with NumPy, a core."""
+    """Returns "core" if the rows' ranks computed with NumPy on CPU cores, else "GPU"."""
     return "core" if set(rows["backend"]) == {"numpy"} else "GPU"
 
 
 def several(values: pd.Series) -> str:
-    """Returns the values that differ as text: a, b and c."""
+    """Returns the distinct values as text, such as "a, b and c"."""
     names = sorted(values.astype(str).unique(), key=lambda v: (len(v), v))
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def need(condition: object, what: str) -> None:
-    """Raises NothingLeft unless the condition holds."""
+    """Raises NothingLeft unless the condition is true. what: names the rows that are missing."""
     if not condition:
         raise NothingLeft(f"{NO_ROWS}{what}")
 
 
 def look(method: str) -> dict[str, Any]:
-    """Returns the colour and marker of a method."""
+    """Returns matplotlib's colour and marker options for a method, such as "SSD"."""
     color, marker = METHODS[method]
     return {"color": color, "marker": marker}

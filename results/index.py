@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Prints the index of this folder: a line a study, with its README's title and what it lacks."""
+"""Prints the index of the folder results/: a line for each study, with the title of its README and
+what it lacks."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent
-AHEAD = ("expected", "predicted")  # files of rows that were not measured
-WITHOUT = {"__pycache__", "gpu-limit"}  # make bench-gpu writes the latter unless OUT says otherwise
+AHEAD = ("expected", "predicted")  # names of files with rows that were not measured
+WITHOUT = {"__pycache__", "gpu-limit"}  # left-out folders; `make bench-gpu` writes gpu-limit
 
 
 def index(results: Path = RESULTS) -> Iterator[str]:
-    """Yields the lines, in the folders' order."""
+    """Yields the index's lines, one for each study's folder, in alphabetical order."""
     for folder in sorted(results.iterdir()):
         if folder.is_dir() and folder.name not in WITHOUT:
             title = (folder / "README.md").read_text().partition("\n")[0].removeprefix("# ")
@@ -21,10 +22,8 @@ def index(results: Path = RESULTS) -> Iterator[str]:
 
 
 def lack(folder: Path) -> str:
-    """Returns "; no rows yet" for a study without a file of rows or a profile.
-
-    Where every file has expected rows it is "; expected rows, none measured yet", else nothing.
-    """
+    """Returns the text on what a study's folder lacks: "; no rows yet" if it has no file of rows
+    and no profile, "; expected rows, none measured yet" if all rows are expected ones, else ""."""
     names = [path.stem for path in folder.glob("*.jsonl")]
     if not names:
         return "" if any(folder.glob("profiles/*.json")) else "; no rows yet"

@@ -1,7 +1,7 @@
-"""What the scripts that print tables for the documentation share.
+"""Functions that the scripts which print the documentation's tables share.
 
-A page holds such a table between <!-- python -m results.drafts.tables shapes --> and <!-- end -->;
-docs/tables.py writes it there, and a test prints it again.
+A page holds a table between <!-- python -m results.drafts.tables shapes --> and <!-- end -->;
+docs/tables.py writes the table there, and a test checks that it is up to date.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ def line(cells: Iterable[object]) -> str:
 
 
 def head(*names: str) -> Lines:
-    """Yields a table's first two lines."""
+    """Yields the first two lines of a Markdown table: the columns' names and the rule."""
     yield line(names)
     yield "|---" * len(names) + "|"
 
 
 def share(value: float, places: int = 3) -> str:
-    """Formats a number below one without its zero, halves rounded up as written: .673."""
+    """Formats a number below one without its leading zero, such as .673; decimal halves are rounded
+    up."""
     text = str(Decimal(str(value)).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
 def gain(ratio: float) -> str:
-    """Formats a ratio as what it is more or less than one: +14%, −6%, 0%."""
+    """Formats a ratio as a percentage above or below one: +14%, −6%, 0%."""
     percent = round(100 * (ratio - 1))
     return f"{percent:+d}%".replace("-", "−") if percent else "0%"
 
 
 def between(value: float, bounds: Sequence[float], places: int = 2) -> str:
-    """Formats a value with its interval: 3.01 (2.93 to 3.09)."""
+    """Formats a value with its interval `bounds`, such as "3.01 (2.93 to 3.09)"."""
     low, high = (f"{bound:.{places}f}" for bound in bounds)
     return f"{value:.{places}f} ({low} to {high})"
 
 
 def best(columns: Sequence[list[str]], by: Mapping[int, Callable[..., float]]) -> None:
-    """Makes the best cell of some columns bold, in place; columns: lists of cells.
-
-    by: for a column's place min or max, of the cells read as numbers. Equal cells are all bold.
-    """
+    """Makes the best cells of some columns of a table bold, in place. columns: the cells of each
+    column. by: {index of a column: min or max, which finds the best number}. If several cells are
+    equally good, all are bold."""
     for place, choose in by.items():
         values = [float(cell.replace(",", "")) for cell in columns[place]]
         pairs = zip(columns[place], values, strict=True)
@@ -60,7 +60,8 @@ def best(columns: Sequence[list[str]], by: Mapping[int, Callable[..., float]]) -
 
 
 def printed(tables: Mapping[str, Callable[[], Lines]], usage: str | None) -> int:
-    """Prints the table that the command line names; exit status 2 for any other."""
+    """Prints the table that the command line names; returns the exit code, 2 for another name.
+    tables: {name: function that yields its lines}. usage: text to print for a wrong name."""
     if len(sys.argv) != 2 or sys.argv[1] not in tables:
         print(f"{usage}\ntables: {', '.join(tables)}", file=sys.stderr)
         return 2

@@ -39,9 +39,9 @@ from mpissd.lab.predict.simulation import expected, is_predictable
 from mpissd.lab.tables.load import load_rows, row_files
 from results import pages
 
-# Largest allowed median and p95 of the size of error (c).
+# The largest allowed median and 95th percentile of |error (c)|, for predictions by `plan`.
 BARS = {"products": (0.04, 0.10), "whole": (0.05, 0.12)}
-ALL = 1 << 30  # in place of T, of a machine's whole group
+ALL = 1 << 30  # stands for "all T" where a number of target ranks T is expected
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -51,12 +51,9 @@ _DRAFTED = (
 
 @dataclass(frozen=True)
 class Forecast:
-    """A predicted rate, or the reason why there is none.
-
-    tok_per_s: the mean under the imposed models, of all sequences; None if `reason` is given.
-    derived: the profile did not measure all forwards and host costs that were needed, but derived
-    some by a stated rule.
-    """
+    """A predicted tokens/s, or the reason why there is none. tok_per_s: the long-run mean of all
+    sequences together; None if `reason` is given. derived: whether some of the needed durations
+    were not measured for the profile, but derived from others."""
 
     tok_per_s: float | None = None
     reason: str | None = None
@@ -64,12 +61,9 @@ class Forecast:
 
 
 def forecast_row(row: Row, profile: Profile, draft_profile: Profile | None = None) -> Forecast:
-    """Predicts the long-run mean rate of a row's configuration on a device.
-
-    row: written by `run`, possibly an earlier version. profile: of the row's device. draft_profile:
-    of the draft ranks' device, if it is of another kind. Raises nothing: if there is no prediction,
-    the forecast has a reason.
-    """
+    """Predicts the long-run mean tokens/s of a result row's configuration. profile, draft_profile:
+    durations on the row's device, and on the draft ranks' device if it is of another kind. Raises
+    no error: if there is no prediction, the result has a reason."""
     drafts = draft_profile or profile
     draft_device = row.draft_device or row.device_name if row.num_drafts else drafts.device_name
     sides = ("target", row.device_name, profile), ("draft", draft_device, drafts)
@@ -93,11 +87,9 @@ def forecast_row(row: Row, profile: Profile, draft_profile: Profile | None = Non
 
 
 def job_of_row(row: Row) -> Job:
-    """Returns the job that repeats a row of imposed tokens.
-
-    Flags that the run chose by itself (fan-out lists, models) have the values that the row reports.
-    Raises ConfigError if the imposed models give no mean for the row's rounds.
-    """
+    """Returns the job that a result row was measured with; its acceptance must be imposed by a
+    model. Settings that the run chose by itself (fan-out, models) are taken from the row. Raises
+    ConfigError if the long-run mean of such a job cannot be predicted."""
     decided = {
         "replay": "a recording decides their tokens",
         "text": "the models' own text decides their tokens",
@@ -119,11 +111,11 @@ def job_of_row(row: Row) -> Job:
     else:
         flags |= {name: row.get(name) for name in _DRAFTED} | {"tree": row.tree_nodes}
     lists = [counts for name in ("fan_out", "fan_out_miss") if (counts := row.get(name))]
-    if row.tree_nodes:  # by node; their sum is spread over the nodes again
+    if row.tree_nodes:  # A tree's fan-out has a count for each node, but the flag takes their sum.
         lists = [[sum(counts), *[0] * int(row.lookahead)] for counts in lists]
     if lists:
         flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
-    if row.forward == "transformer":  # the run's length decides its mean context
+    if row.forward == "transformer":  # The mean context depends on the run's length.
         flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}
     given = {name: value for name, value in flags.items() if value is not None}
     config = RunConfig(backend="emulated", rounds=int(row.num_rounds), seed=row.seed, **given)
@@ -134,10 +126,8 @@ def job_of_row(row: Row) -> Job:
 
 
 def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
-    """Raises ConfigError if the row's commit ran other kernels than the probe.
-
-    Rows of whole transformers name their kernel; older rows do not.
-    """
+    """Raises ConfigError if the row's forwards used other kernels than those that were timed for
+    the profile. Rows of whole transformers name their kernel, except older ones."""
     provenance = row.provenance or {}
     commit = str(provenance.get("commit")).removesuffix("+")
     kernel = str(provenance.get("kernel") or "cuda")
@@ -153,10 +143,9 @@ def _check_kernels(row: Row, profile: Profile, job: Job) -> None:
 
 
 def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
-    """Returns a function that predicts a row from another job's profile, for error (c).
-
-    name: as PROFILE above. Raises ConfigError if there is no such profile.
-    """
+    """Returns a function that predicts a result row from a profile that another job measured.
+    name: names or files of profiles, separated by commas (None: the built-in profile of each row's
+    device). Raises ConfigError if there is no such profile."""
     named = [] if name is None else [*map(load_profile, name.split(","))]
     profiles = shipped_profiles() | {profile.kind: profile for profile in named}
 
@@ -175,11 +164,10 @@ def profile_of_another_job(name: str | None) -> Callable[[Row], Forecast]:
 def errors_of(
     rows: Iterable[Row], forecasts: Iterable[Forecast]
 ) -> tuple[pd.DataFrame, Counter[str]]:
-    """Returns the errors of the rows that have all three, and a count of the others by reason.
-
-    forwards: "products" or "whole", followed by ", derived" if the profile did not measure all of
-    them or the host costs. without_luck: (c) after removing the luck of the row's draws.
-    """
+    """Returns a frame with the prediction errors of each row that has all three (see the module),
+    and {reason: number of rows without them}. Its column `forwards` is "products" or "whole" (for
+    transformers), followed by ", derived" if some durations were derived. without_luck: error (c)
+    without the effect of the row's random draws."""
     errors = []
     left = Counter[str]()
     for row, other in zip(rows, forecasts, strict=True):
@@ -201,10 +189,9 @@ def errors_of(
 
 
 def groups(errors: pd.DataFrame) -> pd.DataFrame:
-    """Returns the number of rows, and median and p95 of the errors' sizes, by machine, forwards, T.
-
-    After a machine's T comes the group of all T. Columns: rows, and (error, .5) and (error, .95).
-    """
+    """Returns the number of rows, and the median and 95th percentile of |error|, for each machine,
+    kind of forwards and T, followed by that of all T. The columns are "rows", (error, .5) and
+    (error, .95) for each error."""
     keys = ["machine", "forwards", "tp"]
     both = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).astype(float)
     sizes = both.abs().groupby(level=keys)
@@ -214,14 +201,14 @@ def groups(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def meets(group: pd.Series) -> bool:
-    """Returns whether a group's errors (c) are within their bar."""
+    """Returns whether a group's errors by another job's profile are within the allowed limits."""
     bar = BARS[group.name[1].partition(",")[0]]
     return bool(group["other", 0.5] <= bar[0] and group["other", 0.95] <= bar[1])
 
 
 def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
-    """Yields the lines of the groups as Markdown, a line for each group whose (c) over all T
-    misses its bar, and the rows that have no (c)."""
+    """Yields a Markdown table of the groups of rows; then a line for each group whose error by
+    another job's profile exceeds its limit, and the reasons why rows have no prediction."""
     yield from pages.head("machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck")
     for (machine, forwards, tp), group in judged.iterrows():
         names = ("replay", "other", "without_luck")
@@ -238,7 +225,8 @@ def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
 
 
 def main(folders: str, profile: str | None = None) -> int:
-    """Prints the errors of the rows of folders; returns the exit code."""
+    """Prints the prediction errors of the rows in `folders` (separated by commas); returns the exit
+    code. profile: names or files of profiles, separated by commas (None: built-in ones)."""
     try:
         paths = [path for part in folders.split(",") for path in row_files(Path(part))]
         if not paths:

@@ -65,14 +65,14 @@ from mpissd.lab.tables.load import LeftOut, load_rows  # noqa: E402
 from mpissd.lab.tables.uses import Family, mode_of, unit  # noqa: E402
 from results import pages  # noqa: E402
 
-BUSY = "busy.jsonl"  # of OUT: how many rows each step measured, and what disturbed it
-FEWEST_S = 15  # a step is not begun with less
+BUSY = "busy.jsonl"  # file in OUT with each step's number of rows and what disturbed the step
+FEWEST_S = 15  # A step is not begun if fewer seconds of the budget are left.
 SHOW_S = 2.0
-HEADS = {"tok_per_s": "tok/s"}  # of a column, where it is not the key
+HEADS = {"tok_per_s": "tok/s"}  # column heads that differ from the row's key
 
 
 def use(row: Row) -> str:
-    """Returns how a row uses its GPUs: "SSD T=1 D=1 K=3 F=8"."""
+    """Returns how a result row uses its GPUs, such as "SSD T=1 D=1 K=3 F=8"."""
     mode = "lookup" if row["mode"] == "sd" and row.get("backup") == "fast" else row["mode"]
     words = [str(Family(row.get("schedule") or mode, row["tp"], row.get("num_drafts") or 0))]
     words += [f"K={row['lookahead']}"] if row.get("lookahead") else []
@@ -82,7 +82,8 @@ def use(row: Row) -> str:
 
 
 def setting(row: Row) -> str:
-    """Returns what a row decodes: model, acceptance or recording, forward, context, batch."""
+    """Returns what a result row decodes, as text: models, acceptance or recording, kind of forward,
+    context and batch size."""
     words = [str(row["target"]).rpartition("-")[2] if row.get("workload") != "text" else "text"]
     recording = (row.get("recording") or "").partition(" ")[0].removesuffix(".npz")
     law = recording.rpartition("-")[2] or row.get("acceptance")
@@ -105,22 +106,22 @@ COMPUTED: dict[str, Callable[[Row], Any]] = {
 
 
 def value_of(row: Row, key: str) -> Any:
-    """Returns a computed value, or the value of the row's key."""
+    """Returns a result row's value of `key`; some keys are computed from others (COMPUTED)."""
     return COMPUTED[key](row) if key in COMPUTED else row.get(key)
 
 
 def cell(tp: int, flags: Mapping[str, Any]) -> str:
-    """Returns T and a grid's flags, without the seed, as the text that names a cell."""
+    """Returns a text that identifies a configuration: T and a grid's flags, without the seed."""
     return json.dumps([tp, sorted((k, v) for k, v in flags.items() if k != "seed")])
 
 
 def disturbed(out: Path, count: int) -> list[str]:
-    """Returns what disturbed the machine in the worst step, and for how many of `count` rows it is
-    unknown."""
+    """Returns texts on what disturbed the machine most in any step of a study, and on how many of
+    its `count` rows this is unknown."""
     steps = []
     lines = (out / BUSY).read_bytes().splitlines() if (out / BUSY).exists() else []
     for line in lines:
-        with suppress(ValueError, TypeError, LookupError, AttributeError):  # of a cut-off line
+        with suppress(ValueError, TypeError, LookupError, AttributeError):  # The line is cut off.
             step = json.loads(line)
             largest = max(map(float, step["busy"].values()), default=0.0)
             steps.append((largest, str(step["step"]), int(step["rows"]), [*step["busy"]]))
@@ -132,7 +133,8 @@ def disturbed(out: Path, count: int) -> list[str]:
 
 
 def cells_in(out: Path) -> dict[str, list[Row]]:
-    """Returns the rows of a folder by cell; ends the program if there are none."""
+    """Returns {configuration, as `cell` names it: its rows} of a folder; ends the program if the
+    folder has no rows."""
     files = [p for name in ("runs", "measured") for p in sorted(out.rglob(f"{name}*.jsonl"))]
     cells: dict[str, list[Row]] = {}
     with LeftOut() as left_out:
@@ -145,11 +147,10 @@ def cells_in(out: Path) -> dict[str, list[Row]]:
 
 
 def chosen(uses: list[TimedUse]) -> TimedUse:
-    """Returns the fastest use, with the speed in each turn of the use that the other turns choose.
-
-    A use that is chosen and judged by the same turns seems too fast (M. Stone, Cross-validatory
-    choice and assessment of statistical predictions, 1974).
-    """
+    """Returns the fastest configuration with cross-validated speeds: the speed in a turn is that of
+    the configuration which is fastest in the other turns. If the same turns chose and judged it, it
+    would seem too fast (M. Stone, Cross-validatory choice and assessment of statistical
+    predictions, 1974)."""
 
     def without(turn: int, use: TimedUse) -> tuple[float, float]:
         others = [*use.speeds[:turn], *use.speeds[turn + 1 :]]
@@ -163,11 +164,10 @@ def chosen(uses: list[TimedUse]) -> TimedUse:
 def verdicts(
     cells: Mapping[str, list[Row]], busy: list[str], failed: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yields what pays in each setting with SSD, and what it rests on, for each kind of device.
-
-    failed: steps that did not end. SSD may be slower than what they would have measured, so that
-    nothing pays.
-    """
+    """Yields sentences on whether a GPU for the draft pays, for each kind of device and setting
+    (model pair, acceptance, …) with SSD rows. cells: {configuration: its rows}. busy: what
+    disturbed the machine. failed: steps that did not end; then nothing is said to pay, because an
+    alternative that they would have measured may be faster."""
     for device in sorted({row["device_name"] for rows in cells.values() for row in rows}):
         own = {name: [row for row in rows if row["device_name"] == device]
                for name, rows in cells.items()}  # fmt: skip
@@ -177,18 +177,15 @@ def verdicts(
 def _verdicts(
     cells: Mapping[str, list[Row]], busy: list[str], failed: Sequence[str]
 ) -> Iterator[str]:
-    """Yields the sentences on the rows of one kind of device.
-
-    The fastest SSD on G ranks is compared with the fastest use on at most G that has no draft rank.
-    busy: what disturbed the machine.
-    """
+    """Yields the sentences on one kind of device. The fastest SSD on G ranks is compared with the
+    fastest alternative without a draft rank on at most G ranks. Parameters: as of `verdicts`."""
     turns = [
         {((row.sweep or {}).get("repeat", 0), row.seed): row["tok_per_s"] for row in rows}
         for rows in cells.values()
     ]
     order = sorted({turn for speeds in turns for turn in speeds}, key=str)
     first = [rows[0] for rows in cells.values()]
-    # By a setting's name: that of AR, which has no acceptance.
+    # `names` maps a setting of SSD to the setting of AR, which has no acceptance.
     with_ssd = [row for row in first if row["mode"] == "ssd"]
     names = {setting(row): setting(Row.from_dict({**row, "mode": "ar"})) for row in with_ssd}
     for name in sorted(names):
@@ -205,7 +202,7 @@ def _verdicts(
             plain = [use for use in uses if not use.family.num_drafts]
             rivals = [use for use in plain if use.family.gpus <= family.gpus]
             if not any(use.family.tp == family.gpus for use in rivals):
-                continue  # nothing was measured with all of them for the target
+                continue  # Nothing was measured with all these GPUs for the target.
             ssd = chosen([use for use in uses if use.family == family])
             comparison = UseComparison([ssd, chosen(rivals)], busy, num_rounds=min(rounds))
             place = f"{name}: " if len(names) > 1 else ""
@@ -225,7 +222,8 @@ def _verdicts(
 
 
 def _lacking(sentence: str, answer: Answer, failed: Sequence[str]) -> str:
-    """Returns the sentence of an answer; one that SSD pays is unknown where steps failed."""
+    """Returns the sentence of an answer, or that nothing can be told if SSD pays by the rows, but
+    the steps `failed` did not end and might have measured a faster alternative."""
     if answer.verdict != PAID or not failed:
         return sentence
     asked = f"Cannot tell whether {answer.what[0].lower()}{answer.what[1:]} pays"
@@ -234,7 +232,8 @@ def _lacking(sentence: str, answer: Answer, failed: Sequence[str]) -> str:
 
 
 def table(folder: Path, out: Path) -> Iterator[str]:
-    """Yields a Markdown table: a line a cell, with medians over its rows and expected figures."""
+    """Yields a Markdown table with a line for each configuration: medians of the rows in `out`, and
+    the figures that the study in `folder` expects."""
     config = settings(folder)["study"]
     columns = [name.strip() for name in config["columns"].split(",")]
     key = config.get("expected")
@@ -258,7 +257,7 @@ def table(folder: Path, out: Path) -> Iterator[str]:
 
 
 def text_of(values: list[Any]) -> str:
-    """Returns the median of numbers, or the texts that differ, as a cell."""
+    """Returns the text of a table's cell: the median of numbers, or the distinct texts."""
     numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
     if numbers:
         middle = median(numbers)
@@ -268,7 +267,7 @@ def text_of(values: list[Any]) -> str:
 
 
 def settings(folder: Path) -> ConfigParser:
-    """Reads a study's file."""
+    """Reads the file study.ini of a study's folder."""
     config = ConfigParser(interpolation=None)
     if not config.read(folder / "study.ini", "utf-8") or "study" not in config:
         raise SystemExit(f"{folder}: no study.ini with a section [study] there")
@@ -276,8 +275,8 @@ def settings(folder: Path) -> ConfigParser:
 
 
 def gpus_of(text: str, backend: str) -> int:
-    """Returns how many GPUs a study may use, by its file's `gpus`; ends the program with 2 where it
-    needs one, and none is there."""
+    """Returns the number of GPUs that a study may use. text: a number, or "detect" for those of
+    this machine. Ends the program with exit code 2 if a GPU is needed but none is found."""
     if text != "detect" or backend != "cupy" or os.environ.get("GPUS"):
         return int(os.environ.get("GPUS") or (8 if text == "detect" else text))
     try:
@@ -311,7 +310,7 @@ class Runner:
         self.lacking: list[str] = []  # steps that did not succeed in the first turn
 
     def run(self, names: list[str]) -> int:
-        """Runs the named steps, or all; returns how many did not succeed."""
+        """Runs the named steps of the study (none named: all); returns how many failed."""
         steps = {name: self._config[name] for name in self._config.sections() if name != "study"}
         if unknown := set(names) - set(steps):
             raise SystemExit(f"no step {', '.join(unknown)}: allowed: {', '.join(steps)}")
@@ -366,7 +365,8 @@ class Runner:
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
-        """Keeps what disturbed the machine during a step beside the rows that it measured."""
+        """Measures within a `with` block what disturbs the machine during the step `name`, and
+        appends that to OUT/busy.jsonl."""
         count = self._rows(name)
         before = counters() | {"own": sum(os.times()[:4])}
         try:
@@ -374,7 +374,7 @@ class Runner:
         finally:
             now = counters() | {"own": sum(os.times()[:4])}  # its ranks are children
             spent = {name: now[name] - value for name, value in before.items()}
-            spent.pop("delayed", None)  # of this process, which waits
+            spent.pop("delayed", None)  # This process only waits, so its delays mean nothing.
             cores = len(usable_cores())
             measured = self._rows(name) - count
             busy = reasons([spent, *[{"own": 0.0}] * (cores - 1)], cores)
@@ -384,7 +384,8 @@ class Runner:
                     file.write(json.dumps(line) + "\n")
 
     def _wait(self, process: subprocess.Popen[bytes], name: str, limit: float) -> int:
-        """Returns a step's exit code; shows its rows and seconds on a terminal meanwhile."""
+        """Waits for a step's process and returns its exit code; on a terminal, shows how many rows
+        the step has measured. limit: the step's time limit in s."""
         begun = time.monotonic()
         is_watched = sys.stderr.isatty()
         while True:
@@ -404,8 +405,8 @@ class Runner:
         return sum(len(path.read_text().splitlines()) for path in files)
 
     def _command(self, name: str, step: SectionProxy) -> tuple[list[str] | None, dict[str, str]]:
-        """Returns the command line of a step (None: this machine lacks its GPUs) and its
-        environment."""
+        """Returns a step's command line and environment variables. The command line is None if the
+        step is not to run, because this machine has too few GPUs."""
         out = str((self._out / name).resolve())
         environment = os.environ | {"OUT": out, "PYTHONFAULTHANDLER": "1"}
         environment |= dict(word.split("=", 1) for word in shlex.split(step.get("env", "")))
@@ -435,7 +436,8 @@ class Runner:
 
 
 def main(words: list[str]) -> int:
-    """Returns 0, 1 where a step failed, 2 with the usage where the words are wrong."""
+    """Runs the command line `words`; returns the exit code: 0, 1 if a step failed, or 2 for a wrong
+    command line, after printing the usage."""
     if words[:1] == ["run"] and len(words) > 2:
         folder = Path(words[1]).resolve()
         out = Path(words[2])

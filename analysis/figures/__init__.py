@@ -1,4 +1,4 @@
-"""The figures by name: the function that draws each, from rows to a matplotlib figure."""
+"""Lists all figures by name, each with the function that draws it from result rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from analysis.style import Poster
 
 @dataclass(frozen=True)
 class Spec:
-    """A figure: its function, its description, and whether it is drawn for each pair."""
+    """A figure's entry in the list: the function that draws it, its description, and whether it is
+    drawn once for each model pair."""
 
     draw: Callable[[Data], Poster]
     about: str

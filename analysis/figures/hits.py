@@ -1,4 +1,6 @@
-"""What hits are worth, the fan-out that they need, their loss in batches, and the Pareto front."""
+"""Figures about hits of SSD's speculation cache: their worth, the fan-out (number of bonus-token
+candidates) that they need, larger batches, and throughput against latency.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _SSD = ("alpha", "lookahead", "policy")
 
 
 def cache_hits(data: Data) -> Poster:
-    """x = imposed hit rate; y = gain over SD, and over SD without a draft GPU."""
+    """SSD's speedup over SD (y) by imposed cache-hit rate (x), also over SD without a draft GPU."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1)
     wanted &= rows["p_hit"].notna() | (rows["mode"] != "ssd")
@@ -51,14 +53,16 @@ def cache_hits(data: Data) -> Poster:
 
 
 def batch_scaling(data: Data) -> Poster:
-    """x = sequences b; y = gain over SD, of drawn and imposed hits, and over SD inline."""
+    """SSD's speedup over SD (y) by batch size (x), with drawn and with imposed cache hits, also
+    over SD inline (the draft on the target's GPUs)."""
     data = _beside_inline(data)
     heading = "Does SSD's gain survive batches?"
     return _over_sd(data, plain(data.rows), "batch_size", "sequences in the batch, b", heading)
 
 
 def _beside_inline(data: Data) -> Data:
-    """Returns data with a target's rows of folders with SD inline in batches, if there are any."""
+    """Returns the data, for each target only from folders that measured SD inline at batch sizes
+    above 1, if there are any."""
     rows = data.rows
     inline = rows[plain(rows) & (rows["method"] == "SD inline") & (rows["batch_size"] > 1)]
     places = set(key(inline, ["folder", "target"]))
@@ -67,7 +71,8 @@ def _beside_inline(data: Data) -> Data:
 
 
 def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -> Poster:
-    """Draws SSD over SD of one alpha and K, and the closed formula with the rows' own times."""
+    """Draws the measured speedup of SSD over SD at one alpha and K by the column `by`, and the
+    speedup by the closed formula with the rows' own times. wanted: a mask of the rows to use."""
     shown = []
     for case in cases(data, wanted, [by, "backup"]):
         ssd = richest(case.method("SSD"), [*_SSD, "backup"], [by, "hit_law"])
@@ -86,7 +91,7 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
         ax.set_title(f"{case.label}+1, K={ssd['lookahead'].iloc[0]}, α={alpha:g}")
         for imposed in (False, True):
             part = ssd[ssd["p_hit"].notna() == imposed]
-            if not of_hits:  # the hit model with most hits
+            if not of_hits:  # By batch size, only the hit model with the highest hit rate is drawn.
                 long = part.groupby("hit_law").filter(lambda of: of[by].nunique() >= 3)
                 rates = long.groupby("hit_law")["hit_rate"].mean()
                 part = long[long["hit_law"] == rates.idxmax()] if len(long) else long
@@ -129,10 +134,9 @@ def _over_sd(data: Data, wanted: pd.Series, by: str, label: str, heading: str) -
 
 
 def _formula(ssd: pd.DataFrame, sd: pd.DataFrame, by: str) -> tuple[list[float], list[float]]:
-    """Returns (x, SSD over SD) by theorem 7, with the rows' times at each batch size.
-
-    All sequences hit with h^b, as if they were independent; a round of SD is one in which all miss.
-    """
+    """Returns (values of `by`, speedups of SSD over SD) by theorem 7 of [Kumar, Dao, May 2026] with
+    the rows' times. All b sequences hit with probability h^b, as if they were independent; if any
+    misses, the round takes as long as one of SD."""
     values = []
     for x, part in ssd.groupby(by):
         b = int(part["batch_size"].iloc[0])
@@ -148,11 +152,11 @@ def _formula(ssd: pd.DataFrame, sd: pd.DataFrame, by: str) -> tuple[list[float],
 
 
 def fan_out(data: Data) -> Poster:
-    """x = branches ΣF; y = hit rate, growth over a verification, and tok/s.
+    """Hit rate, time of growing branches over that of a verification, and tok/s (y) by the number
+    of branches (x), the sum of the fan-out over all positions.
 
-    A column is a pair under recordings, a line for each, or under one law of imposed outcomes, with
-    AR. Only K at which some branches are grown to their end are drawn.
-    """
+    A column is a model pair with a line for each recording, or with imposed acceptance and AR. Only
+    K at which some branches could be grown to their end are drawn."""
     shown = [*_recorded(data.rows), *_imposed(data)][:3]
     need(shown, "SSD at three or more branch budgets, uniform and geometric under one power law")
     poster = Poster(10.2)
@@ -197,7 +201,8 @@ Column = tuple[str, dict[str, pd.DataFrame], pd.DataFrame]
 
 
 def _recorded(rows: pd.DataFrame) -> Iterator[Column]:
-    """Yields the pairs under recordings, whose K has most branch budgets."""
+    """Yields a column for each model pair that was measured with recordings at three or more
+    numbers of branches: its title, rows by recording, and no AR rows."""
     rows = where(rows, workload="replay", mode="ssd", forward="transformer", batch_size=1)
     rows = where(rows, backup="jit")
     rows = rows[rows["tree_nodes"].isna() & rows["t_growth_s"].notna()]
@@ -210,8 +215,8 @@ def _recorded(rows: pd.DataFrame) -> Iterator[Column]:
 
 
 def _imposed(data: Data) -> Iterator[Column]:
-    """Yields the pairs under a power law, uniform beside geometric, at the alpha and K of most
-    budgets."""
+    """Yields a column for each model pair with cache hits imposed by a power law: its title, rows
+    by kind of fan-out (uniform, geometric), and AR rows; at the alpha and K with most budgets."""
     rows = data.rows
     wanted = plain(rows) & (rows["batch_size"] == 1) & rows["t_growth_s"].notna()
     wanted &= rows["hit_law"].fillna("").str.startswith("power")
@@ -228,11 +233,11 @@ def _imposed(data: Data) -> Iterator[Column]:
 
 
 def pareto(data: Data) -> Poster:
-    """Draws a point for each method and batch size, at its best K and backup.
+    """Throughput per GPU (y) by speed per sequence (x), a point for each method and batch size at
+    its best K and backup.
 
-    The line joins the Pareto-optimal ones of the uses that were measured at every batch size, if
-    SD inline is one of them.
-    """
+    A line joins the Pareto-optimal points of methods that were measured at every batch size, if SD
+    inline is one of them."""
     data = _beside_inline(data)
     pairs = cases(data, plain(data.rows), ["batch_size", "backup"])
     shown = [(case, rows) for case in pairs if len(rows := _rows(case))]
@@ -251,8 +256,8 @@ def pareto(data: Data) -> Poster:
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """Returns the rows of the alpha and hit model of most batch sizes, and those of imposed hits;
-    none if AR, SD or SSD is missing."""
+    """Returns the rows to draw for a model pair: those of the alpha and hit model with most batch
+    sizes, and SSD with imposed hits. Empty if AR, SD or SSD is missing."""
     ssd = case.method("SSD")
     law = richest(ssd[ssd["p_hit"].isna()], ["alpha", "hit_law"], ["batch_size"])
     imposed = ssd[ssd["p_hit"].notna()]

@@ -1,4 +1,4 @@
-"""Drafts: their kinds on one plane, their shape, and Saguaro sampling."""
+"""Figures that compare draft models, the shapes of distilled drafts, and Saguaro sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from analysis.rows import Data
 from analysis.select import CONDITIONS, points, short, usual, where
 from analysis.style import GREY, MARKERS, RAMP, SERIES, Poster, caption, label_points, look, need
 
-# Keys that all rows of one plane share besides the device: every draft drafts the same text.
+# All rows of one panel share these keys, so that every draft drafts the same text.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)
 _SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 _WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -20,7 +20,7 @@ _MARKOV = (
 
 
 def kinds(data: Data) -> Poster:
-    """Tokens a round over a round's time of SD inline, a line for each kind of draft over K.
+    """Tokens a round (y) by a round's time (x) of SD inline, a line over K for each kind of draft.
 
     The time is measured, in rounds of AR. On a dotted line all points are equally fast: speedup =
     tokens a round / time. Theorem 3.8 of Leviathan et al. 2023 takes 1 + T_SD for the time; it
@@ -62,14 +62,16 @@ def kinds(data: Data) -> Poster:
 
 
 def _kind_of(draft: str, lookup: str | None, beneath: str | None) -> str:
-    """Returns a draft's name; older rows add the draft or lookup that drafts for it."""
+    """Returns the name of a row's draft for the legend. lookup: the kind of lookup that drafts, if
+    any. beneath: what drafts for the draft model itself, which only older rows have."""
     if draft == "lookup":
         return "lookup" if not isinstance(lookup, str) else f"lookup: {lookup}"
     return f"{short(draft)} over {beneath}" if isinstance(beneath, str) else short(draft)
 
 
 def _equal_speedups(poster: Poster, ax: Axes) -> None:
-    """Draws a line through the origin for each speedup that the points are near."""
+    """Draws a line through the origin, on which all points are equally fast, for each round number
+    of speedup that is near the points."""
     numbers = poster.table()
     right = 1.15 * float(numbers["x"].max())
     top = 1.08 * float(numbers["y"].max())
@@ -87,8 +89,8 @@ def _equal_speedups(poster: Poster, ax: Axes) -> None:
 
 
 def drafts(data: Data) -> Poster:
-    """Distilled drafts of equal parameters over their layers, by K: tokens a round, time of a draft
-    step, tok/s."""
+    """Tokens a round, time of a draft step, and tok/s (y) by the number of layers (x) of distilled
+    drafts with equal numbers of parameters, a line for each K."""
     sizes = data.rows["draft"].astype("string").str.extract(_DISTILLED).astype("float")
     rows = data.rows.assign(layers=sizes[0])
     rows = rows[rows["layers"].notna() & (rows["batch_size"] == 1)]
@@ -127,7 +129,8 @@ def drafts(data: Data) -> Poster:
 
 
 def saguaro(data: Data) -> Poster:
-    """x = hit rate, y = tokens a round, which C trades for each other."""
+    """Tokens a round (y) by cache-hit rate (x): the constant C of Saguaro sampling trades one for
+    the other."""
     rows = where(data.rows, workload="markov", mode="ssd")
     rows = rows[(rows["temperature"] > 0) & rows["saguaro_c"].notna()]
     used = usual(rows, _MARKOV, data.notes, "markov rows")

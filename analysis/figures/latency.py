@@ -1,4 +1,4 @@
-"""The parts of a round: each method's mean round by phase, for lead and draft."""
+"""The figure of the parts of a round: the mean time of each phase, on rank 0 and on the draft."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ Bars = list[tuple[str, pd.Series]]
 
 
 def latency(data: Data) -> Poster:
-    """Stacked bars in ms: the lead's round above the axis, the draft rank's phases below it."""
+    """Stacked bars of a round's phases in ms: rank 0 of the target above the axis, the draft rank
+    below."""
     shown = _whole(data.rows)
     what = {"what": "whole transformers, recordings of SmolLM2 and its draft", "vary": ("context",)}
     if not shown:
@@ -74,13 +75,14 @@ def latency(data: Data) -> Poster:
 
 
 def _whole(rows: pd.DataFrame) -> list[tuple[str, Bars]]:
-    """Returns a title and bars for each pair: whole transformers, each use at its best shape."""
+    """Returns (title, bars) for each model pair of whole transformers, with a bar for each method
+    at its best settings."""
     rows = used(rows[rows["forward_s"].notna()])
     shared = rows.groupby("setting")["use"].agg(set)
     ours = [name for name, uses in shared.items() if {"AR", "SD inline", "SSD"} <= uses]
     ours.sort(key=lambda name: int(name.partition("B")[0]))
     shown = {}
-    for setting in ours[::-1]:  # the first of a pair stays
+    for setting in ours[::-1]:  # Of several settings of a pair, the first one is kept.
         best = best_shapes(where(rows, setting=setting))
         rounds = {use: _median_row(best[use]) for use in sorted(best, key=_ORDER.index)}
         bars = [(_shape(use, row), row) for use, row in rounds.items()]
@@ -93,7 +95,7 @@ def _median_row(rows: pd.DataFrame) -> pd.Series:
 
 
 def _shape(use: str, row: pd.Series) -> str:
-    """Returns a use with its T, K and hits as text."""
+    """Returns a bar's label: the method `use` with its T, K and hit rate."""
     text = f"{use}, T={row['tp']}"
     text += f"+{row['num_drafts']}" * bool(row["num_drafts"])
     text += f", K={row['lookahead']}" * bool(row["lookahead"])
@@ -137,7 +139,7 @@ def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
     for place, (name, row) in enumerate(bars):
         seconds = row[[name for name, *_ in _LEAD]].astype(float)
         parts = {}
-        if not row["num_drafts"]:  # the lead drafts; where the device issues rounds, it never waits
+        if not row["num_drafts"]:  # Without a draft rank, rank 0's drafting time is shown as wait.
             parts = {"wait_s": _DRAFTING}
             apart = seconds["wait_s"] + seconds["other_s"]
             seconds["wait_s"] = min(apart, row["t_draft_s"]) if row["t_draft_s"] > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Throughput over alpha and K."""
+"""The figure of throughput by acceptance rate alpha and by K, the tokens drafted a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _METHODS = ("SD inline", "SD", "SSD")
 
 
 def throughput(data: Data) -> Poster:
-    """x = K at up to three alphas, and x = alpha with each method at its own best K."""
+    """tok/s (y) by K at up to three acceptance rates alpha, and by alpha with each method at its
+    best K."""
     wanted = plain(data.rows) & data.rows["alpha"].notna() & (data.rows["batch_size"] == 1)
     shown = cases(data, wanted, ["alpha", "lookahead", "method"], limit=1)
     need(shown and _is_sweep(shown[0]), "SD and SSD, each at two or more K of one alpha")
@@ -62,17 +63,18 @@ def _is_sweep(case: Case) -> bool:
 
 
 def _rows(case: Case) -> pd.DataFrame:
-    """Returns SD, SD inline (also on T + 1 GPUs), and SSD of the hits and policy with most
-    cells."""
+    """Returns the rows to draw for a model pair: SD, SD inline (also on T + 1 GPUs), and SSD with
+    the hit model and fan-out for which most combinations of alpha and K were measured."""
     rows = pd.concat([case.rows, where(case.wide, gpus=case.tp + 1)])
-    # Imposed hits would always be the best, because they cost nothing.
+    # Imposed hits are left out: they cost nothing and would always be the best.
     ssd = rows[(rows["method"] == "SSD") & rows["p_hit"].isna()]
     ssd = richest(ssd, ["hit_law", "policy"], ["alpha", "lookahead"])
     return pd.concat([rows[rows["method"] != "SSD"], ssd])
 
 
 def _series(rows: pd.DataFrame, tp: int) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Yields (label, method, rows) of each line; SD on another T has its own line."""
+    """Yields (label, method, rows) for each line to draw; SD at another T than `tp` has a line of
+    its own."""
     for method in _METHODS:
         by_tp = where(rows, method=method).groupby("tp")
         for other, group in sorted(by_tp, key=lambda item: item[0] != tp):
@@ -102,7 +104,8 @@ def _over_best(poster: Poster, ax: Axes, rows: pd.DataFrame, case: Case, name: s
 
 
 def _baselines(poster: Poster, ax: Axes, case: Case, name: str) -> None:
-    """Draws AR on the targets' GPUs, and on as many GPUs as SD and SSD use."""
+    """Draws AR's tok/s as horizontal lines: on the T target GPUs, and on as many GPUs as SD and SSD
+    use together with the draft's."""
     for gpus, style in ((case.tp, "-"), (case.tp + 1, ":")):
         point = case.ar_on(gpus)
         if point is not None:

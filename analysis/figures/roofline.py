@@ -1,4 +1,4 @@
-"""The roofline: products, forwards and collectives against the ceilings of the same job."""
+"""Figures of measured forwards and all-reduces against the limits of the hardware (roofline)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Ceiling = Callable[[Any], Any]
 
 
 def roofline(data: Data) -> Poster:
-    """Left: share of the ceiling over flop/byte of products and whole forwards. Right: all-reduces,
-    links."""
+    """Left: the speed of forwards as a share of the roofline (y) by flop/byte (x). Right: the time
+    of all-reduces and messages by size."""
     real = [p for p in data.profiles if p.get("backend") != "emulated"]
-    # Probes until 2026-11-24 measured single products, too.
+    # Profiles until 2026-11-24 also have times of single matrix products.
     profiles = [p for p in real if p["tables"].get("products")]
     profiles = profiles or [p for p in real if p["tables"].get("forwards")]
     need(profiles, "profiles/*.json that `mpissd probe` measured on this machine")
@@ -54,16 +54,15 @@ def roofline(data: Data) -> Poster:
         "M = 1 … 64 rows. Ceilings: a stream over the weights, an 8192-cubed product, the best "
         f"rate of a message. Verifications: {runs} rows. Bars: interquartile range"
     )
-    for ax in poster.axes:  # One rank has no all-reduce; newer probes measure no links.
+    for ax in poster.axes:  # A panel may be empty: with one rank there are no all-reduces.
         ax.set_visible(bool(ax.get_legend_handles_labels()[0]))
     return poster.finish("How near are forwards and messages to the machine's ceilings?", text)
 
 
 def window(data: Data) -> Poster:
-    """x = rows of a verification, K + 1; y = the draft's forwards that it is as long as.
+    """The number of draft steps that last as long as one verification (y), by its rows K + 1 (x).
 
-    A line is a target on T GPUs. Above the dashed line all K draft steps of a hit are hidden.
-    """
+    A line is a target on T GPUs. Above the dashed line all K draft steps of a hit are hidden."""
     probed = forwards(p for p in data.profiles if p.get("backend") != "emulated")
     probed = {k: f for k, f in sorted(probed.items()) if not k.kv_tokens and not k.lm_head}
     few = {k: [m for m in sorted(f.seconds) if m <= 16] for k, f in probed.items()}
@@ -102,7 +101,8 @@ def window(data: Data) -> Poster:
 
 
 def _roof(poster: Poster, ax: Axes, profiles: list[Profile]) -> Ceiling:
-    """Draws the ceiling; returns its flop/s at x flop/byte."""
+    """Draws the roofline of the profiles' device; returns a function from flop/byte to the largest
+    possible flop/s."""
     read, peak = (
         max(p["numbers"][name]["value"] for p in profiles)
         for name in ("read_bytes_per_s", "peak_flops_per_s")
@@ -154,8 +154,8 @@ def _forwards(poster: Poster, ax: Axes, profiles: list[Profile], ceiling: Ceilin
 
 
 def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame, ceiling: Ceiling) -> int:
-    """Draws the verifications of rows by their floor's bytes and flops; returns the number of
-    rows."""
+    """Draws a point for the measured verifications of runs, by the bytes and flops that they need;
+    returns the number of rows drawn."""
     runs = rows[(rows["t_target_s"] > 0) & plain(rows) & ~rows["lm_head"].astype(bool)]
     numbers = runs[["floor_flops", "floor_bytes"]].astype(float)
     is_known = (numbers > 0).all(axis=1) & (runs["context"] == 0)
@@ -170,10 +170,8 @@ def _runs(poster: Poster, ax: Axes, rows: pd.DataFrame, ceiling: Ceiling) -> int
 
 
 def _messages(poster: Poster, ax: Axes, curves: Iterable[tuple[str, str, Profile]]) -> None:
-    """Draws times over message sizes, and the ceiling: a message's time at the best rate measured.
-
-    curves: label, marker, and the table of a transport's seconds by bytes.
-    """
+    """Draws the times of messages by size, and the shortest possible time: that at the best rate
+    measured. curves: (label, marker, {bytes: seconds} of one kind of transfer)."""
     rate = 0.0
     for label, marker, table in curves:
         x = np.array(sorted(int(b) for b in table["seconds"]))
@@ -200,7 +198,7 @@ def _messages(poster: Poster, ax: Axes, curves: Iterable[tuple[str, str, Profile
 
 
 class Key(NamedTuple):
-    """Identifies a probed forward: a model on one of T ranks, and how it is issued."""
+    """Identifies a forward in a profile: the model, T, and the options of the forward."""
 
     model: str
     tp: int
@@ -211,8 +209,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """A probed forward: a rank's weights, seconds by rows, and their relative interquartile
-    range."""
+    """A measured forward: the bytes of a rank's weights, and the seconds and their relative
+    interquartile range for each row count."""
 
     params: int
     seconds: dict[int, float]
@@ -220,11 +218,9 @@ class Forward:
 
 
 def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
-    """Returns every probed forward, of the newest probe that has it.
-
-    Each row count uses the kernel of a job of so many rows: an entry with `most_rows` counts up to
-    that number. All kernels of a forward are from one probe.
-    """
+    """Returns all forwards in the profiles; if several profiles have one, it is from the newest.
+    Each row count has the kernel that a job with so many rows uses: an entry with `most_rows` is
+    used up to that number."""
     merged: dict[Key, Forward] = {}
     for profile in _newest(profiles):
         here: dict[Key, Forward] = {}
@@ -242,7 +238,8 @@ def forwards(profiles: Iterable[Profile]) -> dict[Key, Forward]:
 
 
 def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[Profile]:
-    """Yields the entries of a table; of entries with equal identities only the newest."""
+    """Yields the entries of the table `name` in all profiles; if several entries have the same
+    values of the keys `identity`, only the newest."""
     seen = set()
     for profile in _newest(profiles):
         for entry in profile["tables"].get(name, ()):
@@ -252,7 +249,7 @@ def tables(profiles: Iterable[Profile], name: str, *identity: str) -> Iterator[P
 
 
 def _newest(profiles: Iterable[Profile]) -> list[Profile]:
-    """Returns the profiles by the time of their probe, newest first; those without one last."""
+    """Sorts profiles by the time at which they were measured, newest first, unknown times last."""
 
     def start(profile: Profile) -> str:
         return str((profile.get("provenance") or {}).get("started_at") or "")

@@ -1,7 +1,7 @@
-"""The figures of docs/study.md: what an extra GPU for the draft is worth.
+"""The figures of docs/study.md: what an extra GPU for the draft model is worth.
 
-`measured` and `hidden` draw measured rows; the others draw cells (results/extra-gpu): every use of
-up to five GPUs as `plan` predicts it.
+`measured` and `hidden` draw measured rows. The others draw predictions of `plan` for every mode
+and division of up to five GPUs (results/extra-gpu/cells.jsonl).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from analysis.style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, 
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.law.acceptance import named_hit_law
 
-# A predicted gain that decides nothing: measured ones are 2 to 16% lower (tables.py measured).
+# Predicted speedups in this range decide nothing, as measured ones were 2 to 16% lower.
 UNDECIDED = 1.0, 1.16
 _NAMES = {"ar": "AR", "sd": "SD inline", "tree": "tree inline", "lookup": "lookup", "ssd": "SSD"}
-_FOLDERS = ("extra-gpu",)  # of measured rows in which all uses were run
+_FOLDERS = ("extra-gpu",)  # folders of results in which all alternatives were measured
 _WARM = "code at temp. 0.7"
 _GPUS = ("8b/1b", 2), ("70b/1b", 4)
 _GREY = "Grey: undecided, as predictions flatter SSD by up to 16%"
@@ -34,13 +34,11 @@ CELL = ["pair", "law", "batch_size", "host"]
 
 
 def on_gpus(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Returns each use's fastest line on at most so many GPUs, by cell.
-
-    copies: independent ones of the use that makes most tok/s in all; none is SSD's rival. Lookups
-    count where their acceptance was recorded, at temperature 0.
-    """
+    """Returns the fastest prediction of each mode on at most `gpus` GPUs, for each pair, prompts,
+    batch size and host. The mode "copies" stands for independent copies of the mode with most total
+    tok/s. Lookups count only at temperature 0, where their acceptance was recorded."""
     cells = cells[(cells["mode"] != "lookup") | cells["law"].str.endswith("temp. 0")]
-    apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")  # never faster than inline
+    apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")  # slower than inline SD
     single = cells.assign(use=cells["mode"].map(_NAMES))[~apart]
     count = gpus // (single["tp"] + single["num_drafts"])
     copies = single.assign(use="copies", tok_per_s=single["tok_per_s"] * count)
@@ -49,7 +47,8 @@ def on_gpus(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
 
 
 def gains_of(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Returns SSD's tok/s over the fastest other use's, by cell, and that use's name."""
+    """Returns the predicted speedup of SSD over the fastest alternative on at most `gpus` GPUs, and
+    the alternative's name, for each pair, prompts, batch size and host."""
     uses = on_gpus(cells, gpus)
     ssd = where(uses, use="SSD").set_index(CELL)
     rivals = uses[~uses["use"].isin(["SSD", "copies"])].sort_values("tok_per_s")
@@ -60,7 +59,7 @@ def gains_of(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
 
 
 def uses(data: Data) -> Poster:
-    """x = tok/s; y = laws; a mark is a use of all GPUs."""
+    """Predicted tok/s (x) of each mode on all GPUs, by kind of prompts and temperature (y)."""
     cells = where(data.cells, batch_size=1, host=1.0)
     pairs = [of for of in _GPUS if of[0] in {*cells["pair"]}]
     need(pairs, "cells of results/extra-gpu")
@@ -81,11 +80,9 @@ def uses(data: Data) -> Poster:
 
 
 def used(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the whole transformers, with `use`, `ranks` and `setting`.
-
-    Those without a recording follow a law, of HumanEval at temperature 0.7. AR is the same on all
-    prompts of its folder.
-    """
+    """Returns the measured rows of whole transformers on GPUs, with the columns use (mode), ranks,
+    and setting (pair, prompts, ranks). Rows without a recording have acceptance imposed as on
+    HumanEval at temperature 0.7. AR's rows are repeated for all prompts of their folder."""
     rows = where(rows, forward="transformer", backend="cupy")
     rows = rows[rows["folder"].map(lambda folder: Path(folder).name).isin(_FOLDERS)]
     names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
@@ -101,20 +98,22 @@ def used(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_ssd(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of `used` on several GPUs whose setting has rows of SSD."""
+    """Returns the rows of `used` on several GPUs, for each pair and prompts with rows of SSD."""
     rows = used(rows)
     shared = rows["setting"].isin(where(rows, mode="ssd")["setting"])
     return rows[shared & rows["ranks"].gt(1)]
 
 
 def best_shapes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Returns {use: its runs}, the fastest first; of several shapes that of the largest median."""
+    """Returns {mode: its rows}, the fastest first; of each mode only the settings (K, fan-out, …)
+    with the largest median tok/s."""
     best = {str(use): runs for use, runs in fastest(rows, "use").groupby("use")}
     return dict(sorted(best.items(), key=lambda item: -item[1]["tok_per_s"].median()))
 
 
 def measured(data: Data) -> Poster:
-    """A bar is the median of a use's runs; a panel is a pair, prompts and GPUs."""
+    """Measured tok/s: a bar for the median of each mode's runs, a panel for each pair, prompts and
+    number of GPUs."""
     rows = with_ssd(data.rows)
     need(len(rows), "runs of results/extra-gpu")
     pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
@@ -167,7 +166,8 @@ def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
 
 
 def over_gpus(data: Data) -> Poster:
-    """x = GPUs; y = SSD over the strongest other use; a line is a law."""
+    """Predicted speedup of SSD over the strongest alternative (y) by the number of GPUs (x), a line
+    for each kind of prompts and temperature."""
     cells = where(data.cells, batch_size=1, host=1.0)
     need(len(cells), "cells of results/extra-gpu")
     gains = pd.concat([gains_of(cells, gpus) for gpus in range(2, 5)])
@@ -176,7 +176,8 @@ def over_gpus(data: Data) -> Poster:
 
 
 def over_batch(data: Data) -> Poster:
-    """x = sequences; y = SSD over the strongest other use of as many GPUs; a line is a law."""
+    """Predicted speedup of SSD over the strongest alternative on as many GPUs (y) by batch size
+    (x), a line for each kind of prompts and temperature."""
     cells = where(data.cells, host=1.0)
     laws = cells.loc[cells["batch_size"] > 1, "law"].unique()
     need(len(laws), "cells of results/extra-gpu at several batch sizes")
@@ -187,7 +188,8 @@ def over_batch(data: Data) -> Poster:
 
 
 def host_path(data: Data) -> Poster:
-    """x = the host's costs over the measured ones; y = SSD over the strongest other use of two."""
+    """Predicted speedup of SSD over the strongest alternative on two GPUs (y), by the durations of
+    host work as a multiple of the measured ones (x)."""
     cells = where(data.cells, batch_size=1)
     hosted = cells.loc[cells["host"] != 1, ["pair", "law"]].drop_duplicates()
     need(len(hosted), "cells of results/extra-gpu with several hosts")
@@ -228,20 +230,18 @@ def _text(cells: pd.DataFrame, conditions: str) -> str:
     )
 
 
-HOST_S = 0.25e-3  # the host's share of a round of SSD, measured: results/h200-pairs
-INLINE_S = 0.15e-3  # that of a round of SD inline over two GPUs whose rounds the host issues
-FITTED = "h200-pairs"  # the folder of whose rows these two are; no other row entered
+HOST_S = 0.25e-3  # host work in a round of SSD, in s, measured in results/h200-pairs
+INLINE_S = 0.15e-3  # host work in a round of SD inline on two GPUs, in s, measured there, too
+FITTED = "h200-pairs"  # the only folder whose rows determined HOST_S and INLINE_S
 
 
 @dataclass(frozen=True)
 class Pays:
-    """One measured gain of SSD (T) over SD inline (T + 1), and what the closed form says of it.
-
-    folder: of SSD's row. is_whole: whether of whole transformers under a recording, whose inline
-    rounds the device issues. tokens: those of SSD's round over SD inline's. verify_s: the time of a
-    verification on T and on T + 1 GPUs. draft_s: drafting, K·d, of SSD and of SD inline. hit_rate:
-    p.
-    """
+    """One measured speedup of SSD (T GPUs and one for the draft) over SD inline on T + 1 GPUs, and
+    the numbers from which a closed form predicts it. folder: where SSD's rows are. is_whole:
+    whether the rows are of whole transformers with a recording. tokens: tokens a round of SSD over
+    those of SD inline. verify_s: seconds of a verification on T and on T + 1 GPUs. draft_s: seconds
+    of drafting K tokens, in SSD and in SD inline. hit_rate: share of rounds that hit the cache."""
 
     name: str
     folder: str
@@ -254,27 +254,28 @@ class Pays:
 
     @property
     def hidden_s(self) -> float:
-        """Drafting that hits hide, p·K·d."""
+        """The drafting time that cache hits hide in a mean round, hit_rate · draft_s of SSD."""
         return self.hit_rate * self.draft_s[0]
 
     @property
     def saved_s(self) -> float:
-        """What T + 1 GPUs in place of T save of a round."""
+        """The seconds by which a round is shorter if the target has T + 1 instead of T GPUs."""
         return self.verify_s[0] - self.verify_s[1] + HOST_S - INLINE_S
 
     @property
     def predicted(self) -> float:
-        """The closed form's gain."""
+        """The speedup of SSD over SD inline by the closed form."""
         ssd_s = self.verify_s[0] + HOST_S + (1 - self.hit_rate) * self.draft_s[0]
         return self.tokens * (self.verify_s[1] + INLINE_S + self.draft_s[1]) / ssd_s
 
 
 def pays(rows: pd.DataFrame) -> Iterator[Pays]:
-    """Yields the closed form beside SSD's best K of each alpha of each pair at batch 1.
+    """Yields the measured and predicted speedup of SSD at its best K, for each pair and acceptance
+    rate at batch size 1 with imposed acceptance and hits.
 
-    Per round: SSD E(K)/(v_T + g + (1 − p)·K·d), SD inline E(K′)/(v_{T+1} + c + K′·d), with the
-    times of verifications v and draft steps d of rows of SD inline, p of the hit law.
-    """
+    The closed form of tokens/s is E(K)/(v_T + g + (1 − p)·K·d) for SSD, and E(K′)/(v_{T+1} + c +
+    K′·d) for SD inline, with E: tokens a round, v: time of a verification and d: of a draft step
+    (both from rows of SD inline), p: hit rate by the hit model, g and c: HOST_S and INLINE_S."""
     rows = rows[plain(rows) & (rows["batch_size"] == 1) & rows["tree_nodes"].isna()]
     inline = rows[(rows["method"] == "SD inline") & (rows["backup"] != "fast")]
     ssd = rows[(rows["method"] == "SSD") & (rows["backup"] == "jit") & rows["p_hit"].isna()]
@@ -309,10 +310,9 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
 
 
 def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
-    """Yields the same of runs of whole transformers, whose rows no constant was chosen by.
-
-    Acceptance, hits and times are those of the rows; each run of SSD, over the best K of SD inline.
-    """
+    """Yields the measured and predicted speedup of each SSD run of whole transformers over SD
+    inline at its best K. Acceptance, hits and times are those of the rows; HOST_S and INLINE_S were
+    not fitted to these rows."""
     chains = used(rows)
     chains = chains[(chains["backup"] == "jit") & chains["tree_nodes"].isna()]
     chains = chains[chains["backup_lookahead"] == chains["lookahead"]]
@@ -333,7 +333,8 @@ def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
 
 
 def hidden(data: Data) -> Poster:
-    """x = drafting that hits hide, less what another target GPU saves; y = SSD over SD inline."""
+    """Measured speedup of SSD over SD inline (y), by the drafting time that cache hits hide less
+    what another target GPU saves (x)."""
     gains = [*pays(data.rows), *whole_pays(data.rows)]
     need(len(gains) > 2, "SSD of T and SD inline of T + 1 GPUs at batch 1, jit, and hits of a law")
     poster = Poster(6.0)

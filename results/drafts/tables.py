@@ -28,28 +28,29 @@ KINDS = ("chat", "humaneval")
 
 
 def rows(name: str) -> list[Row]:
-    """Returns the rows of a file beside this script."""
+    """Returns the lines of the file `name` (in this script's folder) as dictionaries."""
     return read_rows(HERE / f"{name}.jsonl")
 
 
 def report(path: Path) -> Row:
-    """Returns a draft's report."""
+    """Reads the JSON report on a draft model that its training wrote."""
     return dict(json.loads(path.read_text()))
 
 
 def evaluation(row: Row, kind: str) -> Row:
-    """Returns a draft's evaluation on one kind of prompts."""
+    """Returns the part of a draft's report that evaluates it on one kind of prompts."""
     by_kind = row["evaluation"]
     return dict(by_kind.get(f"smollm2-{kind}") or by_kind[kind])
 
 
 def tokens(row: Row, kind: str, lookahead: int) -> float:
-    """Returns tokens a round."""
+    """Returns the mean tokens a round of SD with the draft of report `row`, on one kind of prompts,
+    at K = lookahead."""
     return float(evaluation(row, kind)["by_lookahead"][str(lookahead)]["tokens_per_round"])
 
 
 def shipped() -> Lines:
-    """Yields the shipped draft and the one before."""
+    """Yields the table that compares the shipped draft model with the one shipped before."""
     drafts = {"four layers": report(HERE / "before.json"), "six layers": report(SHIPPED)}
     names = ("prompts", "draft", "greedy agreement", "overlap at T=1")
     yield from head(*names, "tokens a round, K=4", "K=7")
@@ -67,7 +68,8 @@ def shipped() -> Lines:
 
 
 def recipe() -> Lines:
-    """Yields four drafts that differ in layers, head, optimiser and states."""
+    """Yields the table of four drafts that differ in layers, head, optimiser, and use of the
+    target's hidden states."""
     names = ("layers", "head", "optimiser", "states", "chat: agreement", "alpha")
     yield from head(*names, "tokens a round, K=7", "own conversations")
     before = [""] * 4
@@ -90,25 +92,27 @@ def recipe() -> Lines:
 
 
 def rates() -> tuple[dict[tuple[str, int], Row], Row]:
-    """Returns the H200's rows by (shape, K), and AR's."""
+    """Returns {(shape of the draft, K): row measured on the H200}, and the row of AR."""
     by_mode = {mode: [row for row in rows("h200") if row["mode"] == mode] for mode in ("sd", "ar")}
     (ar,) = by_mode["ar"]
     return {(row["draft"], row["lookahead"]): row for row in by_mode["sd"]}, ar
 
 
 def spelled(shape: str) -> str:
-    """Returns 1x18x3x3200 as the page writes it."""
+    """Returns a draft's shape, such as "1x18x3x3200", as the page writes it."""
     return shape.replace("x", " x ")
 
 
 def kv_bytes(shape: str) -> int:
-    """Returns the bytes of a token's keys and values in float16, heads of 64 numbers."""
+    """Returns the KV-cache bytes of one token in float16, for a draft of this shape with heads of
+    64 numbers."""
     layers, _, kv_heads, _ = map(int, shape.split("x"))
     return 2 * 2 * layers * kv_heads * 64
 
 
 def shapes() -> Lines:
-    """Yields drafts of equal parameters, wide to deep: acceptance, and SD inline on one H200."""
+    """Yields the table of drafts with equal numbers of parameters, wide to deep: acceptance, and
+    tok/s of SD inline on one H200."""
     names = ("layers x heads x KV heads x FFN", "steps", "chat: cross-entropy", "agreement")
     names += ("alpha", "tokens a round, K=4", "K=7", "HumanEval, K=7", "KV bytes a token")
     yield from head(*names, "T_SD, K=2", "H200: tok/s, K=2", "K=4", "K=7")
@@ -130,7 +134,8 @@ def shapes() -> Lines:
 
 
 def steps() -> Lines:
-    """Yields a step of each shape on one CPU core, and the tok/s of SD inline by it."""
+    """Yields the table of the time of a draft step on one CPU core for each draft's shape, and of
+    the tok/s of SD inline."""
     names = ("shape", "a step, ms", "T_SD, K=4", "K=7", "KV bytes a token")
     yield from head(*names, "predicted tok/s at K=4: chat", "HumanEval")
     for row in rows("steps"):
@@ -143,7 +148,7 @@ def steps() -> Lines:
 
 
 def halves() -> Lines:
-    """Yields rates and KV bytes of half the layers over those of all layers."""
+    """Yields the table of rates and KV bytes of drafts with half the layers, relative to all."""
     yield from head(
         "wide over deep", "H200, K=2, measured", "CPU core, chat at K=4, predicted", "KV bytes"
     )
@@ -160,12 +165,11 @@ def halves() -> Lines:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
-    """Returns Spearman's correlation and its 95% interval.
+    """Returns Spearman's correlation of x and y, and the ends of its 95% interval.
 
     The interval is Fisher's, with the variance (1 + r²/2) / (n − 3) of Bonett and Wright (2000,
-    Psychometrika 65, equation 4); drafts count as independent, which those of one training are not.
-    There is none (NaN) where both orders are the same.
-    """
+    Psychometrika 65, equation 4). Drafts count as independent, although those of one training are
+    not. If both orders are the same, there is no interval (NaN)."""
     ranks = _ranks(x), _ranks(y)
     r = float(np.corrcoef(*ranks)[0, 1])
     if np.array_equal(*ranks):
@@ -176,7 +180,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, floa
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Returns ranks from 1 on; equal values share the mean of theirs."""
+    """Returns the ranks of values, from 1; equal values have the mean of their ranks."""
     array = np.asarray(values, float)
     below = (array[:, None] > array).sum(axis=1)
     equal = (array[:, None] == array).sum(axis=1)
@@ -191,7 +195,7 @@ def all_drafts() -> list[Row]:
 
 
 def accuracy() -> Lines:
-    """Yields Spearman's correlation of a draft's accuracy with its acceptance."""
+    """Yields the table of Spearman's correlations of drafts' accuracy with their acceptance."""
     yield from head("accuracy", "tokens a round, K=4, on", "the five shapes", "all drafts")
     sets: Sequence[Sequence[Row]] = (rows("distilled"), all_drafts())
     for key, name in (("greedy_agreement", "agreement"), ("cross_entropy", "− cross-entropy")):
@@ -214,7 +218,7 @@ def _signed(value: float) -> str:
 
 
 def longer() -> Lines:
-    """Yields tokens a round by the length of the answer so far."""
+    """Yields the table of tokens a round by the number of tokens already answered."""
     yield from head("tokens before the round", "answers", "repeated", "K=4", "K=7")
     parts: dict[tuple[int, int | None], dict[int, Row]] = {}
     for row in read_rows(ROOT / "results/recordings/longer.jsonl"):

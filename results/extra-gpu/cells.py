@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Predicts every use of up to five GPUs under real pairs' laws: results/extra-gpu/cells.py OUT
+"""Predicts the tok/s of every mode on up to five GPUs: results/extra-gpu/cells.py OUT
 
-A line of OUT is a use in a cell: pair, profile, law (prompts and temperature), its alpha at K = 4,
-batch_size and host (the host's costs as a multiple of the measured ones), and what `plan` printed
-of the use. Needs
-results/recordings and results/real-pair/warm.jsonl; takes about ten minutes on two cores.
+A line of OUT is what `plan` printed about one mode, T and D, for one model pair, device profile,
+law (acceptance and hits measured with a real pair, by prompts and temperature, with its alpha at
+K = 4), batch size, and host (durations of host work as a multiple of the measured ones). It needs
+results/recordings and results/real-pair/warm.jsonl, and takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT / "mpissd/engine/backend/profiles"
 GREEDY = "chat", "humaneval", "edit", "summarise"
-WIDE = "chat, temp. 0", "humaneval, temp. 0"  # laws of the cells with batches and other hosts
+WIDE = "chat, temp. 0", "humaneval, temp. 0"  # laws that are predicted at more batches and hosts
 IMPOSED = "alpha .8"  # not of a recording
 FORWARDS = {"h200": ("--forward=transformer", "--context=512"), "h100": ("--forward=gemm",)}
 Cell = tuple[str, str, str, int, float]
 
 
 def mpissd(*words: str) -> str:
-    """Returns what a command printed."""
+    """Runs the command `mpissd` with these words; returns what it printed."""
     command = [sys.executable, "-m", "mpissd", *words]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -37,7 +37,8 @@ def mpissd(*words: str) -> str:
 
 
 def laws(folder: Path) -> dict[str, Path]:
-    """Returns files of laws, written to the folder, by prompts and temperature."""
+    """Writes --laws files (fitted acceptance and hit models) to the folder; returns {prompts and
+    temperature: file}."""
     sources = {f"{name}, temp. 0": f"results/recordings/smollm2-{name}.npz" for name in GREEDY}
     rounds = ROOT / "results/real-pair/rounds"
     for line in (ROOT / "results/real-pair/warm.jsonl").open():
@@ -56,7 +57,7 @@ def laws(folder: Path) -> dict[str, Path]:
 
 
 def cells(names: list[str]) -> Iterator[Cell]:
-    """Yields (pair, profile, law, batch, host)."""
+    """Yields each case to predict: (pair, profile, law, batch size, multiple of host durations)."""
     for pair in ("8b/1b", "70b/1b"):
         for law in names:
             yield pair, "h200", law, 1, 1.0
@@ -71,7 +72,7 @@ def cells(names: list[str]) -> Iterator[Cell]:
 
 
 def hosted(folder: Path, profile: str, host: float) -> str:
-    """Returns a profile whose host takes `host` times as long."""
+    """Writes a profile whose durations of host work are multiplied by `host`; returns its file."""
     if host == 1:
         return profile
     table = json.loads((PROFILES / f"{profile}.json").read_text())
@@ -83,7 +84,7 @@ def hosted(folder: Path, profile: str, host: float) -> str:
 
 
 def uses(folder: Path, files: dict[str, Path], cell: Cell) -> list[str]:
-    """Returns the lines of a cell."""
+    """Runs `plan` for one case; returns a JSON line for each mode, T and D that it predicts."""
     pair, profile, law, batch, host = cell
     decided = "--alpha=.8" if law == IMPOSED else f"--laws={files[law]}"
     words = f"--pair={pair}", decided, f"--batch_size={batch}", "--gpus=5"
@@ -99,7 +100,7 @@ def uses(folder: Path, files: dict[str, Path], cell: Cell) -> list[str]:
 
 
 def main(out: str) -> None:
-    """Writes all cells."""
+    """Predicts all cases and writes the lines to the file `out`."""
     with TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool, open(out, "w") as file:
         folder = Path(name)
         files = laws(folder)

@@ -44,24 +44,26 @@ Setting = tuple[str, list[str], str, list[str]]
 
 
 def cells(device: str = "NVIDIA H200") -> pd.DataFrame:
-    """Returns the predicted cells of a device."""
+    """Returns the predictions of `plan` for a device (cells.jsonl) as a frame."""
     return where(pd.read_json(HERE / "cells.jsonl", lines=True), device_name=device)
 
 
 def rows() -> pd.DataFrame:
-    """Returns all measured rows of H200s."""
+    """Returns all result rows measured on H200s as a frame."""
     return where(load([HERE.parent]).rows, device_name="NVIDIA H200")
 
 
 def measured() -> Lines:
-    """Yields a line a pair, prompts and GPUs: tok/s of each use, in brackets the prediction."""
+    """Yields the table of measured tok/s of each mode, with the prediction in brackets, a line for
+    each model pair, prompts and number of GPUs."""
     yield from head("pair, prompts, GPUs", *_NAMES, *_ENDS)
     for setting, texts, _, ends in _settings():
         yield line([setting, *texts, *ends])
 
 
 def _settings() -> Iterator[Setting]:
-    """Yields (setting, tok/s of each use as text, the strongest other use, the cells of _ENDS)."""
+    """Yields (pair with prompts and GPUs, tok/s of each mode as text, the strongest alternative to
+    SSD, the cells of the columns _ENDS)."""
     predicted = where(cells(), host=1.0)
     sorted_rows = with_ssd(rows()).sort_values(["ranks", "law"])
     for setting, here in sorted_rows.groupby("setting", sort=False):
@@ -92,14 +94,16 @@ def _settings() -> Iterator[Setting]:
 
 
 def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
-    """Returns tok/s of SSD if its draft were never late and a round's host took .1 ms, by shape."""
+    """Returns the tok/s that SSD would have if its draft were never late and host work took .1 ms a
+    round, for each combination of settings (K, fan-out, …) in SSD's rows."""
     missed_s = (1 - lines["hit_rate"]) * lines["t_draft_s"] * (lines["backup"] != "fast")
     rates = lines["acceptance_length"] / (lines["t_target_s"] + missed_s + 1e-4)
     return rates.groupby(key(lines, SHAPE)).median()
 
 
 def laws() -> Lines:
-    """Yields a line a law: alpha, SSD's hit rate, and gains with the strongest other use."""
+    """Yields the table of predictions, a line for each kind of prompts and temperature: acceptance
+    rate, SSD's hit rate, and SSD's speedup over the strongest alternative, which is named."""
     single = where(cells(), batch_size=1, host=1.0)
     shown = [(pair, gpus) for pair in ("8b/1b", "70b/1b") for gpus in (2, 3, 4)]
     names = [f"{pair.upper()}, {gpus} GPUs" for pair, gpus in shown]
@@ -118,7 +122,7 @@ def laws() -> Lines:
 
 
 def closed() -> Lines:
-    """Yields how far the closed form is from measured gains."""
+    """Yields the table of how far the closed form's speedups are from measured ones."""
     measured_rows = rows()
     products = [*pays(measured_rows)]
     groups = {
@@ -138,7 +142,8 @@ def closed() -> Lines:
 
 
 def five() -> Lines:
-    """Yields tok/s of each use of five H100s by law; the paper's are of its own prompts."""
+    """Yields the table of predicted tok/s of each mode on five H100s, by kind of prompts. The last
+    line has the paper's figures, which were measured with other prompts."""
     uses = cells("NVIDIA H100 80GB SXM")
     four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
     five_gpus = on_gpus(uses, 5)
@@ -153,7 +158,7 @@ def five() -> Lines:
 
 
 def answers() -> Lines:
-    """Yields README's lines: the paper's setting first, then what was measured."""
+    """Yields the answers that README gives: on the paper's setting, then on measured ones."""
     uses = cells("NVIDIA H100 80GB SXM")
     four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
     five_gpus = on_gpus(uses, 5)

@@ -13,11 +13,12 @@ from results.pages import PROMPTS, between, head, line, printed
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
 ENDS = ("a rejection", "K accepted")
-FAN_OUTS = ("1", "4")  # that both recordings and rows list
+FAN_OUTS = ("1", "4")  # numbers of candidates F for which recordings and rows have miss rates
 
 
 def laws() -> Iterator[str]:
-    """Yields a line for each recording: acceptance, and the laws of misses."""
+    """Yields the table with a line for each recording: acceptance, and the fitted models of the
+    probability that the speculation cache misses."""
     names = [name for end in ENDS for name in (f"A after {end}", "r", "floor")]
     yield from head("prompts", "tokens a round", "alpha", *names)
     for row in read_rows(HERE / "laws.jsonl"):
@@ -29,7 +30,8 @@ def laws() -> Iterator[str]:
 
 
 def warm() -> Iterator[str]:
-    """Yields a line for each kind of prompts and temperature: acceptance, and misses at F."""
+    """Yields the table with a line for each kind of prompts and temperature: acceptance, and the
+    cache's miss rate with F candidates for the bonus token."""
     names = [name for end in ENDS for name in (f"misses after {end}, F = 1", "F = 4")]
     yield from head("prompts", "T", "rounds", "tokens a round", "alpha", *names)
     parts = read_rows(HERE / "parts.jsonl")
@@ -43,7 +45,8 @@ def warm() -> Iterator[str]:
 
 
 def lookup() -> Iterator[str]:
-    """Yields a line for each recording and K: tokens a round of the draft and of the lookups."""
+    """Yields the table with a line for each recording and K: tokens a round by the draft model, and
+    by each kind of lookup."""
     names = ("prompts", "of the answer in the prompt", "K")
     yield from head(*names, "draft model", "prompt lookup", "suffix automaton")
     cells: dict[tuple[str, int], dict[str, Row]] = {}
@@ -57,7 +60,7 @@ def lookup() -> Iterator[str]:
 
 
 def prompts(row: Row) -> str:
-    """Returns the kind of prompts of a recording's row."""
+    """Returns the kind of prompts, such as "chat", of a row that was made from a recording."""
     return PROMPTS[row["recording"].removeprefix("smollm2-").removesuffix(".npz")]
 
 

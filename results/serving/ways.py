@@ -1,11 +1,12 @@
-"""Loads a server with `auto` by requests that ask for a fixed way, and by ones that do not.
+"""Compares a server's automatic choice of mode and K (mode=auto) with fixed choices under load.
 
     python results/serving/ways.py OUT FLAGS…      (of mpissd serve: --target, --draft, …)
 
-All ways share the server, the arrivals and the prompts, and take turns; no HTTP is between. A line
-a load goes to OUT. Prints each way's mean time per token (TPOT), and requests a second that had
-a token within .25 s of their arrival, over those of the best fixed way. Variables: RATES, SEEDS,
-DURATION (seconds of a load), RANKS, VOCAB (prompts are random tokens below it).
+All choices ("ways") are measured in turn with one server, the same arrivals and prompts, without
+HTTP. OUT gets a line for each load. For each way, the mean time per output token (TPOT), and the
+requests a second with a first token within .25 s, are printed relative to the best fixed way.
+Environment: RATES, SEEDS, DURATION (seconds of a load), RANKS, VOCAB (random prompts' ids are
+below it).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ WAYS |= {"auto": (None, None), "auto again": (None, None)}
 def load(
     line: Line, way: str, rate: float, seed: int, seconds: float, vocab: int
 ) -> dict[str, float | str]:
-    """Sends Poisson arrivals, each when it is due; returns the line of the load."""
+    """Sends requests at Poisson arrival times that ask for one way (fixed mode and K, or auto);
+    returns the measurements as a line of OUT."""
     random = np.random.default_rng([seed, int(100 * rate)])
     due = []
     mode_k = WAYS[way]
@@ -81,7 +83,8 @@ def load(
 
 
 def main() -> None:
-    """Starts the server, sends the loads, and prints each way's means beside the best fixed one."""
+    """Starts the server, sends all loads, and prints each way's results relative to the best fixed
+    way."""
     variables = os.environ.get
     rates = [float(rate) for rate in variables("RATES", "16,32,64,128").split(",")]
     seeds = [int(seed) for seed in variables("SEEDS", "0,1,2").split(",")]
@@ -100,7 +103,7 @@ def main() -> None:
         line = Line(listener.accept()[0])
         while not any(isinstance(message, Ready) for message in line.take(1)):
             pass
-        for way in WAYS:  # a first load compiles, and captures graphs
+        for way in WAYS:  # A first load makes the server compile its programs.
             load(line, way, max(rates) / 4, 99, seconds, vocab)
         for turn, seed in enumerate(seeds):
             for rate in rates:
