@@ -219,7 +219,7 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
-            with suppress(ConfigError):  # Acceptance rates may be known for fewer positions.
+            with suppress(ConfigError):  # raised if acceptance is known for fewer than k positions
                 job = machine.resolve(replace(config, lookahead=k))
                 break
         job = job or machine.resolve(config)

@@ -76,7 +76,7 @@ class DraftReport:
     phases: list[str]
     learned: dict[str, Any]  # counts of bonus tokens' ranks, from RankCounts.to_dict
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # forwards that serve several target groups
+    forwards: NDArray[np.int64] | None = None  # a row for each forward that serves several groups
     updates: dict[str, list[Any]] | None = None  # new draft weights received while decoding
 
     def column(self, name: str) -> NDArray[np.float64]:

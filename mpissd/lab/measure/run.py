@@ -51,7 +51,7 @@ from mpissd.lab.measure.verdict import UseComparison
 from mpissd.lab.show import open_terminal, shown
 
 _INSTANT_S = 5e-6
-_ATTEMPTS = 100  # attempts to read two clocks without losing the core in between
+_ATTEMPTS = 100  # most attempts to read two clocks without a preemption in between
 
 
 class UnwrittenError(FaultError):

@@ -97,7 +97,7 @@ class TimedUse:
 
     @property
     def speed(self) -> Ratio | None:
-        """The tokens/s over all turns with their interval; None if no turn measured it."""
+        """This configuration's tokens/s over all turns, with interval; None if never measured."""
         speeds = [speed for speed in self.speeds if speed]
         return Ratio.of(speeds) if speeds else None
 
@@ -131,7 +131,7 @@ class Answer:
 @dataclass
 class UseComparison:
     """The comparison of a run's configuration (uses[0]) with alternatives on the same ranks. busy:
-    what disturbed the machine too much. notes: sentences on how it was measured. num_rounds: rounds
+    what disturbed the machine too much. notes: sentences on the measurement. num_rounds: rounds
     of the shortest measurement. prompts: text on how many of the run's prompts were decoded, if
     turns took different ones."""
 

@@ -141,7 +141,7 @@ def read(name: str) -> Iterator[Dataset]:
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
-        # The mean number of tokens before an answered token becomes the source's "context".
+        # The "context" is the mean number of tokens before an answered token.
         total = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
         file["tokens"] = sum(p.end for p in recording.sequences)
         file["context"] = round(total / file["tokens"])

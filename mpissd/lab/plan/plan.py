@@ -289,7 +289,8 @@ class Plan:
         return [best, *level] if level else []
 
     def sentence(self, what: str, use: Choice, other: Choice) -> str:
-        """Returns a sentence: whether `what` pays, and the speedup of `use` over `other`."""
+        """Returns a sentence on whether `what` (such as "The draft") pays, with the speedup of the
+        choice `use`, which has it, over the choice `other`."""
         lower = what[0].lower() + what[1:]
         text = _ANSWERS[self.answer(use, other)]
         answer = text.format(what=what, lower=lower, prompts=self.prompts or "These")

@@ -91,12 +91,12 @@ class Comparison:
 
     @property
     def has_interval(self) -> bool:
-        """Whether the two sides share enough seeds for an interval."""
+        """Whether the two sides share enough seeds (3) for an interval of the speedup."""
         return self.num_seeds >= SEVERAL
 
     @property
     def is_real(self) -> bool:
-        """Whether the interval excludes 1."""
+        """Whether the speedup's interval excludes 1, so that the two sides surely differ."""
         return self.low > 1.0 or self.high < 1.0
 
     @property

@@ -215,7 +215,7 @@ def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> boo
 def _value_of(row: Row, name: str) -> Any:
     """Returns the row's value of one key of a setting; "prompts" joins all flags about prompts."""
     if name == "forward":
-        return row.get(name) or "gemm"  # Older rows lack the key and are of matrix products.
+        return row.get(name) or "gemm"  # Older rows lack this key; they ran bare matrix products.
     if name != "prompts" or row.workload != "text":
         return row.get(name)
     flags = flags_of(row)
@@ -242,7 +242,7 @@ def family_of(row: Row) -> Family:
 
 
 def method_of(row: Row) -> str:
-    """Returns the name of a row's method: its mode and all of its options except K."""
+    """Returns a name for how a result row was decoded: its mode and all options except K."""
     words = [str(row.mode).upper(), *[str(row.schedule)] * bool(row.schedule)]
     words += ["inline"] * bool(row.mode == "sd" and row.inline_draft)
     words += [f"tree={row.tree_nodes}"] * bool(row.tree_nodes)
