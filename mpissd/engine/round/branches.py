@@ -23,12 +23,12 @@ TRUNK = -1  # the lane of a branch that continues the committed tokens in the ca
 
 
 class BranchPlaces(NamedTuple):
-    """The places of n branches in the draft's KV cache; all are int64 [n].
+    """The places of n branches in the draft's KV cache, each int64 [n].
 
-    slots: the cache slot of the sequence. starts: the position of the token that the branch's first
-    step reads; in a tree, of the last committed token before it. lanes: the scratch memory in which
-    the branch stores its keys and values (in a tree: its first place in the BranchLayout); TRUNK if
-    it writes the sequence's slot.
+    slots: the cache slot of the branch's sequence. starts: the position of the token that the
+    branch's first step reads; for a tree, the position of the last committed token. lanes: the
+    number of the scratch memory that stores the branch (for a tree: its first place in the
+    BranchLayout); TRUNK if the branch is stored in the sequence's slot.
     """
 
     slots: Index
@@ -37,21 +37,22 @@ class BranchPlaces(NamedTuple):
 
     @property
     def are_trunk(self) -> bool:
-        """Whether the branches continue the committed tokens; all of them do or none does."""
+        """Whether the branches continue the committed tokens in their slots; all do or none."""
         return bool(len(self.lanes)) and self.lanes[0] == TRUNK
 
 
 class Branches:
     """n branches that grow together; row i of every array belongs to branch i.
 
-    rows: the batch row, int64 [n]. nodes, ranks: the outcome that the branch is grown for: the
-    number of accepted tokens (in a tree: the node where the accepted path ends), and the rank of
-    the bonus token among the candidates there, from 0; int32 [n]. first: the token that the branch
-    continues, int32 [n]. tokens: int32 [n, N], of which the first `steps` levels are drafted.
-    places: None for a model without a KV cache.
-    If tokens are sampled, states has what draws them (oracle.sampled), for each row of the next
-    step, q [n, N] the probability with which each token was drawn, float64, and drawn_from, by
-    branch, the distribution of each token, None of a certain one. Otherwise states and q are None.
+    rows: the sequence's batch row, int64 [n]. nodes, ranks: the outcome that the branch is grown
+    for, int32 [n]: the number of accepted tokens (in a tree: the node where the accepted path
+    ends), and the rank from 0 of the bonus token among the candidates there. first: the token that
+    the branch continues, int32 [n]. tokens: the drafted tokens, int32 [n, N], of which `steps`
+    levels are drafted so far. places: None for a model without a KV cache.
+    If tokens are sampled, `states` holds what draws them (oracle.sampled.DrawState), one for each
+    row of the next step. q, float64 [n, N]: the probability with which each token was drawn.
+    drawn_from: by branch, the distribution of each token, None for a token with q = 1. If tokens
+    are not sampled, states and q are None.
     """
 
     def __init__(
@@ -83,36 +84,36 @@ class Branches:
 
     @property
     def inputs(self) -> Ints:
-        """The tokens that the next step reads, int32 [rows]: the last one of each branch (in a
-        tree: the level's tokens that have children)."""
+        """The tokens that the next step reads, int32 [rows]: the last token of each branch (in a
+        tree: the tokens of the last level that have children)."""
         if not self.steps:
             return self.first
         column = self.shape.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
-        """Sets the tokens that the branches continue, which were unknown until now."""
+        """Sets the tokens that the branches continue, if they were unknown at first."""
         self.first = first
 
     def advance(self, levels: int = 1) -> None:
-        """Counts levels, whose tokens are in `tokens` already, as drafted."""
+        """Counts `levels` more levels as drafted, whose tokens are in `tokens` already."""
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Appends a token to every branch, int32 [n]; for chains whose tokens are certain."""
+        """Appends a token to every branch: level, int32 [n]. For chains that are not sampled."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 
     def take(self, best: Ints) -> None:
-        """Appends a level of the likeliest tokens; best: of the step's rows, best first,
-        [rows, ≥ the tree's width]."""
+        """Appends a level of the likeliest tokens. best: the likeliest tokens after each row of the
+        step, best first, [rows, at least as many as a node has children]."""
         shape = self.shape
         level = self.steps
         columns = slice(shape.ends[level], shape.ends[level + 1])
         ranks = shape.ranks[columns.start + 1 : columns.stop + 1]
         ranked = best.reshape(len(self), -1, best.shape[1])
         self.tokens[:, columns] = ranked[:, shape.lines[level], ranks]
-        for distributions in self.drawn_from:  # a token with q = 1 has none
+        for distributions in self.drawn_from:  # a token with q = 1 has no distribution
             distributions += [None] * len(ranks)
         self.steps += 1
         if self.states and shape.width > 1 and self.steps < shape.depth:
@@ -122,20 +123,20 @@ class Branches:
     def record(
         self, branch: int, column: int, token: int, q: float, row: Distribution | None
     ) -> None:
-        """Stores a token, which was drawn with probability q from the distribution `row`."""
+        """Stores a branch's token, which was drawn with probability q from `row`."""
         assert self.q is not None, "branches without draws"
         self.tokens[branch, column] = token
         self.q[branch, column] = q
         self.drawn_from[branch].append(row if q < 1 else None)
 
     def follow(self, states: list[Any]) -> None:
-        """Ends a step whose tokens are stored; states: what draws the tokens of the next one."""
+        """Ends a step whose tokens are stored. states: what draws the next step's tokens."""
         self.states = states
         self.steps += 1
 
     def skip(self, branch: int, tokens: list[int]) -> bool:
-        """Drops as many first tokens of a branch as a grammar has forced meanwhile; returns whether
-        they equal the forced `tokens`."""
+        """Drops the first tokens of a branch, because a grammar has forced `tokens` in their place.
+        Returns whether both are equal."""
         count = len(tokens)
         self.tokens[branch] = np.roll(self.tokens[branch], -count)
         if self.q is not None:
@@ -144,7 +145,7 @@ class Branches:
         return bool(self.tokens[branch, -count:].tolist() == tokens)
 
     def keep(self, branches: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps only these branches, which become the drafts of the batch rows `rows`."""
+        """Keeps only the branches with these indices, as drafts of the batch rows `rows`."""
         chosen = np.array(branches, np.int64)
         width = len(self.states or ()) // max(1, len(self))  # states of a branch
         self.rows = np.array(rows, np.int64)
@@ -161,8 +162,8 @@ class Branches:
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
     def pad(self, levels: int) -> None:
-        """Gives every branch this many levels without a forward: the missing tokens repeat `first`,
-        and are certain."""
+        """Fills every branch up to `levels` levels without a forward: missing tokens repeat `first`
+        with q = 1."""
         if self.steps < levels:
             start = self.shape.ends[self.steps]
             end = self.shape.ends[levels]
@@ -174,7 +175,7 @@ class Branches:
             self.steps = levels
 
     def distributions(self, branch: int, count: int) -> list[Distribution]:
-        """Returns the distributions of uncertain tokens among a branch's first `count` tokens."""
+        """Returns the distributions of those of a branch's first `count` tokens that have q < 1."""
         drawn_from = self.drawn_from[branch][:count] if self.drawn_from else ()
         return [row for row in drawn_from if row is not None]
 
@@ -182,10 +183,10 @@ class Branches:
 class SpeculationCache:
     """The branches that were grown for predicted outcomes of a verification.
 
-    A key is (round, request id, epoch, k, t*): the outcome v = (k, t*) of verifying round `round`
-    (Kumar, Dao, May 2026, §3); in a tree k is the node where the accepted path ends. The cache has
-    the branches of one round only. branches: None if there are none. fan_outs: how many were grown
-    after each k.
+    A key is (round, request id, epoch, k, t*): the round accepted k tokens of the sequence and
+    emitted the bonus token t* after them (Kumar, Dao, May 2026, §3); in a tree k is the node where
+    the accepted path ends. The cache holds branches of one round. branches: None if there are none.
+    fan_outs: how many branches were grown after each k.
     """
 
     def __init__(self) -> None:
@@ -201,8 +202,8 @@ class SpeculationCache:
     def fill(
         self, identity: Ints, speculation: Speculation, branches: Branches, fan_outs: FanOuts
     ) -> None:
-        """Replaces the contents by branches that were grown for outcomes of verifying this
-        speculation; identity: Batch.identity."""
+        """Replaces the contents by `branches`, grown for outcomes of verifying `speculation`.
+        identity: the ids and epochs of the batch's sequences (Batch.identity)."""
         self.branches = branches
         self.fan_outs = fan_outs
         names = identity[:, :2].tolist()
@@ -214,8 +215,8 @@ class SpeculationCache:
         }
 
     def lookup(self, outcome: Outcome, count: int) -> list[int | None]:
-        """Returns, for each of the `count` live sequences, the branch grown for its outcome; None
-        for a miss."""
+        """Returns, for each of the `count` live sequences, the index of the branch that was grown
+        for the sequence's outcome, or None (a miss)."""
         if not self._numbers:
             return [None] * count
         get = self._numbers.get
@@ -227,8 +228,8 @@ class SpeculationCache:
         ]
 
     def keep(self, found: Sequence[int | None]) -> Branches | None:
-        """Keeps only the branches that were hit, and returns them, or None if none was; found: as
-        `lookup` returns it."""
+        """Keeps only the branches that were hit and returns them, or None if all outcomes missed.
+        found: the result of `lookup`."""
         rows = [row for row, branch in enumerate(found) if branch is not None]
         if not rows or self.branches is None:
             return None

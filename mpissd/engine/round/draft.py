@@ -1,8 +1,8 @@
-"""The draft's round: drafts after an outcome, then ahead of the next one while the target verifies.
+"""The draft's round: answers an outcome with draft tokens, then drafts ahead for the next outcome.
 
-`serve` is the round in the order of Saguaro's algorithm; `Drafter` has its steps. SD runs the same
-loop without drafting ahead: its cache is always empty, so that every outcome is a miss. A draft for
-several target groups runs this loop in a thread for each of them (features.pool).
+`serve` is the loop in the order of Saguaro's algorithm, and `Drafter` has the steps. In SD the same
+loop drafts nothing ahead: its cache stays empty, so that every outcome is a miss. A draft for
+several target groups runs the loop in a thread for each group (features.pool).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ STORE_ROWS = 24
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
     """Drafts for one target group, round by round, until the lead stops it.
 
-    The link is polled between the steps of branches, so an outcome waits for at most one step, or
-    two if the device starts them by itself. refresh: does a unit of other work after a round, and
-    returns whether there was any (newer weights of a draft that learns).
+    The link is polled between two steps of the branches, so an outcome waits for at most one step,
+    or two if the device starts steps by itself. refresh: does a unit of other work after a round,
+    such as taking newer weights over, and returns whether there was any.
     """
     log = drafter.log
     log.ledger.restart()
@@ -62,7 +62,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
 
 
 def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
-    """Returns the distributions [V] of a drafted speculation's uncertain tokens, by sequence."""
+    """Returns the distributions [V] of the tokens with q < 1, sequence after sequence."""
     by_row = sorted(speculation.drawn_from.items())
     return [np.asarray(drawn_from) for _, rows in by_row for drawn_from in rows]
 
@@ -71,9 +71,9 @@ def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
 class DraftPolicy:
     """How a draft answers misses and grows branches.
 
-    lookahead: K. fan_outs: the bonus candidates after each number of accepted tokens; if empty, no
-    branches are grown (SD). backup, backup_lookahead: what drafts after a miss, and how many
-    tokens. sampled: whether drafted tokens are sampled, so that the answer has their q.
+    lookahead: K. fan_outs: how many bonus candidates get a branch after each number of accepted
+    tokens; if empty, no branches are grown (SD). backup, backup_lookahead: what drafts after a
+    miss, and how many tokens. sampled: whether answers have the q of their tokens.
     """
 
     lookahead: int
@@ -84,7 +84,7 @@ class DraftPolicy:
 
 
 class AnswerPart(NamedTuple):
-    """A part of an answer: branches from one source, and how many levels they need."""
+    """The branches of an answer that have the same source, and how many levels they need."""
 
     branches: Branches
     source: Source
@@ -94,8 +94,8 @@ class AnswerPart(NamedTuple):
 class Drafter:
     """One draft's state between rounds: the batch, and the branches that it grows.
 
-    version: of the weights that draft; 0: as they were loaded. divergence: why newer weights must
-    be dropped; None: they are sound.
+    version: the version of the weights that draft, 0 for those that were loaded. divergence: why
+    newer weights must be dropped, or None.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Drafter:
         waiter: Waiter,
         log: DraftLog | None = None,
     ) -> None:
-        """capacity: most live sequences. log: of the rounds (None: one of its own)."""
+        """capacity: the most live sequences. log: records the rounds (None: a new one does)."""
         self.worker = worker
         self.policy = policy
         self.waiter = waiter
@@ -116,24 +116,24 @@ class Drafter:
         self.version = 0
         self.divergence: str | None = None
         self._control = Control()  # decisions for the round that is answered now
-        self._due = 0  # rows of prompts that the target has stored in parts, and this draft has not
+        self._due = 0  # rows of prompts in parts that the target has stored, but not this draft
 
     @property
     def levels(self) -> int:
-        """The most levels of the next speculation: K, or fewer if the lead decides so."""
+        """The most levels of the next speculation: K, or less by the lead's decision."""
         limit = self._control.lookahead
         return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the lead waits for an answer, which it does unless K is 0 in the round."""
+        """Whether the lead waits for an answer, as it does unless it has set K = 0."""
         return self.levels > 0
 
     # ── answer ──
 
     def answer(self, outcome: Outcome) -> Speculation:
-        """Returns the speculation of the round after an outcome: completed branches of the cache
-        for hits, and the backup's for misses. All other branches are dropped."""
+        """Returns the speculation of the round after an outcome: the branch that was hit, drafted
+        to its end, or after a miss a draft of the backup. All other branches are dropped."""
         self.take(outcome)
         found = self._resolved(outcome)
         parts = self._completed(found)
@@ -149,8 +149,8 @@ class Drafter:
         self.log.mark(DraftPhase.COMMIT)
 
     def _resolved(self, outcome: Outcome) -> list[int | None]:
-        """Returns the branch in the cache for each sequence, None for a miss; ends steps that are
-        under way."""
+        """Returns, by batch row, the index of the branch in the cache that was grown for the
+        outcome, or None (a miss). Waits for steps that run ahead."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
@@ -165,8 +165,8 @@ class Drafter:
         return found
 
     def _completed(self, found: Sequence[int | None]) -> list[AnswerPart]:
-        """Returns the branches of an answer once they are complete, hits with K levels and misses
-        with backup_lookahead; they grow in shared forwards. found: as of _resolved."""
+        """Returns the branches of an answer, complete: K levels after a hit, backup_lookahead after
+        a miss. They grow in shared forwards. found: the result of _resolved."""
         parts = list[AnswerPart]()
         self.log.missed(0, 0.0)
         if self.levels:
@@ -191,13 +191,13 @@ class Drafter:
         return parts
 
     def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
-        """Whether the model drafted K tokens for every sequence in this answer."""
+        """Returns whether the model drafted K tokens for every sequence after its outcome."""
         branches, source, levels = parts[0] if parts else (None, Source.NONE, 0)
         is_whole = source == Source.JIT and levels == self.policy.lookahead
         return is_whole and branches is not None and len(branches) == len(self.batch)
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
-        """Returns the backup's branches for these batch rows, whose outcomes missed."""
+        """Returns the backup's branches for batch rows `rows`, whose outcomes missed."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:
@@ -215,13 +215,13 @@ class Drafter:
         return AnswerPart(branches, policy.backup, levels)
 
     def _is_complete(self, part: AnswerPart) -> bool:
-        """Returns whether branches need no further step: they have all levels, or grammars leave no
-        choice of their remaining tokens."""
+        """Returns whether branches need no further step: they have all levels, or grammars allow
+        only one token at each of the remaining places."""
         lacking = part.levels - part.branches.steps
         return lacking <= 0 or self.worker.oracle.is_decided(part.branches, lacking)
 
     def assembled(self, round_: int, parts: Sequence[AnswerPart]) -> Speculation:
-        """Returns the speculation of a round; batch rows in no part get no tokens."""
+        """Returns the speculation of a round from `parts`; rows in no part get no tokens."""
         head = Speculation.HEAD
         count = len(self.batch)
         sampled = self.policy.sampled
@@ -254,9 +254,9 @@ class Drafter:
         return speculation
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
-        """Drops, from branches that were hit, the tokens that grammars forced. Returns, by batch
-        row, how many of `nodes` tokens remain: none if the branch began with other tokens, which
-        still counts as a hit, since its outcome was in the cache."""
+        """Drops the tokens that grammars forced meanwhile from branches that were hit. Returns, by
+        batch row, how many of `nodes` tokens remain: 0 if the branch began with other tokens. That
+        still counts as a hit, because the outcome was in the cache."""
         left = dict[int, int]()
         for branch, row in enumerate(branches.rows.tolist() if self.batch.forced else ()):
             if forced := self.batch.forced.get(row):
@@ -267,14 +267,14 @@ class Drafter:
     # ── speculate ahead ──
 
     def start_round(self, speculation: Speculation) -> None:
-        """Begins the round in which the target verifies this speculation."""
+        """Notes that the target now verifies `speculation`."""
         self.batch.serve(speculation)
         if self.log.ranks is not None:
             self.log.ranks.served(speculation)
 
     def grow(self, speculation: Speculation, is_over: Callable[[], bool]) -> None:
-        """Grows branches for the outcomes of this speculation, and stores parts of prompts, until
-        nothing is left to do or is_over() is true."""
+        """Grows branches for outcomes of `speculation`, then stores parts of prompts, until nothing
+        is left to do or is_over() returns True."""
         if self.begin_growth(speculation):
             while self.growing and not is_over():
                 self.grow_step()
@@ -282,8 +282,8 @@ class Drafter:
             self._store_opened()
 
     def begin_growth(self, speculation: Speculation) -> bool:
-        """Runs the forward over the served tokens, and fills the cache with branches that have no
-        tokens yet; returns whether there is anything to grow."""
+        """Scores the served tokens in one forward, and fills the cache with branches that have no
+        tokens yet. Returns whether there are any branches to grow."""
         policy = self.policy
         rows = range(len(self.batch))
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
@@ -323,8 +323,8 @@ class Drafter:
         self.log.mark(DraftPhase.GROW)
 
     def _store_opened(self) -> None:
-        """Stores as many rows of prompts in parts as the target does, so that sequences can join as
-        soon as the target has stored their prompts."""
+        """Stores as many rows of prompts in parts as the target does, so that a sequence can join
+        as soon as the target has stored its prompt."""
         self._due += self._control.prefill_rows
         if self.levels or self._due >= STORE_ROWS:
             rows = self._due
@@ -344,8 +344,8 @@ class Drafter:
     # ── forwards ──
 
     def _catch_up(self, rows: Sequence[int], spare: int = 0) -> int:
-        """Stores the committed tokens of batch rows that the KV cache lacks, except in rows that
-        lack at most `spare`; returns how many."""
+        """Stores the tokens that batch rows lack in the KV cache, except rows that lack at most
+        `spare`. Returns how many tokens were stored."""
         if stored := self.worker.catch_up(self.batch, rows, self.waiter, spare):
             self.log.mark(DraftPhase.PREFILL)
         return stored
@@ -354,8 +354,8 @@ class Drafter:
         """Grows branches by one level; sets `divergence` if newer weights give logits that are not
         finite.
 
-        No token is drawn from such logits. The token served in its place has q = 1, so decoding
-        stays lossless. Raises DivergedError if the weights come from the draft's own files.
+        No token is drawn from such logits. The token that replaces it has q = 1, so that decoding
+        stays lossless. Raises DivergedError if the weights are those that were loaded.
         """
         self.worker.launch_step(self.batch, growing)
         self.worker.wait(self.waiter)
@@ -369,13 +369,13 @@ class Drafter:
             self.divergence = "draft: a logit is not finite: its weights overflow"
 
     def _settle(self) -> None:
-        """Waits for steps of branches that were launched ahead, before any other forward."""
+        """Waits for steps of branches that the device runs ahead, before any other forward."""
         if self.worker.settle(self.waiter):
             self.log.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
-        """Notes, between two rounds, that the worker's model has the weights of this version. Drops
-        the branches of the old weights, so that tokens and their q come from one version."""
+        """Notes, between two rounds, that the model's weights are now those of `version`. Drops
+        the branches of older weights, so that tokens and their q come from one version."""
         self.cache.clear()
         self.worker.forget(self.batch)
         self.version = version

@@ -36,9 +36,9 @@ _NO_TOKENS: Mapping[int, list[int]] = {}
 class Oracle:
     """Base class of both oracles.
 
-    tree: the shape of a draft, a chain of any length by default. reads_tokens: whether the batch
-    keeps tokens for it. reads_forwards: whether it decides by the results of forwards. chains:
-    whether a device may decide greedy rounds in its place (features.device_rounds).
+    shape: the shape of a draft, a chain of any length by default. reads_tokens: whether the oracle
+    needs the batch to keep tokens. reads_forwards: whether it decides by the results of forwards.
+    chains: whether a device may decide rounds in place of the oracle (features.device_rounds).
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -49,24 +49,24 @@ class Oracle:
         self.shape = shape
 
     def prompt(self, request: Request) -> Sequence[int]:
-        """Returns the tokens of a request up to its first_token, if tokens are read."""
+        """Returns the tokens of a request's prompt, up to its first_token."""
         return request.prompt
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Draws the first tokens of sequences before the rounds that admit them. Called while no
+        """Computes the first tokens of sequences before the rounds that admit them, while no
         sequence is live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Prepares the tokens that this round needs; called after an outcome was applied. started:
-        the sequences whose first round it is. The default does nothing."""
+        """Prepares what the coming round needs, after an outcome was applied to the batch. started:
+        the sequences whose first round comes. The default does nothing."""
 
 
 class TargetOracle(Oracle, ABC):
     """Decides which drafted tokens the target accepts, and the token that follows them."""
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        """Collects from the other target ranks what `judge` needs of the finished forward over
-        `rows` rows. Collective over them. The default does nothing."""
+        """Collects what `judge` needs from the other target ranks, after a forward of `rows` rows.
+        Collective over the target ranks. The default does nothing."""
 
     @abstractmethod
     def judge(
@@ -74,33 +74,33 @@ class TargetOracle(Oracle, ABC):
     ) -> tuple[Ints, Ints]:
         """Applies the acceptance rule to the finished forward.
 
-        Returns (num_accepted, bonus), both int32 [b], as an Outcome has them. `proposals` is called
-        only if the rule rejects a token that was drawn with q < 1.
+        Returns (num_accepted, bonus), the columns of an Outcome, both int32 [b]. proposals: returns
+        the distribution of a drafted token; called only for a rejected token that has q < 1.
         """
 
     def truth(self) -> Ints | None:
-        """Returns the target's tokens of this round, int32 [b, K + 1], if they are known before its
-        forward, or None."""
+        """Returns the tokens that the target emits from now on, int32 [b, K + 1], if they are known
+        before its forward, or None."""
         return None
 
     def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
-        """Returns, by batch row, the tokens that must follow a judged round's bonus token. They are
-        committed without a forward. The default returns none."""
+        """Returns, by batch row, the only tokens that a grammar allows after a judged round's bonus
+        token. They are committed without a forward. The default returns none."""
         return _NO_TOKENS
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted.
-        Only for sequences that asked for them (Sampling.logprobs). The default returns none."""
+        """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted,
+        for sequences that asked for them (Sampling.logprobs). The default returns none."""
         return _NO_LOGPROBS
 
     def logits_of(self, row: int) -> Logits:
-        """Returns the target's logits [V] of a row of the finished forward."""
+        """Returns the target's logits [V] in a row of the finished forward."""
         raise NotImplementedError("logits of a workload without them")
 
 
 class DraftOracle(Oracle, ABC):
-    """Decides which tokens a draft proposes, and which bonus tokens it prepares for. lookahead: K.
-    is_sound: whether the last step's logits were finite, if watched, as replaced weights are."""
+    """Decides which tokens a draft proposes, and for which bonus tokens it drafts ahead. lookahead:
+    K. is_sound: False if replaced weights gave logits that are not finite in the last step."""
 
     is_sound = True
 
@@ -110,29 +110,29 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each bonus candidate, which is its `first` token, once the draft's
-        forward over the served tokens is over.
+        """Returns a branch for each candidate of the bonus token t*, which is the branch's `first`.
+        Called after the draft's forward over the served tokens.
 
         After k accepted tokens there are fan_outs.after_hit[k] candidates if the served tokens were
-        a hit, and after_miss[k] if they were a miss. The token that is served there (in a tree: a
-        child of node k) is never a candidate.
+        a cache hit, else after_miss[k]. The served token that follows the k accepted ones (in a
+        tree: a child of node k) is no candidate.
         """
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue batch rows `rows` from their last committed token;
-        source: the backup that drafts them, JIT or FAST."""
+        """Returns new branches that continue the last committed tokens of batch rows `rows`.
+        source: what drafts them after a cache miss, JIT or FAST."""
 
     @abstractmethod
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
-        """Stores the tokens of the finished step in branches, whose rows follow one another from
-        row `first_row` of the forward on. Raises DivergedError if a token is sampled from logits
-        that are not finite; branches without new tokens then keep their `steps`."""
+        """Stores the tokens of the finished step in the branches. Their rows follow one another in
+        the forward, from row `first_row` on. Raises DivergedError if a token is sampled from logits
+        that are not finite; branches that got no tokens then keep their `steps`."""
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
-        """Returns whether grammars leave no choice of the next `levels` tokens of all branches, so
-        that drafting them is useless. The default returns False."""
+        """Returns whether grammars allow only one token at each of the next `levels` places of all
+        branches, so that a draft of them is useless. The default returns False."""
         return False
 
     def forget(self) -> None:
-        """Notes that the model's weights have changed. The default does nothing."""
+        """Called after the model's weights were replaced. The default does nothing."""

@@ -1,10 +1,9 @@
-"""The target's worker and the draft's worker: they choose the rows of a model's forwards.
+"""The workers of the target and the draft, which choose the rows (tokens) of a model's forwards.
 
-A forward's rows are the trunk (each sequence's last committed token and its served tokens, which
-the target verifies), a step of the branches of a draft, and committed tokens that are still to be
-stored in the KV cache: prompts or parts of them, and tokens that this model has not read. The loops
-use a model only through a worker, which starts forwards and waits for them; its oracle decides
-tokens. Workers never send messages or read a clock.
+A forward reads the trunk (each sequence's last committed token and its served tokens, which the
+target verifies), or one step of a draft's branches. It may also read committed tokens only to store
+their K and V: prompts or parts of them, and other tokens that the KV cache lacks. The loops use a
+model only through a worker; an oracle decides tokens. Workers send no messages and read no clock.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 
 
 class Worker(Generic[AnyOracle]):
-    """Base class of both workers: fills the KV cache of a batch, and runs forwards.
+    """Base class of both workers: runs forwards, and fills the KV cache of a batch.
 
-    num_rows: of the last forward over a trunk. adopted: by request id of the sequences that the
-    last outcome placed, the number of their tokens that other sequences have stored.
+    num_rows: the rows of the last forward over a trunk. adopted: by request id, for sequences that
+    took a slot with the last outcome, how many tokens they take over from other sequences' pages.
     """
 
     def __init__(
         self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None
     ) -> None:
-        """stepper: the model's forwards. placement: of sequences in its KV cache (None: none)."""
+        """stepper: the model's forwards. placement: how sequences use its KV cache, or None."""
         self.stepper = stepper
         self.oracle = oracle
         self.placement = placement
@@ -63,8 +62,8 @@ class Worker(Generic[AnyOracle]):
         return self.stepper.elapsed_s()
 
     def enter(self, batch: Batch, change: Change) -> None:
-        """Begins a round: frees the caches of sequences that left, and lets new ones take over what
-        others have stored; change: of Batch.apply."""
+        """Begins a round: frees the caches of sequences that left, and lets new sequences take over
+        pages in which others have stored the same tokens. change: the result of Batch.apply."""
         if self.adopted:
             self.adopted = {}
         for lane, gap in change.moves:
@@ -90,8 +89,8 @@ class Worker(Generic[AnyOracle]):
             self._free([(sequence.slot, batch.stored_of(sequence)) for sequence in left])
 
     def _free(self, left: Sequence[tuple[int, list[int]]]) -> None:
-        """Frees the caches of slots, and keeps pages for later sequences that begin with the same
-        tokens; left: (slot, stored tokens)."""
+        """Frees the caches of slots, but keeps their pages for later sequences that begin with the
+        same tokens. left: (slot, tokens that it stores)."""
         if not left:
             return
         if (pages := self._kept_pages) is not None:
@@ -105,19 +104,19 @@ class Worker(Generic[AnyOracle]):
         return getattr(self.stepper, "pages", None) if keeps else None
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
-        """Stores the committed tokens of batch rows `rows` that the cache lacks, except in rows
-        that lack at most `spare`; returns how many. Collective over the target ranks."""
+        """Stores the committed tokens that batch rows `rows` lack in the cache, except rows that
+        lack at most `spare`. Returns how many were stored. Collective over the target ranks."""
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
     def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> int:
-        """Stores up to `rows` tokens of prompts in parts in a separate forward; returns how
-        many."""
+        """Stores up to `rows` tokens of prompts in parts by a forward of their own. Returns how
+        many were stored."""
         gaps = batch.opened_gaps(min(rows, self.stepper.most_rows)) if rows else []
         return self._store(batch, gaps, waiter)
 
     def _store(self, batch: Batch, gaps: Sequence[Gap], waiter: Waiter) -> int:
-        """Stores the tokens of gaps by forwards of as many rows as the stepper has."""
+        """Stores the tokens of gaps by forwards of at most `most_rows` rows. Returns how many."""
         if not gaps:
             return 0
         tokens = np.concatenate([batch.committed(gap) for gap in gaps])
@@ -131,8 +130,8 @@ class Worker(Generic[AnyOracle]):
         return len(tokens)
 
     def is_short(self, batch: Batch, rows: int) -> bool:
-        """Returns whether a forward of `rows` rows has no room for the tokens that grammars forced
-        and the cache lacks."""
+        """Returns whether a forward of `rows` rows has no room for the tokens that the cache lacks
+        because grammars forced them."""
         if not batch.forced:
             return False
         lacking = sum(gap.size for gap in batch.gaps(range(len(batch))))
@@ -147,12 +146,11 @@ class Worker(Generic[AnyOracle]):
         *,
         lists: bool = False,
     ) -> int:
-        """Hands the last token of each sequence and its served tokens to the device; returns how
-        many tokens these are.
+        """Uploads each sequence's last token and its served tokens, and returns their number.
 
-        rows: of the forward, padding included (None: no padding). After them come tokens that are
-        only stored: those that grammars forced, and up to `fill` of prompts in parts. lists:
-        whether several likeliest tokens of each row are read, or only the first.
+        rows: the rows of the forward with padding (None: no padding). After them come tokens that
+        are only stored: those that grammars forced, and up to `fill` tokens of prompts in parts.
+        lists: whether several likeliest tokens of each row are read, or only the first.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
         count = len(tokens)
@@ -180,25 +178,23 @@ class Worker(Generic[AnyOracle]):
 class TargetWorker(Worker[TargetOracle]):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
-    _verified = 0  # rows of the last verification, without those that only store tokens
+    _verified = 0  # rows of the last verification, without rows that only store tokens
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        """Hands the tokens that the next launch verifies to the device.
-
-        A sequence has num_draft + 1 rows: its last committed token and its drafted tokens. Up to
-        `fill` tokens of prompts in parts are stored by the same forward.
-        """
+        """Uploads the tokens that the next launch verifies: each sequence's last committed token
+        and its num_draft drafted tokens. The same forward stores up to `fill` tokens of prompts in
+        parts."""
         batch.serve(speculation)
         self._verified = self._upload_trunk(batch, speculation, fill=fill)
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until the forward is over, and what judging needs has arrived."""
+        """Waits until the forward is over, and collects what judging needs from other ranks."""
         self.stepper.wait(waiter)
         self.oracle.gather(self._verified, waiter)
 
     def verified(self, speculation: Speculation) -> Speculation:
-        """Returns what the finished forward verified: the uploaded speculation, unless the device
-        drafted it meanwhile."""
+        """Returns the speculation that the finished forward verified: the uploaded one, unless the
+        device has drafted its tokens meanwhile."""
         return speculation
 
     def judge(
@@ -221,15 +217,15 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
     ) -> None:
-        """Starts the forward over the served tokens, N + 1 rows a sequence, which gives the bonus
-        candidates. fan_outs, levels: of the branches that will grow, for workers that launch their
-        steps together with this forward (features.joined_growth)."""
+        """Starts the forward that scores the served tokens, N + 1 rows a sequence, and gives the
+        bonus candidates. fan_outs, levels: the branches that will grow and their levels, for
+        workers that launch steps together with this forward (features.joined_growth)."""
         rows = len(batch) * (self.oracle.shape.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch to grow for each bonus candidate, once that forward is over."""
+        """Returns a branch to grow for each bonus candidate, after the scoring forward."""
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
@@ -256,8 +252,8 @@ class DraftWorker(Worker[DraftOracle]):
         self.stepper.launch()
 
     def _inputs(self, branches: Branches) -> Ints:
-        """Returns the tokens that the next step of these branches reads, int32 [rows]: a parallel
-        draft has the masks after each, and drafts all levels in one step."""
+        """Returns the tokens that the next step of these branches reads, int32 [rows]. A parallel
+        draft reads its mask tokens after each branch's token, and so drafts all levels at once."""
         masks = np.array(self.masks, np.int32)
         if not len(masks):
             return branches.inputs
@@ -268,12 +264,12 @@ class DraftWorker(Worker[DraftOracle]):
         self.oracle.collect(growing, self._first_row)
 
     def settle(self, waiter: Waiter) -> bool:
-        """Ends the steps that were launched ahead, before any other forward; returns whether there
-        were any. The default launches none ahead."""
+        """Waits for steps that were launched ahead, and returns whether there were any. Called
+        before any other forward. The default launches none ahead."""
         return False
 
     def forget(self, batch: Batch) -> None:
-        """Counts no token as stored, since the weights have changed. Committed tokens are stored
-        again before the next forward that reads them."""
+        """Counts no token as stored, because the weights have changed. Committed tokens are stored
+        again before the next forward that attends to them."""
         batch.fill(slice(None), 0)
         self.oracle.forget()

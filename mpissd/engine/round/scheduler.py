@@ -1,12 +1,12 @@
-"""Schedules requests: a queue, the pages of the KV cache, and which requests end, wait or join.
+"""Schedules requests: decides which ones wait, join and end, by the pages of the KV cache.
 
-The scheduler reads no clock and knows no model. Its caller asks `turn` between two rounds which
-sequences leave and join, and passes it each round's result by `take`; `step` does both for a run.
+The scheduler reads no clock and knows no model. The caller asks `turn` between two rounds which
+sequences leave and join, and passes each round's result to `take`; `step` does both for a run.
 
-Order. Requests are admitted in the order in which they arrived: the queue waits for the first one,
-so that no request waits for ever. If pages run out, the sequence that arrived last is preempted:
-its pages go back, and it is computed again later from its prompt and the tokens that it emitted. As
-forwards are batch-invariant, bit for bit, its tokens stay the same (temperature 0).
+Requests are admitted in the order of their arrival. The queue waits until its first request fits,
+so that no request waits for ever. If pages run out, the sequence that arrived last is preempted: it
+loses its pages, and is computed again later from its prompt and the tokens that it emitted. The
+tokens stay the same at temperature 0, because forwards are batch-invariant, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _ORDER = attrgetter("arrived_s", "request_id")
 
 
 class Endings:
-    """Ends sequences at a stop token, or when they have no room for more tokens. A subclass may
-    remember each sequence's tokens, so each run of the decoding loops needs a new object."""
+    """Decides where sequences end: at a stop token, or when there is no room for more tokens. A
+    subclass may remember tokens, so that each run of the loops needs a new object."""
 
     def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
-        """room: returns the tokens that a request may emit, by its id (None: any number)."""
+        """room: returns how many tokens the request with an id may emit (None: any number)."""
         self._stop = frozenset(stop_tokens)
         self._room = room
 
     def kept(self, request_id: int, before: int, tokens: Sequence[int]) -> int | None:
-        """Returns how many of a round's `tokens` the sequence keeps if it ends with them, or None
-        if it goes on; before: the number of its earlier tokens."""
+        """Returns how many of a round's `tokens` a sequence keeps if it ends in this round, or None
+        if it goes on. before: the number of its earlier tokens."""
         kept = self._stopped(request_id, tokens)
         left = len(tokens) + 1 if self._room is None else self._room(request_id) - before
         if left > len(tokens):
@@ -54,11 +54,11 @@ class Endings:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of the ranks, by default limited only in the number of sequences.
+    """What the ranks have room for; by default only the number of sequences is limited.
 
-    sequences: the most that run at once. context: the most tokens of a sequence, its prompt
-    included. ahead: positions that a round may write after the last token. page: positions of a
-    page of the KV cache. pages: of the cache.
+    sequences: the most sequences that run at once. context: the most tokens of a sequence with its
+    prompt. ahead: how many positions a round may write after the last token. page: the positions in
+    a page of the KV cache. pages: the number of pages.
     """
 
     sequences: int
@@ -76,9 +76,11 @@ class Capacity:
 class Task:
     """A request and its progress. Times are seconds of the caller's clock.
 
-    request: as it arrived. max_tokens: tokens that it may emit. deadline_s: the time at which it
-    ends (None: never). cached: tokens of its prompt that the cache had. forced: tokens that its
-    grammar forced.
+    request: the request as it arrived. max_tokens: the most tokens of its answer. deadline_s: when
+    it ends at the latest (None: never). tokens: its answer so far. epoch: how often it was
+    preempted. drafted, accepted: numbers of tokens. rejected: rounds that rejected a drafted token.
+    hits: rounds whose draft was ready in the speculation cache. cached: how many tokens of the
+    prompt other sequences had stored. forced: how many tokens its grammar forced.
     """
 
     request: Request
@@ -97,7 +99,7 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Committed tokens, the prompt included."""
+        """The number of committed tokens, the prompt included."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -106,9 +108,9 @@ class Task:
         return self.request.request_id
 
     def count(self, drafted: int, accepted: int, hit: int, *, is_judged: bool) -> None:
-        """Counts a round: its drafted and accepted tokens, and whether the cache was hit.
+        """Counts a round: its drafted and accepted tokens, and whether the cache was hit (0 or 1).
 
-        is_judged: whether drafts that were not accepted were rejected, or their judgement was lost.
+        is_judged: False if the tokens could not be verified (Speculation.is_lost).
         """
         self.rounds += 1
         self.drafted += drafted
@@ -117,7 +119,7 @@ class Task:
         self.hits += hit
 
     def emit(self, tokens: Sequence[int], forced: int) -> None:
-        """Takes a round's tokens, of which a grammar forced some."""
+        """Appends a round's tokens, of which a grammar forced the last `forced`."""
         self.tokens += tokens
         self.forced += forced
 
@@ -131,11 +133,12 @@ class Task:
             self.cached = count
 
     def limit(self, most: int) -> None:
-        """Lets the request emit at most so many tokens."""
+        """Lets the request emit at most `most` tokens."""
         self.max_tokens = min(self.max_tokens, most)
 
     def admitted(self) -> Request:
-        """Returns the sequence to admit, with the tokens that it emitted before a preemption."""
+        """Returns the request to admit. After a preemption its prompt ends with the tokens that it
+        had emitted."""
         prompt = (*self.request.prompt, *self.tokens)
         if not prompt:
             return self.request
@@ -145,11 +148,11 @@ class Task:
 
 
 class Emitted(NamedTuple):
-    """The tokens of a request from one round, or of one that ended between two rounds none.
+    """The tokens that a request emitted in one round; none if it ended between two rounds.
 
-    ended: "stop", "length", "cancelled" or "deadline" if it is over. accepted: how many of the
-    round's tokens were drafted, by `source`; the others are the target's own. logprobs: of tokens.
-    stop: where the endings end the sequence, counted in all of its tokens, or None.
+    ended: "stop", "length", "cancelled" or "deadline" if the request is over. accepted: how many of
+    the tokens were drafted, by `source` (rounds.Source); the target emitted the others. logprobs:
+    the tokens' log-probabilities. stop: the length of the answer where `Endings` end it, or None.
     """
 
     task: Task
@@ -162,7 +165,8 @@ class Emitted(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Changes before the next round."""
+    """What changes before the next round: requests that ended since the last turn, ids of sequences
+    that leave the batch, and requests that join it."""
 
     ended: list[Emitted]
     leave: list[int]
@@ -170,11 +174,10 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """The requests of a server, or the prompts of a run: those that wait, in order, and those that
-    run."""
+    """The requests of a server, or the prompts of a run: a queue, and those that run."""
 
     def __init__(self, room: Capacity, endings: Endings | None = None) -> None:
-        """endings: end sequences; None: only their limits do."""
+        """endings: decides where sequences end (None: only their limits do)."""
         self.room = room
         self._endings = endings
         self._waiting: list[Task] = []  # in order of _ORDER
@@ -187,7 +190,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return len(self._waiting)
 
     @property
@@ -197,7 +200,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that are not reserved."""
+        """The number of pages that no running request has or needs next."""
         pages_of = self.room.pages_of
         return self.room.pages - sum(pages_of(task.length) for task in self._running.values())
 
@@ -206,7 +209,7 @@ class Scheduler:
         return [self._running[n] for n in ids if n in self._running]
 
     def submit(self, task: Task) -> None:
-        """Takes a request; raises ConfigError for one that can never be decoded."""
+        """Queues a request; raises ConfigError for one that can never be decoded."""
         room = self.room
         count = len(task.request.prompt)
         if not 0 < count < room.context:
@@ -226,14 +229,14 @@ class Scheduler:
         self.queue(task)
 
     def queue(self, task: Task) -> None:
-        """Takes a request that the ranks have room for, with a prompt or without."""
+        """Queues a request for which the ranks have room, with a prompt or without."""
         insort(self._waiting, task, key=_ORDER)
         self._can_end = self._can_end or task.max_tokens < UNLIMITED
         if task.deadline_s is not None:
             insort(self._deadlines, (task.deadline_s, task.request_id))
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
-        """Ends a request; one that is over or unknown is ignored."""
+        """Ends a waiting or running request, for a reason of Emitted.ended; ignores others."""
         task = self._running.pop(request_id, None)
         if task is not None:
             self._leaving.append(request_id)
@@ -250,7 +253,7 @@ class Scheduler:
             del self._deadlines[bisect_left(self._deadlines, (task.deadline_s, task.request_id))]
 
     def turn(self, now: float = 0.0) -> Turn:
-        """Returns which requests end, leave and join before the next round, at time `now`."""
+        """Decides at time `now` which requests end, leave and join before the next round."""
         while self._deadlines and self._deadlines[0][0] <= now:
             self.cancel(self._deadlines[0][1], "deadline")
         room = self.room
@@ -281,7 +284,7 @@ class Scheduler:
         return turn
 
     def take(self, result: RoundResult) -> list[Emitted]:
-        """Counts a round; returns the tokens of each request that still runs."""
+        """Counts a round, and returns the tokens of each request that ran in it."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
             if (task := self._running.get(request_id)) is not None:
@@ -318,8 +321,8 @@ class Scheduler:
         return emitted
 
     def step(self, loop: TargetLoop, records: RoundRecords) -> RoundResult:
-        """Decodes one round of a run's prompts, and adds it to the records: sequences that have
-        ended leave the loop, and the next ones join it."""
+        """Decodes one round of a run's prompts and adds it to `records`. Then sequences that have
+        ended leave the loop, and the next prompts join it."""
         result = loop.step()
         if self._can_end:
             for emitted in self.take(result):

@@ -1,16 +1,14 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
-Every rank keeps its own Batch, equal to the others' because all apply the same outcomes. All state
-of a sequence is here; an oracle, which decides its tokens, only reads it (and keeps its grammar in
-`constraint`).
+Every rank keeps a Batch of its own. All batches are equal, because all ranks apply the same
+outcomes. An oracle, which decides tokens, only reads the batch, and keeps grammars in `constraint`.
 
-Places. A sequence's committed tokens have positions 0, 1, …; K and V of the last one are stored by
-the forward that reads it. `filled` positions of a sequence's slot of the cache are stored and
-valid, so that a rollback is a smaller number. The *trunk* is the committed tokens and the served
-ones, those that the target verifies now; its rows write the slot. Branches, which a draft grows for
-possible outcomes, write scratch memory, in which a path has a *lane*. A hit copies nothing: the
-draft's next forward over the trunk writes the slot again, with equal bits. Of a tree only the
-principal path (first children) is in the trunk; another accepted path is copied from its lane.
+A sequence has a *slot* of the KV cache. Its committed tokens have positions 0, 1, … there, of which
+the first `filled` ones are stored and valid, so that a rollback is a smaller number. The forward
+that reads a token stores its K and V. The *trunk* is the committed tokens and the served tokens,
+which the target verifies now; trunk rows write the slot. *Branches*, which a draft grows for
+possible outcomes, write *lanes*: scratch memory of the cache. A hit copies nothing, because the
+draft's next forward over the trunk writes the slot. features.trees stores drafts that are trees.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
 Prompt = Callable[[Request], Sequence[int]]  # returns a request's tokens up to its first_token
-_DRAWS = 512  # draws of a stream reserved for a round; a lookahead is at most 256
-_ROUNDS = 1 << 32  # limit of rounds in an epoch
+_DRAWS = 512  # random draws reserved for a round, which drafts at most 256 tokens
+_ROUNDS = 1 << 32  # a sequence decodes fewer rounds than this in an epoch
 _ALL = 1 << 30
 
 
@@ -41,17 +39,15 @@ _ALL = 1 << 30
 class Placement:
     """How sequences use a model's KV cache.
 
-    context: tokens before the first one of a sequence without a prompt. They are never computed:
-    the attention reads their bytes, and no token depends on their values. window: the committed
-    tokens after which such a sequence's positions begin again, so that a run of any length stays
-    within the cache (None: never). keeps: whether sequences reuse pages that store the same first
-    tokens. stateless: whether a draft has no keys and values, so that it never lacks a token. lag:
-    K of a draft that reads the target's hidden states, else 0. K and V of the last accepted tokens
-    come from the draft's own states, and its first step computes them again; so up to `lag` tokens
-    may be missing, and no part of a prompt is stored before the target has computed it. masks: the
-    mask tokens that follow the last token of a branch in a step of a parallel draft; their keys and
-    values are scratch. batches: makes a batch whose drafts are not stored as chains are
-    (features.trees); None: Batch does.
+    context: the positions before a sequence without a prompt. They are never computed: attention
+    reads their bytes, and no token depends on them. window: the committed tokens after which the
+    positions of such a sequence begin again, so that a run of any length fits (None: never). keeps:
+    whether the model has no keys and values, so that the cache never lacks a token. lag: K of a
+    draft that reads the target's hidden states, else 0. Up to `lag` accepted tokens may be missing,
+    because the draft's next step computes them again from these states; and no part of a prompt is
+    stored before the target has computed it. masks: the mask tokens that follow the last token of a
+    branch in a step of a parallel draft; their keys and values are scratch. batches: makes a batch
+    that stores drafts otherwise than chains (features.trees); None: Batch.
     """
 
     context: int = 0
@@ -64,7 +60,7 @@ class Placement:
 
 
 class Gap(NamedTuple):
-    """Committed tokens of a slot that are not in its cache: positions start … stop − 1."""
+    """Committed tokens that a slot of the cache lacks, at positions start … stop − 1."""
 
     slot: int
     start: int
@@ -72,7 +68,7 @@ class Gap(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of these tokens."""
+        """The number of lacking tokens."""
         return self.stop - self.start
 
 
@@ -80,11 +76,10 @@ class Gap(NamedTuple):
 class LiveSequence:
     """One sequence on this rank.
 
-    slot: its place in this rank's cache, which other ranks do not know. tokens: its committed
-    tokens, prompt included. served: the drafted tokens that the target verifies now. Both are kept
-    only if the oracle reads tokens. rounds: its number of committed rounds, counted where tokens
-    are kept. constraint: its grammar with its state, which the oracle makes (None: it has none, or
-    not yet).
+    slot: the sequence's part of this rank's KV cache. tokens: the committed tokens, with the
+    prompt. served: the drafted tokens that the target verifies now. rounds: the number of committed
+    rounds. These three are kept only if the oracle reads tokens. constraint: the grammar and its
+    state, which the oracle makes (None: no grammar, or not made yet).
     """
 
     request: Request
@@ -93,7 +88,7 @@ class LiveSequence:
     served: list[int] = field(default_factory=list)
     rounds: int = 0
     constraint: Any = None
-    _lookups: dict[str, Lookup] = field(default_factory=dict)  # the index of its tokens, by kind
+    _lookups: dict[str, Lookup] = field(default_factory=dict)  # by kind, each indexes the tokens
 
     @property
     def name(self) -> tuple[int, int]:
@@ -102,40 +97,41 @@ class LiveSequence:
 
     @property
     def answer(self) -> list[int]:
-        """The committed tokens after the prompt, also those from before a preemption."""
+        """The committed tokens of the answer, which may begin before the last preemption."""
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
     def path(self, columns: Sequence[int]) -> list[int]:
-        """Returns the served tokens of these columns, a path in the draft's tree."""
+        """Returns the served tokens at `columns`, which are a path in the draft's shape."""
         return [self.served[column] for column in columns]
 
     def serve(self, tokens: list[int]) -> None:
-        """Notes the drafted tokens that the target verifies now."""
+        """Sets the drafted tokens that the target verifies now."""
         self.served = tokens
 
     def commit(self, columns: Sequence[int], bonus: int) -> None:
-        """Appends the accepted tokens (the columns of the served ones), and the bonus token."""
+        """Appends the accepted ones of the served tokens, at `columns`, and the bonus token."""
         self.tokens += self.path(columns)
         self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
 
     def first_draw(self, later: int = 0) -> int:
-        """Returns the index of the first draw, in the sequence's random streams, of the round that
-        comes `later` rounds from now. No two rounds of a sequence share a draw, in any epoch."""
+        """Returns the index, in the sequence's random streams, of the first draw of the round that
+        follows `later` rounds after this one. Rounds share no draw, also across preemptions."""
         return (self.request.epoch * _ROUNDS + self.rounds + later) * _DRAWS
 
     def stream(self, seed: int) -> tuple[int, int]:
-        """Returns (seed, sequence), which key its random draws: by default the job's seed and the
-        request's id."""
+        """Returns (seed, number), which key the sequence's random draws. They are the job's `seed`
+        and the request's id, or the request's own seed and 0."""
         given = self.request.sampling.seed
         return (seed, self.request.request_id) if given is None else (given, 0)
 
     def looked_up(
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
-        """Returns the `count` tokens that a lookup of this kind drafts from the last `longest`
-        tokens; filler: fills missing ones (None: the last token does)."""
+        """Returns `count` tokens that a lookup copies from after an earlier occurrence of the last
+        tokens. kind: a value of --lookup. longest: the most last tokens that it compares. filler:
+        the token that replaces missing ones (None: the last token)."""
         if kind not in self._lookups:
             self._lookups[kind] = make_lookup(kind, longest)
         lookup = self._lookups[kind]
@@ -146,9 +142,9 @@ class LiveSequence:
 class Change(NamedTuple):
     """The changes that an outcome made to a batch.
 
-    left: of each sequence that left, its slot and the tokens that the slot stores. placed: the
-    sequences that have taken a slot. started: those whose first round comes next. moves: of each
-    accepted path in scratch memory, its lane, and the gap in the slot that it is copied to.
+    left: (slot, tokens that the slot stores) of each sequence that left. placed: the sequences that
+    took a slot. started: the sequences whose first round comes next. moves: for each accepted path
+    that lies in scratch memory, (its lane, the gap in the slot to which it must be copied).
     """
 
     left: Sequence[tuple[int, list[int]]] = ()
@@ -161,14 +157,13 @@ _UNCHANGED = Change()
 
 
 class Batch:
-    """The live sequences, in the order of messages, with their lengths, last tokens and places.
+    """The live sequences of a rank, in the order of the messages' rows ("batch rows").
 
-    By batch row: sequences, ids, slots, lengths (committed tokens, the prompt counted as one),
-    last_tokens, and identity [b, 5], the rows of an outcome without its decisions. By slot: filled,
-    the positions that the cache holds. opened: by slot, the sequences whose prompts are stored in
-    parts (chunked prefill) before they join, in their order. digest: CRC-32 of the applied
-    outcomes, to compare between ranks. forced: by batch row, the tokens after the last bonus token
-    that the grammar forced.
+    By batch row: sequences, ids, slots, lengths (the committed tokens, the prompt counted as one),
+    last_tokens, and identity, the rows [b, 5] of an outcome without its decisions. filled: by slot,
+    how many positions the cache holds. opened: by slot, the sequences whose prompts are stored in
+    parts (chunked prefill) before they join. digest: a CRC-32 of the applied outcomes, which ranks
+    compare. forced: by batch row, the tokens that a grammar forced after the last bonus token.
     """
 
     def __init__(
@@ -178,9 +173,9 @@ class Batch:
         prompt: Prompt | None = None,
         shape: Shape = CHAIN,
     ) -> None:
-        """capacity: the most sequences. placement: None without a KV cache. prompt: returns a
-        request's tokens up to its first_token (None: tokens are not kept). shape: of a draft; a
-        tree in a KV cache needs a features.trees.TreeBatch."""
+        """capacity: the most sequences. placement: how they use the KV cache (None: there is none).
+        prompt: returns the tokens of a request (None: tokens are not kept). shape: the shape of a
+        draft; for a tree in a KV cache features.trees.TreeBatch is needed."""
         self.capacity = capacity
         self.placement = placement
         self.shape = shape
@@ -195,16 +190,16 @@ class Batch:
         self.forced: dict[int, list[int]] = {}
         self.filled = np.zeros(capacity, np.int64)
         self._prompt = prompt
-        self._by_slot: dict[int, LiveSequence] = {}  # the last one in each slot
-        self._steady = b""  # columns 0 to 2, as bytes, of an outcome without changes
-        self._base = np.zeros(capacity, np.int64)  # position of the first counted token
+        self._by_slot: dict[int, LiveSequence] = {}  # the last sequence in each slot
+        self._steady = b""  # bytes of columns 0 to 2 of an outcome that changes no sequence
+        self._base = np.zeros(capacity, np.int64)  # by slot, the position of length 1
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Change:
-        """Applies an outcome; returns the changes. Raises ProtocolError if the outcome's sequences
-        differ from the batch's."""
+        """Commits the tokens of an outcome, lets sequences join and leave, and returns the changes.
+        Raises ProtocolError if the outcome's sequences differ from the batch's."""
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = () if self.placement is None else self._moves(outcome)
@@ -222,7 +217,7 @@ class Batch:
         return change._replace(moves=moves) if moves else change
 
     def _commit(self, sequences: Sequence[LiveSequence], rows: Ints) -> None:
-        """Commits the accepted tokens of these rows of an outcome, if tokens are kept."""
+        """Commits the accepted and bonus tokens of an outcome's rows, if tokens are kept."""
         if self._prompt is not None:
             paths = self.shape.paths
             for sequence, row in zip(sequences, rows.tolist(), strict=True):
@@ -242,11 +237,12 @@ class Batch:
                 self.last_tokens[row] = token
 
     def _moves(self, outcome: Outcome) -> Sequence[tuple[int, Gap]]:
-        """Returns Change.moves, and counts the tokens of these paths as stored."""
+        """Returns Change.moves of an outcome, and counts the moved tokens as stored. A chain needs
+        no moves."""
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome by which sequences join or leave, and returns the changes."""
+        """Applies an outcome with which sequences join or leave, and returns the changes."""
         count = len(self.ids)
         rows = outcome.rows[:count]
         others = outcome.rows[count:].tolist()
@@ -283,7 +279,8 @@ class Batch:
         return Change(left, placed, started)
 
     def _placed(self, outcome: Outcome, used: set[int]) -> list[LiveSequence]:
-        """Places the new sequences of an outcome in free slots; used: slots that are not free."""
+        """Gives free slots to the new sequences of an outcome, and returns these sequences. used:
+        the slots of live sequences."""
         free = sorted(set(range(self.capacity)) - used - self.opened.keys())
         added = outcome.fresh
         if len(added) > len(free):
@@ -323,7 +320,7 @@ class Batch:
         )
 
     def serve(self, speculation: Speculation) -> None:
-        """Notes the drafted tokens that the target verifies now, if tokens are kept."""
+        """Sets the drafted tokens that the target verifies now, if tokens are kept."""
         if self.placement is not None and self.placement.lag:
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last() + 1)
         if self._prompt is None:
@@ -333,8 +330,8 @@ class Batch:
             sequence.serve(tokens[:count])
 
     def committed(self, gap: Gap) -> Ints:
-        """Returns the tokens of a gap, int32; zeros if the sequence has no prompt or its tokens are
-        not kept, because then no token depends on their values."""
+        """Returns the tokens of a gap, int32. They are zeros if the sequence has no prompt or its
+        tokens are not kept, because then no decision depends on them."""
         sequence = self._by_slot[gap.slot]
         if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
@@ -350,8 +347,8 @@ class Batch:
         return position
 
     def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
-        """Returns the committed tokens of batch rows `rows` that the cache lacks, without the last
-        one of each, and without rows that lack at most `spare` tokens."""
+        """Returns the gap of each of the batch rows `rows` whose cache lacks more than `spare`
+        committed tokens. The last committed token is in no gap: the next forward reads it."""
         if self.placement is None or self.placement.stateless or not len(rows):
             return []
         chosen = np.asarray(rows, np.int64)
@@ -362,8 +359,8 @@ class Batch:
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
-        """Returns the next tokens of prompts in parts (opened) that the cache lacks, at most
-        `most`, without the last token of each prompt, which its first round stores."""
+        """Returns the next gaps, of at most `most` tokens together, of prompts that are stored in
+        parts (`opened`). The last token of a prompt is in no gap: its first round stores it."""
         gaps: list[Gap] = []
         if self.placement is None or self.placement.lag:
             return gaps
@@ -376,27 +373,27 @@ class Batch:
         return gaps
 
     def stored_of(self, sequence: LiveSequence) -> list[int]:
-        """Returns the tokens of a sequence that the cache stores; none if tokens are not kept."""
+        """Returns the tokens of a sequence that the cache holds, or none if no tokens are kept."""
         return sequence.tokens[: int(self.filled[sequence.slot])]
 
     def stored(self) -> list[Request]:
-        """Returns the requests whose prompts, stored in parts (opened), are complete."""
+        """Returns the requests in `opened` whose prompts are completely stored."""
         short = {gap.slot for gap in self.opened_gaps()}
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
     def store(self, gaps: Sequence[Gap]) -> Places:
-        """Returns the places of all tokens of these gaps, and counts them as stored."""
+        """Returns the places of a forward's rows over these gaps, and counts them as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
 
     def fill(self, slots: Index | int | slice, stored: Index | int) -> None:
-        """Counts exactly the first `stored` positions of these slots as stored."""
+        """Sets how many positions of these slots count as stored and valid."""
         self.filled[slots] = stored
 
     def trunk(self, num_draft: Ints) -> Places:
-        """Returns the places of each sequence's last token and its num_draft [b] served tokens, and
-        counts them as stored."""
+        """Returns the places of the rows that verify or score a draft, and counts them as stored:
+        each sequence's last token and its num_draft [b] served tokens."""
         if len(num_draft) == 1:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts = num_draft + 1
@@ -407,15 +404,16 @@ class Batch:
         return self._served_places(self.slots[rows], last[rows], ahead)
 
     def _served_places(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of n rows, and counts them as stored. nodes: the number of the row's
-        token, from 0 for the sequence's last token, whose position is `last`; all are [n]."""
+        """Returns the places of n rows of a trunk, and counts them as stored. slots, last: the slot
+        and the position of the last committed token of the row's sequence. nodes: 0 for that token,
+        and n for the n-th served token. All are [n]."""
         positions = last + nodes
         self.filled[slots] = positions + 1  # of equal slots the last row counts
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
-        """Returns the places of `trunk`, for a batch of one sequence and count = num_draft + 1, in
-        a third of the time, for which every round waits."""
+        """Returns the places of `trunk` for a batch of one sequence with count = num_draft + 1. It
+        takes a third of the time of the general case, and every round waits for it."""
         assert self.placement is not None, "a trunk without a cache"
         slot = int(self.slots[0])
         later = int(self.lengths[0]) - 1
@@ -437,12 +435,11 @@ class Batch:
         tokens: Ints,
         states: list[Any] | None = None,
     ) -> Branches:
-        """Returns branches for possible outcomes of this round, with their places in the cache: in
-        batch rows `rows` after `nodes` accepted tokens (in a tree: after that node). The arguments
-        are those of Branches.
+        """Returns branches for possible outcomes of this round, with places in the cache. The
+        parameters are those of Branches.
 
-        A table of synthetic tokens also has branches after more tokens than are served. No outcome
-        equals theirs. They are placed after the served ones, so that they read stored positions.
+        Imposed tokens (oracle.imposed) also have branches after more tokens than are served, which
+        no outcome can hit. They begin after the served tokens, so that they read stored positions.
         """
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
@@ -457,8 +454,8 @@ class Batch:
     def restarted(
         self, rows: Sequence[int] | Index, tokens: Ints, states: list[Any] | None = None
     ) -> Branches:
-        """Returns branches that continue the committed tokens of batch rows `rows`, and write the
-        slots themselves; tokens, states: as of Branches."""
+        """Returns branches that continue the committed tokens of batch rows `rows`, and store their
+        tokens in the slots. tokens, states: the attributes of Branches."""
         chosen = np.asarray(rows, np.int64)
         zeros = np.zeros(len(chosen), np.int32)
         places = None
@@ -471,8 +468,8 @@ class Batch:
         )
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
-        """Returns the places of the rows of the next draft step, of branches that have `steps`
-        levels, in a parallel draft with the masks after each row; places: of the branches."""
+        """Returns the places of the rows of the next draft step. places: those of the branches,
+        which have `steps` levels. A parallel draft has its mask tokens' rows after each row."""
         assert self.placement is not None, "places without a cache"
         slots, starts, lanes = places
         positions = starts + steps
@@ -487,18 +484,18 @@ class Batch:
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
-    """Returns the places of all tokens of these gaps, in their order."""
+    """Returns the places of a forward's rows over the tokens of these gaps."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 
 
 def trunk_places(slots: Index, positions: Index) -> Places:
-    """Returns the places of rows of the trunk."""
+    """Returns the places of rows that are stored in slots, and in no lane."""
     return int32_places(slots, positions, np.full(len(slots), TRUNK), positions)
 
 
 def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
-    """Returns these places as a forward takes them, int32."""
+    """Returns Places with these columns as int32."""
     return Places(
         slots.astype(np.int32),
         positions.astype(np.int32),

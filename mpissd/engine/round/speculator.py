@@ -15,19 +15,18 @@ from mpissd.engine.round.draft import Drafter
 
 
 class Speculator:
-    """The source of draft tokens, which is asked and answers once a round. This one is AR's, which
-    drafts nothing.
+    """The source of a round's draft tokens, asked once a round. This class drafts nothing (AR).
 
-    lost_round: the first round after the loss of the draft, from which on K = 0; None while it is
-    present. stored_s: the seconds of the last answer in which a draft on the lead's device stored
-    the committed tokens that it lacked.
+    lost_round: the first round without draft tokens after the draft rank was lost; None while the
+    draft is present. stored_s: the seconds of the last answer in which a draft on the lead's device
+    stored committed tokens that its KV cache lacked.
     """
 
     lost_round: int | None = None
     stored_s = 0.0
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """lookahead, sampled: of the empty speculations, which are shaped like a draft."""
+        """lookahead, sampled: the columns that empty speculations have (Speculation.empty)."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:
@@ -38,27 +37,27 @@ class Speculator:
         return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        """Returns the distribution [V] that the `index`-th uncertain token of batch row `row`, in
-        the last answer, was drawn from; may wait for its arrival."""
+        """Returns the distribution [V] from which a token of the last answer was drawn: number
+        `index` of the tokens with q < 1 of batch row `row`. May wait for its arrival."""
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:
         """Called while the target verifies the last answer. The default does nothing."""
 
     def confirm(self, speculation: Speculation) -> bool:
-        """Returns whether the target may judge the last answer: not if the distributions of its
-        tokens are lost. Called after the target's forward; may wait."""
+        """Returns whether the distributions of the last answer's tokens exist, so that the target
+        may judge the tokens. Called after the target's forward; may wait."""
         return True
 
     def stop(self, outcome: Outcome) -> None:
-        """Ends the draft's loop; outcome: of the last round."""
+        """Ends the draft's loop. outcome: the outcome of the last round."""
 
 
 class InlineSpeculator(Speculator):
-    """The speculator of SD on the lead's own device, where it drafts before the target verifies.
+    """The speculator of SD whose draft runs on the lead's device, before the target verifies.
 
-    In rounds without drafting it costs no time: it applies their outcomes while the target
-    verifies, and stores the tokens that its KV cache lacks only before it drafts again.
+    A round without drafting costs no time: the draft applies the outcome while the target verifies,
+    and stores the tokens that its KV cache lacks only before it drafts again.
     """
 
     def __init__(self, drafter: Drafter) -> None:

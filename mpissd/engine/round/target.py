@@ -19,20 +19,20 @@ from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import Speculator
 
-# Sends (outcome r-1, speculation r, whether to stop) from the lead to the other target ranks.
+# Sends outcome r-1, speculation r, and whether to stop, from the lead to the other target ranks.
 Publish = Callable[[Outcome, Speculation, bool], None]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One verified round: its speculation, its outcome, and the forward's device time.
+    """One verified round: its speculation, its outcome, and the device seconds of its forward.
 
-    logprobs: by batch row, the target's log-probability of each emitted token, if the sequence
-    asked for it. num_rows: rows of the forward, prompts included. wait_s: wait for the draft after
-    the outcome was applied. stored_s: seconds in which a draft on the lead's device stored the
-    tokens that it lacked, not counted in wait_s. adopted: by id of the sequences placed in this
-    round, the tokens of the prompt that other sequences had stored. forced: by batch row, the
-    tokens after the bonus token that the grammar forces.
+    logprobs: by batch row, the log-probabilities of the emitted tokens, if the request asked for
+    them. num_rows: the forward's rows, with those of prompts. wait_s: the seconds of waiting for
+    the draft after the outcome was applied, without stored_s, in which a draft on the lead's device
+    stored tokens that its cache lacked. adopted: by id of a sequence placed in this round, how many
+    tokens of the prompt other sequences had stored. forced: by batch row, the tokens that a grammar
+    forces after the bonus token.
     """
 
     speculation: Speculation
@@ -46,28 +46,28 @@ class RoundResult:
     forced: Mapping[int, list[int]] = field(default_factory=dict)
 
     def emitted(self) -> list[tuple[int, list[int]]]:
-        """Returns (request id, its accepted tokens and the bonus token) of every sequence; tokens
-        that a grammar forces after them are in `forced`."""
+        """Returns (request id, accepted tokens and bonus token) of every sequence, without the
+        tokens that a grammar forces after them (`forced`)."""
         rows = zip(self.outcome.rows.tolist(), self.speculation.tokens.tolist(), strict=True)
         return [(request_id, [*drafts[:k], bonus]) for (request_id, _, _, k, bonus), drafts in rows]
 
 
 class RoundObserver:
-    """Work beside the rounds that may not lengthen them; the base class does nothing."""
+    """Work beside the rounds, which it should not lengthen. The base class does nothing."""
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Called with a judged round, int32 [b], after its outcome was sent, so that the draft
-        works meanwhile, and before another forward overwrites the logits."""
+        """Called with the decisions of a round, both int32 [b], after its outcome was sent, while
+        the draft works, and before another forward overwrites the logits."""
 
     def verifying(self) -> None:
         """Called while the target verifies."""
 
 
 class TargetLoop:
-    """The lead's rounds; the caller runs them by step(), and makes sequences join or leave.
+    """The lead's rounds. The caller runs each by step(), and makes sequences join or leave.
 
-    round: the number of the next round. control: of the next round. prefill_s: seconds spent on
-    prompts so far. observers: called in every round.
+    round: the number of the next round. control: the decisions for the next round. prefill_s: the
+    seconds spent on prompts so far. observers: called in every round.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class TargetLoop:
         self._leaving: set[int] = set()
 
     def step(self) -> RoundResult:
-        """Runs round r: sends outcome r-1, for which the draft returns speculation r, verifies
-        that, and decides outcome r."""
+        """Runs round r: sends outcome r-1, receives speculation r from the draft, verifies it, and
+        decides outcome r."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator
@@ -193,7 +193,7 @@ class TargetLoop:
 
     @property
     def _joining(self) -> list[Request]:
-        """The requests whose prompts, stored in parts, are complete, and which do not leave."""
+        """The requests whose prompts in parts are completely stored, and which do not leave."""
         if not self.batch.opened:
             return []
         stored = self.batch.stored()
@@ -245,8 +245,8 @@ class TargetLoop:
         self._leaving.update(request_ids)
 
     def tell(self) -> None:
-        """Calls the observers with the round that was judged last, unless they have seen it. A step
-        does so before its forward overwrites the logits; the caller does after the last step."""
+        """Calls the observers with the decisions of the last round, once. A step calls this before
+        its forward overwrites the logits; the caller does so after the last step."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:
@@ -279,10 +279,10 @@ def follow(
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
-    """Runs the lead's rounds on another target rank, the same forwards in the same order, until the
-    lead stops it; returns a digest of their outcomes.
+    """Runs the forwards of the lead's rounds on another target rank, in the same order, until the
+    lead stops it. Returns the digest of the outcomes (Batch.digest).
 
-    plan: waits for (outcome r-1, speculation r, whether to stop) of round r.
+    plan: waits for round r's plan: outcome r-1, speculation r, and whether to stop.
     """
     batch = worker.open_batch(capacity)
     ledger = ledger or NullLedger(FollowPhase)
