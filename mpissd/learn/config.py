@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.common.shapes import STATE_KINDS
+from mpissd.engine.model.transformer.config import MOST_MASKS
 
 Form = tuple[int, int, int, int]  # fresh layers' count, heads, KV heads, FFN
 
@@ -70,6 +71,18 @@ class DistillConfig(Checked):
         "people's prompts (.jsonl), a comma between, whose answers at temperature 0 are trained on "
         "instead of sampled conversations",
     )
+    parallel: int = flag(
+        0,
+        integer(0, MOST_MASKS),
+        "mask tokens of a parallel draft: one forward drafts so many tokens and one more; 0: none",
+    )
+    anchors: int = flag(48, integer(1), "positions of a conversation that masks follow in a step")
+    from_draft: str | None = flag(
+        None,
+        words,
+        "a folder that distill made, whose draft is trained further instead: its layers, and the "
+        "tokens and kind of its LM head, are kept",
+    )
     head: str = flag(
         "own", choice("own", "target"), "own: trained and stored; target: rows of the target's"
     )
@@ -81,6 +94,9 @@ class DistillConfig(Checked):
     steps: int = flag(10**6, integer(1), "training steps at most")
     optimizer: str = flag("adamw", choice("adamw", "muon"), "muon: for the layers' matrices")
     learning_rate: float = flag(1.5e-3, number(0, 1), "the highest of the schedule")
+    variation_from: float = flag(
+        0.5, number(0, 1), "share of the training after which total variation is added"
+    )
     seconds_sampling: float = flag(
         120.0, number(0), "time for samples; the last batch is finished, within `seconds`"
     )
@@ -118,10 +134,10 @@ class DistillConfig(Checked):
         super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
-        if self.shapes and self.kinds:
-            raise ConfigError("shapes and kinds: allowed: one of them")
-        if self.kinds and self.on:
-            raise ConfigError("kinds and on: allowed: one of them")
+        rivals = "shapes kinds, kinds on, parallel kinds, from_draft kinds, from_draft shapes"
+        for one, other in (pair.split() for pair in rivals.split(", ")):
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(f"{one} and {other}: allowed: one of them")
         both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
         if both:
             raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from mpissd.engine.model.transformer.checkpoint import (
     JOINED,
     JOINS,
     LAST_NORM,
+    MASKS,
+    Checkpoint,
     tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -33,9 +35,11 @@ from mpissd.learn.llama import (
     Blocks,
     Llama,
     LlamaLayer,
+    MaskRows,
     Tensor,
     blocks_of,
     compiled,
+    load_trunk,
     mapped,
     named,
     parameters,
@@ -46,8 +50,31 @@ from mpissd.learn.sample import Samples
 INITIAL = 0.02  # standard deviation of fresh weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
+MASK_FADING = 0.85  # weight of a mask token, of the one before it
+MASK_SHARE = 0.8  # share of the mask rows whose loss is computed: others are behind an answer's end
 ROWS = {"cpu": 256, "cuda": 8192}  # rows of a step's LM head, in drafts on hidden states
 DECAY = 0.01  # weight decay of both optimisers
+
+
+class Losses(NamedTuple):
+    """Means over rows: cross-entropy, total variation, greedy agreement, and the relative error of
+    a draft on hidden states. by_depth: total variation and agreement of the real rows and of each
+    mask token of a parallel draft, [2, J + 1]."""
+
+    cross_entropy: Tensor
+    tv: Tensor
+    agreement: Tensor
+    state_error: Tensor = None
+    by_depth: Tensor = None
+
+    def told(self) -> dict[str, Any]:
+        """Returns the numbers of a point of the curves."""
+        means = zip(self._fields[:4], self, strict=False)
+        told: dict[str, Any] = {n: round(float(v.detach()), 5) for n, v in means if v is not None}
+        if self.by_depth is not None:
+            for name, values in zip(("tv", "agreement"), self.by_depth.tolist(), strict=True):
+                told[f"{name}_by_depth"] = [round(value, 4) for value in values]
+        return told
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +100,20 @@ class _Draft:
     def _distance(self) -> Any:
         return torch.compile(distance, dynamic=False) if self.compiled else distance
 
-    def angles(self, length: int) -> list[Tensor]:
+    def angles(self, length: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of the first `length` positions."""
-        return [part[:length] for part in self.table]
+        return self.table[0][:length], self.table[1][:length]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft(_Draft):
-    """A draft that is a model by itself; weights: a Llama with the target's embedding."""
+    """A draft that is a model by itself; weights: a Llama with the target's embedding. masks: the
+    embeddings of a parallel draft's J mask tokens, [J, hidden] (PARD, 2504.18583). anchors: after
+    how many positions of a sequence they are trained."""
 
     weights: Llama
+    masks: Tensor = None
+    anchors: int = 1
 
     @cached_property
     def own_blocks(self) -> Blocks:
@@ -91,19 +122,38 @@ class ModelDraft(_Draft):
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
         """Returns the draft with `change` applied to each of its own weights."""
-        return replace(self, weights=mapped(self.weights, change))
+        masks = None if self.masks is None else change(self.masks)
+        return replace(self, weights=mapped(self.weights, change), masks=masks)
 
     def named(self) -> dict[str, Tensor]:
         """Returns the draft's own weights by their names in Hugging Face files."""
-        return named(self.weights, self.config)
+        masks = {} if self.masks is None else {MASKS: self.masks}
+        return named(self.weights, self.config) | masks
 
     @property
     def trained(self) -> list[Tensor]:
-        return parameters(self.weights)
+        return parameters(self.weights) + ([] if self.masks is None else [self.masks])
 
     def optimizer(self, name: str) -> Optimizer:
         """Returns the optimiser of the trained tensors; name: "adamw" or "muon"."""
-        return Optimizer(name, self.trained, [self.weights.head])
+        return Optimizer(name, self.trained, [self.weights.head, self.masks])
+
+    def mask_rows(self, anchors: Tensor, length: int) -> MaskRows:
+        """Returns the mask rows behind `length` real ones. anchors: int64 [b, a], positions that
+        all J masks follow. Mask j has the j-th position behind its anchor, and attends the real
+        rows up to the anchor and the anchor's masks up to itself."""
+        num = len(self.masks)
+        device = anchors.device
+        row = torch.arange(num * anchors.shape[1], device=device)
+        own = (row // num == row[:, None] // num) & (row <= row[:, None])
+        last = anchors.repeat_interleave(num, 1)[..., None]
+        before = torch.arange(length, device=device) <= last
+        seen = torch.cat([before, own.expand(len(anchors), -1, -1)], -1)
+        seen = seen.repeat(1, self.own_blocks.heads // self.own_blocks.kv_heads, 1)
+        places = (anchors[..., None] + 1 + torch.arange(num, device=device)).flatten(1)
+        x = self.masks.repeat(anchors.shape[1], 1).expand(len(anchors), -1, -1)
+        cos, sin = self.table
+        return MaskRows(x, cos[places], sin[places], seen[:, None])
 
     @cached_property
     def _loss_blocks(self) -> tuple[Blocks, Blocks]:
@@ -112,14 +162,33 @@ class ModelDraft(_Draft):
             return self.blocks, self.own_blocks
         return compiled(self.blocks), compiled(self.own_blocks)
 
-    def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
-        """Returns mean cross-entropy, total variation and greedy agreement over a sample of about
-        `num_rows` positions, those of answers first."""
-        counts = samples.answered[:, 1:].flatten().float()
-        rows = (counts + 0.5 * torch.rand_like(counts)).topk(min(num_rows, len(counts))).indices
+    def losses(self, samples: Samples, num_rows: int) -> Losses:
+        """Returns means over a sample of about `num_rows` positions, those of answers first, and
+        over mask tokens behind some of them, which weigh less the deeper they are."""
         tokens = samples.tokens[:, :-1].long()
-        angles = self.angles(tokens.shape[1])
+        length = tokens.shape[1]
+        is_asked = samples.answered[:, 1:].float()
+        rows, counts = _chosen(is_asked.flatten(), num_rows)
+        depths = torch.zeros_like(rows)
+        angles = self.angles(length)
         target_blocks, own_blocks = self._loss_blocks
+        masks = None
+        if self.masks is not None:
+            order = is_asked + 0.5 * torch.rand_like(is_asked)
+            anchors = order.topk(min(self.anchors, length)).indices
+            masks = self.mask_rows(anchors, length)
+            after, lasts = following(samples.answered, anchors, len(self.masks) + 1)
+            wanted = lasts[..., 1:].float().flatten()
+            places, weights = _chosen(wanted, int(MASK_SHARE * len(wanted)) or 1)
+            first = length * torch.arange(len(tokens), device=tokens.device)[:, None, None]
+            labels = (first + after[..., 1:] - 1).clamp(max=tokens.numel() - 1).flatten()[places]
+            counts = torch.cat([counts, weights])
+            depths = torch.cat([depths, places % len(self.masks) + 1])
+        hidden = own_blocks.hidden(self.weights, tokens, *angles, masks=masks)
+        mine = hidden[:, :length].flatten(0, 1)[rows]
+        if masks is not None:
+            mine = torch.cat([mine, hidden[:, length:].flatten(0, 1)[places]])
+            rows = torch.cat([rows, labels])
         if samples.hidden is None:
             with torch.no_grad():
                 states = target_blocks.hidden(self.target, tokens, *angles).flatten(0, 1)[rows]
@@ -130,10 +199,16 @@ class ModelDraft(_Draft):
             states = samples.hidden[:, :-1].flatten(0, 1)[rows]
             total = samples.total[:, :-1].flatten()[rows]
             best = samples.best[:, :-1].flatten()[rows].long()
-        hidden = own_blocks.hidden(self.weights, tokens, *angles).flatten(0, 1)[rows]
         p_logits = self.blocks.product(states, self.head_rows)
-        q_logits = self.own_blocks.product(hidden, self.weights.head)
-        return tuple(self._distance(p_logits, total, best, q_logits, self.head_ids, counts[rows]))
+        q_logits = self.own_blocks.product(mine, self.weights.head)
+        depth = torch.arange(self.config.masks + 1, device=tokens.device)
+        weights = (depths == depth[:, None]) * counts
+        parts = self._distance(p_logits, total, best, q_logits, self.head_ids, weights)
+        shares = weights.sum(-1) * MASK_FADING**depth
+        shares = shares / shares.sum().clamp(min=1)
+        by_depth = None if masks is None else torch.stack(parts[1:]).detach()
+        means = Losses(*((part * shares).sum() for part in parts))
+        return means._replace(by_depth=by_depth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +298,7 @@ class StateDraft(_Draft):
         joined = attended.transpose(1, 2).flatten(-2)
         return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
 
-    def losses(self, samples: Samples, num_rows: int) -> tuple[Tensor, ...]:
+    def losses(self, samples: Samples, num_rows: int) -> Losses:
         """Returns means over the steps, in which earlier steps weigh more: those of ModelDraft, and
         the states' relative error. `num_rows` is ignored: ROWS gives the number of a step's rows.
         """
@@ -250,16 +325,33 @@ class StateDraft(_Draft):
             )
             parts.append(torch.stack([*means, error]))
         fading = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
-        return tuple(((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
+        return Losses(*((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
 
 
 Draft = ModelDraft | StateDraft
 
 
+def _chosen(wanted: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns `count` places, drawn from those of ones first, and what is there. wanted: [n], ones
+    and zeros."""
+    order = wanted + 0.5 * torch.rand_like(wanted)
+    places = order.topk(min(count, len(wanted))).indices
+    return places, wanted[places]
+
+
+def following(answered: Tensor, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the `count` positions behind each anchor, and whether the answer lasts up to there,
+    both [b, a, count]. answered: bool [b, length]. anchors: positions, int64 [b, a]."""
+    after = anchors[..., None] + torch.arange(1, count + 1, device=anchors.device)
+    inside = F.pad(answered, (0, count)).gather(1, after.flatten(1)).view_as(after)
+    return after, inside.int().cumprod(-1).bool()
+
+
 def distance(
     p_logits: Tensor, total: Tensor, best: Tensor, q_logits: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weighted means of cross-entropy, total variation and greedy agreement over rows.
+    """Returns means of cross-entropy, total variation and greedy agreement over rows, one for each
+    row of `weights`, [rows] or [means, rows].
     p_logits, q_logits: of target and draft for the tokens `ids`. total, best: logsumexp and argmax
     of the target's logits for all tokens."""
     p = (p_logits.float() - total[:, None]).exp()
@@ -267,8 +359,8 @@ def distance(
     cross_entropy = -(p * log_q).sum(-1)
     variation = 1 - torch.minimum(p, log_q.exp()).sum(-1)
     agrees = (ids[log_q.argmax(-1)] == best).float()
-    size = weights.sum().clamp(min=1)
-    means = [(part * weights).sum() / size for part in (cross_entropy, variation, agrees)]
+    size = weights.sum(-1).clamp(min=1)
+    means = [(part * weights).sum(-1) / size for part in (cross_entropy, variation, agrees)]
     return means[0], means[1], means[2]
 
 
@@ -341,9 +433,9 @@ def architectures(
         return {
             kind: state_config(target, kind, config.heads, head_vocab) for kind in config.kind_names
         }
-    if config.forms:
-        return {name: draft_config(target, f, head_vocab) for name, f in config.forms.items()}
-    return {"": draft_config(target, len(config.layer_numbers), head_vocab)}
+    forms: dict[str, Form | int] = {**config.forms} or {"": len(config.layer_numbers)}
+    made = {name: draft_config(target, form, head_vocab) for name, form in forms.items()}
+    return {name: replace(each, masks=config.parallel) for name, each in made.items()}
 
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
@@ -360,6 +452,23 @@ def started(target: Llama, layers: Sequence[LlamaLayer], head_ids: Tensor) -> Ll
     """Returns a trainable float32 draft of these layers. Its norm and LM head start as the
     target's; the embedding is the target's own and is not trained."""
     return mapped(target._replace(layers=tuple(layers), head=target.head[head_ids]), trained)
+
+
+def continued(target: Llama, draft: Checkpoint) -> Llama:
+    """Returns a trainable copy of an earlier draft, which reads the target's embedding."""
+    head = torch.tensor(draft.read(HEAD), device=target.head.device)
+    return mapped(load_trunk(draft, target._replace(head=head), torch.float32), trained)
+
+
+def first_masks(embedding: Tensor, count: int, seed: int, kept: Any = ()) -> Tensor:
+    """Returns the trainable embeddings of `count` mask tokens, [count, hidden]: those of `kept`,
+    then the mean of the target's embedding with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, embedding.shape[1], generator=generator).to(embedding.device)
+    masks = embedding.float().mean(0) + INITIAL * noise
+    for row, values in zip(masks, kept, strict=False):
+        row.copy_(torch.tensor(values))
+    return trained(masks)
 
 
 def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[LlamaLayer]:

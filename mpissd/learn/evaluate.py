@@ -2,29 +2,37 @@
 
 One forward of each model over a finished answer decides every round: after a true prefix the
 draft's proposals, its keys and the target's verdict are functions of the logits there. A draft on
-hidden states takes one chain of steps after each answered position.
+hidden states takes one chain of steps after each answered position, and a parallel draft its mask
+tokens, whose distributions give chains and trees without a further forward.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from mpissd.learn.draft import Draft, ModelDraft, StateDraft
+from mpissd.learn.draft import Draft, ModelDraft, StateDraft, following
 from mpissd.learn.sample import Samples
 
 LOOKAHEADS = (4, 7)
+TREES = (7, 15, 31)  # nodes of the trees that a parallel draft is judged by
 AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
 def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
     """Returns a draft's figures on the answers judged before `deadline` (monotonic seconds)."""
     if isinstance(draft, ModelDraft):
-        return summary(*judge(draft, samples, deadline))
+        told = summary(*judge(draft, samples, deadline))
+        if draft.masks is not None:
+            told["parallel"] = parallel_summary(list(judge_masks(draft, samples, deadline)))
+        return told
     medusa = draft.config.kind == "medusa"
     steps = draft.config.shape.num_layers if medusa else max(LOOKAHEADS)
     agrees: list[list[list[bool]]] = []
@@ -102,6 +110,94 @@ def judge(
     return answers, overlaps, surprises
 
 
+Marginals = tuple[NDArray[np.float64], NDArray[np.int64]]
+
+
+def judge_masks(draft: ModelDraft, samples: Samples, deadline: float) -> Iterator[Marginals]:
+    """Yields two arrays for each answer judged before the deadline. The first has, at each position
+    and depth, the draft's largest probabilities, falling, [n, J + 1, max(TREES)] or as many as it
+    has tokens. The second says which of them the true token has, [n, J + 1]; -1: none."""
+    size = len(draft.masks) + 1
+    num = min(max(TREES), len(draft.head_ids))
+    head = draft.weights.head
+    with torch.no_grad():
+        for part in _parts(samples, deadline):
+            tokens = part.tokens.long()
+            length = tokens.shape[1]
+            before = part.answered[:, 1:]
+            counts = before.sum(-1)
+            if not (most := int(counts.max())):
+                continue
+            order = torch.sort(before.int(), descending=True, stable=True).indices
+            anchors = order[:, :most]
+            is_asked = torch.arange(most, device=tokens.device) < counts[:, None]
+            read = draft.weights, tokens, *draft.angles(length)
+            hidden = draft.own_blocks.hidden(*read, draft.mask_rows(anchors, length))
+            firsts = hidden.gather(1, anchors[..., None].expand(-1, -1, hidden.shape[-1]))
+            later = hidden[:, length:].unflatten(1, (most, size - 1))
+            states = torch.cat([firsts[:, :, None], later], 2)[is_asked]
+            after, lasts = following(part.answered, anchors, size)
+            true = F.pad(tokens, (0, size)).gather(1, after.flatten(1)).view_as(after)[is_asked]
+            logits = draft.own_blocks.product(states, head).float()
+            top = logits.topk(num)
+            probabilities = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+            is_true = (draft.head_ids[top.indices] == true[..., None]) & lasts[is_asked][..., None]
+            ranks = torch.where(is_true.any(-1), is_true.int().argmax(-1), -1)
+            both = (t.split(counts.tolist()) for t in (probabilities.double(), ranks))
+            for pair in zip(*both, strict=True):
+                found, of_true = (tensor.cpu().numpy() for tensor in pair)
+                if len(found):
+                    yield found, of_true
+
+
+def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
+    """Returns, from what `judge_masks` yields, a parallel draft's greedy agreement by depth, and
+    its tokens a round with one forward: in chains of up to J + 1 tokens, and in trees."""
+    depths = range(answers[0][1].shape[1] if answers else 0)
+    agrees = [ranks == 0 for _, ranks in answers]
+    chains = [part.cumprod(-1).sum(-1) for part in agrees]
+    trees = [
+        [places_of(p.tolist(), r.tolist(), max(TREES)) for p, r in zip(*answer, strict=True)]
+        for answer in answers
+    ]
+    return {
+        "agreement_by_depth": [
+            _mean(right for part in agrees for right in part[: max(0, len(part) - depth), depth])
+            for depth in depths
+        ],
+        "chains": {
+            str(depth + 1): _mean(n for run in chains for n in _rounds(run.clip(max=depth + 1)))
+            for depth in depths
+        },
+        "trees": {
+            str(nodes): _mean(
+                n for of in trees for n in _rounds([sum(p < nodes for p in at) for at in of])
+            )
+            for nodes in TREES
+        },
+    }
+
+
+def places_of(levels: Sequence[Sequence[float]], path: Sequence[int], size: int) -> list[int]:
+    """Returns the places of a path's nodes among the `size` nodes of a tree that have the largest
+    products of probabilities: of its first node, its second, … as far as they are among these.
+    levels: probabilities by depth, falling. path: a rank by depth; -1: none."""
+    found = []
+    heap = [(-levels[0][0], [0], 1.0)]  # products: of a node, negative; of its parent
+    for place in range(size):
+        if not heap:
+            break
+        product, node, parent = heappop(heap)
+        depth = len(node)
+        if node == path[:depth]:
+            found.append(place)
+        if (rank := node[-1] + 1) < len(level := levels[depth - 1]):
+            heappush(heap, (-parent * level[rank], [*node[:-1], rank], parent))
+        if depth < len(levels):
+            heappush(heap, (product * levels[depth][0], [*node, 0], -product))
+    return found
+
+
 def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
     size = AT_ONCE[samples.tokens.device.type]
     for start in range(0, len(samples.tokens), size):
@@ -145,13 +241,18 @@ def _judge_chains(
 
 def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
     """Returns the tokens of each round of an answer. answer: by position, whether each drafted step
-    agrees. The last round ends with the answer."""
+    agrees."""
+    return _rounds([[*at[:lookahead], False].index(False) for at in answer])
+
+
+def _rounds(accepted: Sequence[int]) -> list[int]:
+    """Returns the tokens of each round of an answer, whose last round ends with it. accepted: by
+    position, how many drafted tokens are accepted there."""
     rounds = []
     at = 0
-    while at < len(answer):
-        steps = answer[at][:lookahead]
-        k = next((n for n, agrees in enumerate(steps) if not agrees), len(steps))
-        rounds.append(min(k + 1, len(answer) - at))
+    while at < len(accepted):
+        k = int(accepted[at])
+        rounds.append(min(k + 1, len(accepted) - at))
         at += k + 1
     return rounds
 

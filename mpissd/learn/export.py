@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
-from mpissd.engine.model.transformer.checkpoint import quantize
+from mpissd.engine.model.transformer.checkpoint import MASKS, quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
 
 Array = NDArray[Any]
@@ -34,6 +34,12 @@ target wrote: report.json has its shape, training and evaluation, curves.jsonl t
 [outputs, inputs / 32]; a weight is its integer times its block's scale. `head_ids` (int32, rising)
 names the token of each row of the LM head. Norms are float32.
 """
+_PARALLEL = """
+One forward drafts {masks} tokens and one more: `mask_embedding.weight` (float16) has the embeddings
+of {masks} mask tokens, which follow the last token. Without them it drafts one token a forward.
+Tokens a round at temperature 0, and the greedy agreement by depth; chains and trees of the
+mask tokens' distributions take one forward a round:
+"""
 _NOTICE = """\
 Draft of {target}
 
@@ -44,11 +50,14 @@ texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 
 
 def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
-    """Returns the stored tensors: int8 matrices and their scales, float32 vectors, head_ids."""
+    """Returns the stored tensors: int8 matrices and their scales, float32 vectors, head_ids, and
+    float16 mask tokens."""
     stored: dict[str, Array] = {"head_ids": np.asarray(head_ids, np.int32)}
     for name, values in weights.items():
         if values.ndim == 1:
             stored[name] = np.asarray(values, np.float32)
+        elif name == MASKS:
+            stored[name] = values.astype(np.float16)
         else:
             scale = name.removesuffix("weight") + "scale"
             stored[name], stored[scale] = quantize(values)
@@ -68,6 +77,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     ours = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
     ours |= {"kind": config.kind} if config.kind else {}
+    ours |= {"masks": config.masks} if config.masks else {}
     rope_scaling = scaling and {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -124,7 +134,25 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def _parallel_card(report: Mapping[str, Any]) -> str:
+    """Returns what the card says of a parallel draft; "" for others."""
+    if not report.get("masks"):
+        return ""
+    lines = [""]
+    for name, told in report.get("evaluation", {}).items():
+        found = told["parallel"]
+        single = told["by_lookahead"].items()
+        cells = {f"single forwards, K={k}": of["tokens_per_round"] for k, of in single}
+        cells |= {f"chain, K={k}": value for k, value in found["chains"].items()}
+        cells |= {f"tree of {nodes}": value for nodes, value in found["trees"].items()}
+        cells |= {f"agreement {n}": v for n, v in enumerate(found["agreement_by_depth"], 1)}
+        if len(lines) == 1:
+            lines += [f"| prompts | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
+        lines.append(f"| {name} | {' | '.join(map(str, cells.values()))} |")
+    return _PARALLEL.format(**report) + "\n".join([*lines, ""])
+
+
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     write_json(folder / "report.json", report)
-    (folder / "README.md").write_text(_CARD.format(**report))
+    (folder / "README.md").write_text(_CARD.format(**report) + _parallel_card(report))
     (folder / "NOTICE").write_text(_NOTICE.format(**report))

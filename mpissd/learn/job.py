@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 import torch
 
 from mpissd.common.errors import ConfigError
-from mpissd.engine.model.transformer.checkpoint import dequantize, quantize
+from mpissd.engine.model.transformer.checkpoint import MASKS, dequantize, quantize
 from mpissd.engine.model.transformer.config import TransformerConfig
-from mpissd.engine.model.transformer.sources import origin_of
+from mpissd.engine.model.transformer.sources import known_ids, origin_of
 from mpissd.learn import export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import (
@@ -24,6 +25,8 @@ from mpissd.learn.draft import (
     ModelDraft,
     StateDraft,
     architectures,
+    continued,
+    first_masks,
     frequent_tokens,
     fresh_layers,
     fresh_states,
@@ -72,7 +75,8 @@ class Distillation:
         self.blocks = blocks_of(checkpoint.config, dtype)
         exams = (*source.exams.values(), *source.training.values())
         prompts = max((len(prompt) for exam in exams for prompt in exam), default=0)
-        farthest = max(config.length, prompts + config.answer) + max(LOOKAHEADS)
+        farthest = max(config.length, prompts + config.answer)
+        farthest += max(*LOOKAHEADS, config.parallel)
         self.table = angles(checkpoint.config, farthest, self.device)
         self.parts: list[Samples] = []
         log(f"{checkpoint.name} on {self.device}, PyTorch {torch.__version__}")
@@ -209,6 +213,10 @@ class Distillation:
         stops = sorted(self.source.tokenizer.stop_ids)
         ids = frequent_tokens(self.counts.numpy(), config.vocab, stops)
         wanted = architectures(config, self.source.checkpoint.config, len(ids))
+        if (earlier := self.source.draft) is not None:
+            known = known_ids(earlier, earlier.config.shape.vocab_size)
+            ids = np.arange(earlier.config.head_vocab, dtype=np.int32) if known is None else known
+            wanted = {"": replace(earlier.config, masks=config.parallel)}
         for number, (name, architecture) in enumerate(wanted.items()):
             now = time.monotonic()
             evaluating = min(config.seconds_evaluating, EVALUATING * config.seconds)
@@ -222,6 +230,10 @@ class Distillation:
             else:
                 facts = {"origin": "fresh layers"} if config.forms else facts
                 facts["head"] = config.head
+            if earlier is not None:
+                name = Path(str(config.from_draft)).name
+                facts = {"origin": f"the layers of the draft {name}", "from": earlier.sha256}
+                facts["head"] = "target" if earlier.shares_head else "own"
             facts = {**self._facts(draft), **facts}
             place = folder / name if len(wanted) > 1 else folder
             result = Result(draft, place, facts, self.source, self.log)
@@ -248,12 +260,21 @@ class Distillation:
             states = fresh_states(architecture, config.seed, scale)
             draft = StateDraft(architecture, states, *shared, ahead=config.heads)
             return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
-        layers = [target.layers[n] for n in config.layer_numbers] if not config.forms else None
-        layers = layers or fresh_layers(architecture, self.device, config.seed)
-        weights = started(target, layers, head_ids)
-        if config.head == "target":
+        earlier = self.source.draft
+        shares_head = earlier.shares_head if earlier else config.head == "target"
+        if earlier is not None:
+            weights = continued(target, earlier)
+        else:
+            layers = [target.layers[n] for n in config.layer_numbers] if not config.forms else None
+            layers = layers or fresh_layers(architecture, self.device, config.seed)
+            weights = started(target, layers, head_ids)
+        if shares_head:
             weights = weights._replace(head=target.head[head_ids].float())
-        return ModelDraft(architecture, weights, *shared)
+        masks = None
+        if config.parallel:
+            kept = earlier.read(MASKS) if earlier and earlier.config.masks else ()
+            masks = first_masks(target.embedding, config.parallel, config.seed, kept)
+        return ModelDraft(architecture, weights, *shared, masks=masks, anchors=config.anchors)
 
     def _facts(self, draft: Draft) -> dict[str, Any]:
         """Returns what the report says about a draft's samples and training."""
@@ -266,6 +287,7 @@ class Distillation:
             "answered": self.num_answered / 1e6,
             "sampling_tokens_per_s": self.rate,
             "processes": self.group.size,
+            "masks": self.config.parallel,
             "optimizer": self.config.optimizer,
             "on": self.config.on,
             "answer": self.config.answer,
@@ -335,6 +357,8 @@ class Result:
         """Judges the stored draft on held-out answers until the deadline, and completes the report.
         answers: pairs of a set's name and its samples."""
         stored = self.draft.mapped(rounded)
+        if isinstance(stored, ModelDraft) and stored.masks is not None:
+            stored = replace(stored, masks=self.draft.named()[MASKS].half().float())
         judged = dict[str, Any]()
         self.report["evaluation"] = judged
         for name, asked in answers:

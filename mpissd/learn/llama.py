@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, LAST_NORM, Checkpoint
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -41,6 +42,17 @@ class Llama(NamedTuple):
     layers: tuple[LlamaLayer, ...]
     norm: Tensor
     head: Tensor
+
+
+class MaskRows(NamedTuple):
+    """Rows of mask tokens behind n real ones, which never attend them. x: embeddings
+    [b, r, hidden]. cos, sin: [b, r, 1, d]. seen: which of the real and then of these rows each one
+    attends, for each of the g query heads of a KV head, bool [b, 1, g · r, n + r]."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    seen: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +100,35 @@ class Blocks:
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
         return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)
 
-    def hidden(self, model: Llama, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns the normalised last hidden rows [b, n, hidden] of whole sequences [b, n]."""
+    def hidden(
+        self, model: Llama, tokens: Tensor, cos: Tensor, sin: Tensor, masks: MaskRows | None = None
+    ) -> Tensor:
+        """Returns the normalised last hidden rows [b, n, hidden] of whole sequences [b, n], and
+        behind them those of the masks."""
         x = model.embedding[tokens]
+        if masks is not None:
+            x = torch.cat([x, masks.x.to(x.dtype)], 1)
+            cos = torch.cat([cos.expand(len(x), -1, -1, -1), masks.cos], 1)
+            sin = torch.cat([sin.expand(len(x), -1, -1, -1), masks.sin], 1)
+        real = slice(tokens.shape[1])
         for w in model.layers:
             q, k, v = (part.transpose(1, 2) for part in self.front(x, w, cos, sin))
-            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            parts = (part[:, :, real] for part in (q, k, v))
+            a = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            if masks is not None:
+                a = torch.cat([a, _attend_seen(q[:, :, real.stop :], k, v, masks.seen)], 2)
             x = self.back(x, a.transpose(1, 2).flatten(-2), w)
         return self.norm(x, model.norm)
+
+
+def _attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Returns the attention [b, heads, r, d] of q over the rows of k and v [b, kv, n, d] in `seen`.
+    The query heads of a KV head are rows of one product, so that keys and values are not repeated.
+    Other kernels than the memory-efficient one, or its plain fallback, may not take the mask."""
+    rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=seen)
+    return attended.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
 def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:

@@ -14,9 +14,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of
 from mpissd.engine.model.transformer.checkpoint import Checkpoint
+from mpissd.engine.model.transformer.config import own_keys
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.text.prompts import encoded, read_entries
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -133,13 +135,15 @@ def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str
 @dataclass(frozen=True)
 class Inputs:
     """The target's weights, tokenizer and template. exams: prompts that a draft is judged on, by
-    name. training: prompts to train on; empty if the target writes samples."""
+    name. training: prompts to train on; empty if the target writes samples. draft: one that is
+    trained further."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     template: TemplateParts
     exams: dict[str, Prompts]
     training: dict[str, Prompts]
+    draft: Checkpoint | None = None
 
 
 def read(config: DistillConfig) -> Inputs:
@@ -155,8 +159,20 @@ def read(config: DistillConfig) -> Inputs:
         sizes = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
         raise ConfigError(f"target={config.target}: {sizes}: allowed: the tokenizer of the weights")
     beyond = [number for number in config.layer_numbers if number > last]
-    if beyond and not (config.forms or config.kinds):
+    if beyond and not (config.forms or config.kinds or config.from_draft):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
     exams = read_prompts("prompts", config.prompts, tokenizer)
     training = read_prompts("on", config.on, tokenizer)
-    return Inputs(checkpoint, tokenizer, template_parts(tokenizer), exams, training)
+    draft = _draft(config) if config.from_draft else None
+    return Inputs(checkpoint, tokenizer, template_parts(tokenizer), exams, training, draft)
+
+
+def _draft(config: DistillConfig) -> Checkpoint:
+    """Opens the draft that is trained further; raises ConfigError for one of another origin."""
+    folder = files_of(str(config.from_draft))
+    where = folder and folder / "config.json"
+    ours = own_keys(hf_config.load(where)) if where and where.is_file() else {}
+    if ours.get("embedding") != "target" or ours.get("kind"):
+        allowed = "allowed: a draft that distill made and that reads tokens"
+        raise ConfigError(f"from_draft={config.from_draft}: {allowed}")
+    return open_checkpoint(str(config.from_draft), config.seed, config.target)

@@ -23,10 +23,8 @@ WAIT_S = 300  # for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
 LEVEL = 0.3  # share of the time at the full learning rate
 LAST_RATE = 0.01  # what share of it is left in the end
-VARIATION_FROM = 0.5  # share of the time after which total variation is added
 CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
 EVERY = 50  # steps between two points of the curves
-NAMES = ("cross_entropy", "tv", "agreement", "state_error")
 REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
 AT_ONCE = 8  # conversations of a forward, where nothing is compiled: more would outlast the time
 STEPS = 20  # a step of many such forwards ends early if so many steps would outlast the time
@@ -117,7 +115,7 @@ def learn(
         while share < 1:
             falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
             rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
-            late = share >= VARIATION_FROM
+            late = share >= plan.variation_from
             batch = next(stream)
             now = time.monotonic()
             done = 0
@@ -126,9 +124,10 @@ def learn(
             while done * chunk < size and (not done or time.monotonic() < now + step_s):
                 part = slice(done * chunk, (done + 1) * chunk)
                 losses = draft.losses(batch.take(part), num_rows)
-                loss = 0.3 * losses[0] + 3 * losses[1] if late else losses[0]
-                if len(losses) > 3:
-                    loss = loss + REGRESSION * losses[3]
+                loss = losses.cross_entropy
+                loss = 0.3 * loss + 3 * losses.tv if late else loss
+                if losses.state_error is not None:
+                    loss = loss + REGRESSION * losses.state_error
                 loss.backward()
                 done += 1
             group.add(flat)
@@ -147,9 +146,7 @@ def learn(
                     save(draft.mapped(lambda tensor: tensor.detach()))
             if step % EVERY == 0 or share >= 1:
                 point: dict[str, Any] = {"step": step, "seconds": round(seconds, 1), "rate": rate}
-                values = zip(NAMES, losses, strict=False)
-                point |= {name: round(float(value.detach()), 5) for name, value in values}
-                observe(point)
+                observe(point | losses.told())
     except RuntimeError as error:
         if step < EVERY:
             raise

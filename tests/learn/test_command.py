@@ -107,13 +107,13 @@ def test_a_draft_of_one_kind_of_prompts(target: Path, tmp_path: Path) -> None:
 def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
     shapes = "1x8x4x192,2x4x2x96"
     flags = [f"--target={target}", f"--out={tmp_path}", f"--shapes={shapes}", *SMALL]
-    assert distill(*flags, "--processes=2", "--steps=3", "--held_out=0")[0] == 0
+    assert distill(*flags, "--processes=2", "--steps=3", "--held_out=0", "--parallel=1")[0] == 0
     for shape in shapes.split(","):
         report = report_of(tmp_path / shape)
         assert report["processes"] == 2 and report["sequences"] == 2 * 128
         assert report["steps"] == 3 and report["origin"] == "fresh layers"
         found = open_checkpoint(str(tmp_path / shape), target=str(target))
-        assert str(found.config.shape.num_layers) == shape[0]
+        assert str(found.config.shape.num_layers) == shape[0] and found.config.masks == 1
 
 
 def test_too_little_time(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +144,11 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "no prompt": ({}, ["--prompts={home}/none.jsonl"], "holds no prompt"),
     "kinds": ({}, ["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
     "kinds and shapes": ({}, ["--kinds=mlp", "--shapes=1x8x4x192"], "shapes and kinds: allowed"),
+    "parallel and kinds": ({}, ["--parallel=1", "--kinds=mlp"], "parallel and kinds: allowed"),
+    "from and kinds": ({}, ["--from_draft=x", "--kinds=mlp"], "from_draft and kinds: allowed"),
+    "from and shapes": ({}, ["--from_draft=x", "--shapes=1x8x4x192"], "from_draft and shapes: al"),
+    "from": ({}, ["--from_draft={home}/target"], "a draft that distill made and that reads tokens"),
+    "masks": ({}, ["--parallel=64"], "parallel=64: allowed: a whole number in [0, 63]"),
     "layers": ({}, ["--layers=1,0"], "layers=1,0: allowed: rising layer numbers"),
     "no folder": ({}, ["--out={home}/none.jsonl/draft"], "is not a folder"),
     "tokenizer": ({}, ["--target={home}/few"], "its weights 50: allowed: the tokenizer of"),

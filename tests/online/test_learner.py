@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpissd.engine.model.transformer.checkpoint import new_version, packed, unpacked
+from mpissd.engine.model.transformer.checkpoint import MASKS, new_version, packed, unpacked
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from tests.needs import module
 from tests.tiny_pair import TinyPair, tiny_pair
@@ -207,6 +207,7 @@ def student_of_shipped_kind(tmp_path: Path) -> Student:
     weights = named(load(source, "cpu", torch.float32), source.config)
     del weights["lm_head.weight"]
     arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+    arrays[MASKS] = source.read(MASKS)
     folder = tmp_path / "int8"
     stored = export.quantized(arrays, np.arange(50, dtype=np.int32))
     export.save(folder, source.config, stored, {"head": "target"})
