@@ -1,12 +1,12 @@
-"""AR and inline SD whose rounds the device decides itself, so that it never waits for the host.
+"""AR and inline SD in which the device decides whole rounds, so that it never waits for the host.
 
-The target's loop (round.target) is the same. Its worker launches a whole round, drafting included,
-and the next round before this one is over (DeviceRounds), and the host reads an outcome after
-the device has acted on it. The host still begins a round that admits sequences, whose batch is not
-full, or that is among the last ones before a sequence or the cache ends.
+The target's loop (round.target) stays the same. Its worker launches a whole round with its draft,
+and the next round before this one is over; the host reads an outcome after the device has acted on
+it. The host still begins a round with new sequences, with a batch that is not full, or shortly
+before a sequence or the cache ends.
 
-With T target ranks, each launches its own programs of a round once the lead's START message has
-arrived; the plan of the round comes later.
+With T target ranks, each rank launches its own programs of a round after the lead's START message;
+the round's plan follows later.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
-# Takes a round's number, and a function that returns, on the lead, the tokens that replace the
-# model's in it, or None if it cannot begin yet; returns these tokens on all target ranks.
+# Called with a round's number, and a function that returns, on the lead, the tokens that replace
+# the model's in the round, or None if it cannot begin yet. Returns these on all target ranks.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 
@@ -47,8 +47,8 @@ def chained_forwards(
     leads: Callable[[bool], bool] = bool,
 ) -> DeviceRounds | None:
     """Returns the programs of rounds that the device decides, or None if the host must decide.
-    target, draft: this rank's workers (None: it has none). leads: returns the lead's argument on
-    every target rank. Collective over the target ranks."""
+    target, draft: this rank's workers, or None. leads: returns on every target rank the argument
+    that the lead passed. Collective over the target ranks."""
     if target is None:
         return None
     if not leads(_can_chain(job, target, draft)):
@@ -73,7 +73,7 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
-    """Returns whether the device can decide the worker's tokens; anywhere: also if it is a CPU."""
+    """Returns whether the device can decide the worker's tokens. anywhere: even a CPU can."""
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
@@ -84,9 +84,8 @@ def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -
 
 
 class DeviceSpeculator(InlineSpeculator):
-    """The speculator of inline SD whose drafts the device decides in the round that verifies them.
-    branches: the drafts of this round; their tokens are read only if they do not depend on a
-    model."""
+    """The speculator of inline SD if the device decides the drafts, in the round that verifies
+    them. branches: this round's drafts; their tokens are known here only if no model decides."""
 
     branches: Branches | None = None
 
@@ -110,21 +109,21 @@ class DeviceSpeculator(InlineSpeculator):
         return speculation
 
     def lacking(self) -> list[tuple[int, int]]:
-        """Returns (slot, token) of each sequence whose last token but one, `token`, the draft has
-        not stored."""
+        """Returns (slot, token) of each sequence of which the draft has not stored the last token
+        but one, `token`."""
         batch = self._drafter.batch
         gaps = batch.gaps(range(len(batch)))
         assert all(gap.size == 1 for gap in gaps), f"the draft lacks {gaps}"
         return [(gap.slot, int(batch.committed(gap)[0])) for gap in gaps]
 
     def launched(self) -> None:
-        """Counts the tokens of this round's drafts as stored in the draft's KV cache."""
+        """Counts this round's drafted tokens as stored in the draft's KV cache."""
         if self._drafter.worker.placement is not None:
             _count_stored(self._drafter.batch, self._forwards.stored, has_leaves=False)
 
     def close(self, speculation: Speculation, accepted: Ints) -> None:
-        """Records a round that is over, with its drafted tokens (speculation), and how many of each
-        sequence's the target accepted [b]."""
+        """Records a finished round. speculation: its drafted tokens. accepted: how many of each
+        sequence's tokens the target accepted, [b]."""
         drafter = self._drafter
         drafter.log.mark(DraftPhase.WAIT)
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
@@ -147,9 +146,10 @@ class DeviceTarget(TargetWorker):
         waiter: Waiter,
         start: Start = lambda round_, forced: forced(),
     ) -> None:
-        """worker: has the forwards and the oracle. draft: of inline SD; None in AR and on the other
-        target ranks. limit: returns the most tokens that a request may emit, by its id. waiter: for
-        rounds that were launched ahead in vain. start: lets all target ranks launch a round."""
+        """worker: the target's plain worker. draft: the speculator of inline SD; None in AR and on
+        other ranks than the lead. limit: returns the most tokens of a request's answer, by its id.
+        waiter: waits for rounds that were launched ahead in vain. start: lets all target ranks
+        launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._draft = draft
         self._forwards = forwards
@@ -205,14 +205,14 @@ class DeviceTarget(TargetWorker):
             self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(branches))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
-        """Launches a round if it can begin; last: the last position that it may write, [b]."""
+        """Launches a round if it can begin. last: the last position that it may write, [b]."""
         if (tokens := self._starting(round_, forced)) is not None:
             self._forwards.hold(self._batch.slots, last)
             self._forwards.launch(round_, tokens)
 
     def _next_forced(self, branches: Branches | None) -> Ints | None:
         """Returns the tokens that replace the model's in the next round, or None if a sequence or
-        the cache may end before it. Also sets this round's outcome, if no model decides it."""
+        the cache may end first. Also sets this round's outcome if no model decides it."""
         batch = self._batch
         forwards = self._forwards
         self._imposed = None
@@ -294,8 +294,8 @@ class DeviceTarget(TargetWorker):
         return forced
 
     def _next_branches(self) -> Branches | None:
-        """Returns the drafts of the next round if no model decides them, or None. Moves the oracles
-        to that round, whose real beginning does so again."""
+        """Returns the drafts of the next round if no model decides them, or None. The oracles begin
+        that round here, and again when it really begins."""
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)
@@ -315,8 +315,8 @@ def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:
 
 
 def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
-    """Counts `count` tokens from each sequence's last one on as stored by the device, which also
-    copies accepted paths of a tree itself. has_leaves: whether it stores nodes without children."""
+    """Counts `count` tokens, from each sequence's last one on, as stored by the device, which also
+    copies accepted paths of a tree. has_leaves: whether it stored the nodes without children."""
     last = batch.last()
     assert (batch.filled[batch.slots] >= last - 1).all(), "tokens after some that are missing"
     batch.fill(batch.slots, last + count)
@@ -325,8 +325,8 @@ def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
 
 
 def _room(batch: Batch, capacity: int) -> Index:
-    """Returns how many positions follow each sequence's last token, [b], before the `capacity` of
-    its slot ends, or its positions begin again."""
+    """Returns how many positions are left after each sequence's last token, [b], until its slot of
+    `capacity` positions ends, or its positions begin again (Placement.window)."""
     assert batch.placement is not None, "positions without a cache"
     room = capacity - 1 - batch.last()
     window = batch.placement.window

@@ -1,4 +1,4 @@
-"""Drafting ahead on a device that feeds each step's greedy tokens to the next one by itself."""
+"""Drafting ahead on a device that feeds each step's greedy tokens to the next step by itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpissd.engine.round.sequence import Batch
 
 
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
-    """Returns a draft rank's worker whose device grows branches without waiting for the host, or
-    `worker` if the host must feed it each step's tokens."""
+    """Returns a draft worker whose device grows branches without waiting for the host, or `worker`
+    itself if the host must feed the tokens of each step."""
     is_fed = job.serving or job.config.learners or job.tree_lanes or job.masks
     if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker

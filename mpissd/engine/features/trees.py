@@ -1,8 +1,8 @@
-"""Where a model's KV cache stores drafts that are trees.
+"""Stores drafts that are trees in a model's KV cache.
 
 The path of first children is stored in the sequence's slot, as a chain is. Each other path is
-stored in a *lane*, which is scratch memory (law.tree). If the target accepts such a path, its
-tokens are copied from the lane to the slot before the next forward.
+stored in a *lane*: scratch memory of the cache (law.tree). If the target accepts such a path, the
+path's K and V are copied from the lane to the slot before the next forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TreeBatch(Batch):
 
     def __init__(self, *common: Any, layout: BranchLayout | None = None) -> None:
         """common: the parameters of Batch. layout: the places of the tree's nodes and of branches
-        that grow after them (None: no branch grows)."""
+        that are drafted ahead after them (None: nothing is drafted ahead)."""
         super().__init__(*common)
         self.layout = layout
         self._masks = () if self.placement is None else self.placement.masks
@@ -32,8 +32,8 @@ class TreeBatch(Batch):
         self._moves_itself = False  # whether the device copied the last accepted paths itself
 
     def leave_moves(self, *, has_leaves: bool) -> None:
-        """Notes that the device copies this round's accepted paths itself; has_leaves: whether it
-        stores nodes without children."""
+        """Notes that the device copies this round's accepted paths itself. has_leaves: whether this
+        model stored the nodes without children, too."""
         self._has_leaves = has_leaves
         self._moves_itself = True
 
@@ -61,8 +61,9 @@ class TreeBatch(Batch):
         return self._served_places(slots, np.repeat(self.last(), count), np.arange(count))
 
     def _served_places(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of n rows: nodes of the tree, or of branches (numbered as in
-        BranchLayout), whose node 0 has position `last`; all are [n]."""
+        """Returns the places of n rows. nodes: the row's node in the tree, or its place in the
+        BranchLayout. slots, last: the slot of the row's sequence, and the position of the token
+        that is node 0. All are [n]."""
         self._moves_itself = False
         found = self.layout or self.shape
         lanes = found.lanes[nodes]

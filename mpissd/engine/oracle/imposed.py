@@ -1,9 +1,9 @@
-"""The `gemm` workload: forwards of bare products, and synthetic tokens from tables.
+"""The `gemm` workload: synthetic tokens, whose acceptance and cache hits the flags impose.
 
-The flags impose the distributions of accepted tokens and cache hits. A draw depends only on (seed,
-purpose, sequence, absolute position), so AR, SD and SSD with any K, hit model or timing emit the
-same tokens for one seed. Tables of the target's, drafted and predicted tokens are filled a window
-of positions at a time, so that a round only gathers from them.
+A random draw depends only on (seed, purpose, sequence, absolute position), so that AR, SD and SSD
+with any K, hit model or timing emit the same tokens for a seed. Tables hold the tokens of the
+target and the draft, and the bonus candidates. They are filled for a window of positions at a time,
+so that a round only reads them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MARGIN = 4  # positions before the current one that a refill keeps
 
 
 class Stream:
-    """The tokens Y that the target emits, in a flat table.
+    """The tokens Y that the target emits, in a flat table; for a draft also the drafted tokens.
 
-    Offsets are relative to the position n after a sequence's newest committed token. A subclass
-    computes `_origin` [b], the table entry of each sequence's position n, in begin_round. The
-    methods from `grown` on belong to the streams of drafts.
+    n is the position after a sequence's newest committed token, and offsets are relative to n. A
+    subclass sets `_origin` [b] in begin_round: the table entry of each sequence's position n. The
+    methods from `grown` on are implemented by drafts' streams only.
     """
 
     lookahead: int
@@ -44,10 +44,10 @@ class Stream:
     _origin: Index = np.zeros(0, np.int64)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Fills tables of future sequences, while none is live. The default does nothing."""
+        """Fills the tables of future sequences while none is live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Sets `_origin` for this batch; started: its new sequences."""
+        """Sets `_origin` for this batch. started: the sequences whose first round comes."""
         raise NotImplementedError
 
     def true(self, offsets: Index) -> Ints:
@@ -55,7 +55,7 @@ class Stream:
         return self._table.take(self._index(offsets))
 
     def row(self, count: int) -> list[int]:
-        """Returns Y at positions n … n + count − 1, of a batch of one sequence."""
+        """Returns Y at positions n … n + count − 1 for a batch of one sequence."""
         first = int(self._origin[0])
         tokens: list[int] = self._table[first : first + count].tolist()
         return tokens
@@ -96,8 +96,8 @@ class Stream:
 
 
 class TokenStream(Stream):
-    """A table of the tokens Y(s, p) = floor(V·U(s, p)) that the target emits, by slot and position;
-    s is the sequence in the slot, p the position, and U a uniform draw."""
+    """A table of the tokens Y(s, p) = floor(V · U(s, p)) that the target emits, by slot and
+    position: s is the sequence in the slot, p the position, U a uniform draw, V the vocabulary."""
 
     def __init__(
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
@@ -144,7 +144,7 @@ class TokenStream(Stream):
         self._origin += batch.lengths
 
     def _views(self, slot: int) -> list[NDArray[np.int32]]:
-        """Returns writable views of the slot's part of every table, to save and restore them."""
+        """Returns writable views of a slot's part of every table, to save and restore it."""
         return [self._true[slot]]
 
     def _fill(self, slot: int, start: int) -> None:
@@ -160,10 +160,10 @@ class TokenStream(Stream):
 
 
 class DraftStream(TokenStream):
-    """Tables of the tokens that the draft proposes, and of its bonus candidates.
+    """Tables of drafted tokens and of candidates for the bonus token.
 
     A drafted token depends on the sequence, the position, its place 0 … K − 1 in the round, and the
-    source that drafted it. A list of candidates has the true bonus token at a drawn rank.
+    source that drafted it. A list of candidates has the target's token at a randomly drawn rank.
     """
 
     def __init__(
@@ -175,7 +175,8 @@ class DraftStream(TokenStream):
         hit_law: HitLaw,
         widest: int = 1,
     ) -> None:
-        """capacity: slots. widest: the largest F_k, the most candidates at one position."""
+        """capacity: the number of slots. acceptance: acceptance rates by source. hit_law: the
+        distribution of ranks. widest: the most candidates at one position."""
         lookahead = len(acceptance[Source.JIT].hazards)
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
@@ -291,7 +292,7 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 
 
 class Imposed(Oracle):
-    """Base class of the oracles whose tokens come from a stream, and not from a model."""
+    """Base class of oracles whose tokens come from a Stream, and not from a model."""
 
     chains = True
     _stream: Stream
@@ -317,7 +318,7 @@ class ImposedTarget(Imposed, TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Compares the drafted tokens with Y; returns (num_accepted, bonus), both int32 [b]."""
+        """Compares drafted tokens with the target's; returns (num_accepted, bonus), int32 [b]."""
         shape = self.shape
         drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
@@ -336,19 +337,19 @@ class ImposedTarget(Imposed, TargetOracle):
 
 
 class ImposedDraft(Imposed, DraftOracle):
-    """Takes drafted tokens and bonus candidates from a stream's tables."""
+    """Reads drafted tokens and bonus candidates in a Stream's tables."""
 
     def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
         """num_tokens: how many tokens a forward drafts (Medusa: all K)."""
         super().__init__(stream.lookahead, shape)
         self._stream = stream
         self._num_tokens = num_tokens
-        # By (fan-out, batch size), of all rows' branches: batch row, node and rank.
+        # By (fan-out, batch size): batch row, node and rank of each branch.
         self._outcomes: dict[tuple[tuple[int, ...], int], tuple[Index, Ints, Ints]] = {}
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each sequence, number k of accepted tokens, and bonus candidate; its
-        tokens follow the candidate, from position n + k + 1 on."""
+        """Returns a branch for each sequence, number k of accepted tokens, and bonus candidate. The
+        branch's tokens follow the candidate, from position n + k + 1 on (Stream)."""
         sources = [0] if fan_outs.is_one else sorted(set(speculation.source.tolist()))
         if len(sources) == 1:
             fan_out = fan_outs.after_hit if fan_outs.is_one else fan_outs.behind(sources[0])
@@ -397,7 +398,7 @@ class ImposedDraft(Imposed, DraftOracle):
 
 
 class GemmWorkload(Workload):
-    """Draws acceptance and cache hits from the distributions that the flags impose."""
+    """Synthetic tokens, accepted and predicted by the distributions that the flags impose."""
 
     is_imposed = True
     drafts_in_parallel = True
@@ -416,15 +417,16 @@ class GemmWorkload(Workload):
 
     @property
     def _labels(self) -> tuple[str, str]:
-        """The acceptance models of drafted and of looked-up tokens, as text: the flags, or the
-        numbers of a --laws file at this K."""
+        """The acceptance rates of drafted tokens and of looked-up tokens, as text: the values of
+        flags, or the numbers in a --laws file for this K."""
         job = self.job
         if job.config.laws is None:
             return job.config.acceptance_text, job.config.acceptance_fast
         return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
 
     def check(self) -> None:
-        """Raises ConfigError if F_k is above V − 2, the tokens other than Y and the drafted one."""
+        """Raises ConfigError if a fan-out is above V − 2, the tokens that are neither the target's
+        nor the drafted one."""
         super().check()
         if self.job.fan_out and self.job.widest + 2 > self.vocab:
             raise ConfigError(

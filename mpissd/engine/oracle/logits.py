@@ -1,4 +1,4 @@
-"""The `text` workload: two transformers' own logits decide, and prompts are answered."""
+"""The `text` workload: prompts are answered by the logits of two transformers."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ class LogitsTarget(SampledTarget):
     ) -> None:
         """Makes the oracle of one target rank.
 
-        stepper: its forwards. samples: whether sequences may be sampled. draft_ids: the tokens that
-        the draft knows (None: all). widths: columns of the LM head by target rank. keeps_logits:
-        whether a learner reads them. gather: collects logits of T > 1 ranks (None: T = 1).
+        stepper: the rank's forwards. samples: whether requests may be sampled. draft_ids: the
+        tokens that the draft knows (None: all). widths: the LM head's columns by target rank.
+        keeps_logits: whether a learner reads the logits. gather: collects the logits of T > 1 ranks
+        (None: T = 1).
         """
         super().__init__(seed, shape)
         self._stepper = stepper
@@ -107,7 +108,7 @@ class LogitsTarget(SampledTarget):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Decides greedily or by rejection sampling; returns (num_accepted, bonus), int32 [b]."""
+        """Judges greedily or by rejection sampling; returns (num_accepted, bonus), int32 [b]."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         results = self._stepper.results()
@@ -117,8 +118,8 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns a greedy sequence's (num_accepted, bonus), or None if it is sampled, or its
-        logits are adjusted or masked. start: its first row of the forward."""
+        """Returns a greedy sequence's (num_accepted, bonus), or None if the sequence is sampled, or
+        its logits are adjusted or masked. start: the row of the forward with its last token."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
@@ -139,8 +140,8 @@ class LogitsTarget(SampledTarget):
         return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the emitted tokens, by softmax over the
-        target's logits, before temperature and top_p."""
+        """Returns, by batch row, the log-probabilities of the emitted tokens: of softmax(the
+        target's logits), without temperature and top_p."""
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
@@ -175,8 +176,8 @@ class LogitsTarget(SampledTarget):
         return np.concatenate([part[:width] for part, width in parts])
 
     def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
-        """Returns the logits [V] after a node of the draft, −inf for tokens that the grammar
-        forbids; start: the sequence's first row of the forward."""
+        """Returns the logits [V] after a node of the draft, with −inf for tokens that the grammar
+        forbids. start: the row of the forward with the sequence's last token."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
         grammar = self._grammars.of(sequence)
@@ -194,11 +195,11 @@ class LogitsTarget(SampledTarget):
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
-    """Returns (number of accepted tokens, next token) of each sequence by rejection sampling on the
-    device; raises ProtocolError for a token of probability 0.
+    """Returns (number of accepted tokens, next token) of each sequence, by rejection sampling on
+    the device. Raises ProtocolError for a token of probability 0.
 
-    One launch decides all rows of all sequences, and one more a rejected token whose distribution
-    is needed. ids: the token of each entry of the draft's distributions (None: entry t is token t).
+    One launch judges all rows, and one more launch each rejected token whose distribution is
+    needed. ids: the token of each entry of the draft's distributions (None: entry t is token t).
     """
     asked = []
     for case in cases:
@@ -228,8 +229,8 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
 
 
 class LogitsDraft(SampledDraft):
-    """Drafts the likeliest tokens by the draft's logits, or samples them; the likeliest tokens
-    after each served token are the bonus candidates."""
+    """Drafts the likeliest tokens by the draft's logits, or samples tokens. The likeliest tokens
+    after each served token are the candidates for the bonus token."""
 
     reads_forwards = True
 
@@ -387,7 +388,7 @@ class LogitsDraft(SampledDraft):
         return Proposal(self._named(entry), q, row)
 
     def _damped(self, state: DrawState, place: int) -> int:
-        """Returns how many of the likeliest tokens Saguaro's sampling makes rarer."""
+        """Returns how many of the likeliest tokens Saguaro's sampling makes rarer there."""
         return state.fan_out[place] if state.fan_out and self._saguaro_c < 1 else 0
 
 
@@ -402,8 +403,8 @@ class TextEndings(Endings):
         room: Mapping[int, int],
         prompts: Mapping[int, Sequence[int]],
     ) -> None:
-        """strings: stop strings. room, prompts: by request id, the most tokens of its answer, and
-        the tokens of its prompt. Raises ConfigError for stop strings without a tokenizer."""
+        """strings: stop strings. room, prompts: by request id, the most tokens of the answer, and
+        the tokens of the prompt. Raises ConfigError for stop strings without a tokenizer."""
         super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
@@ -429,7 +430,8 @@ class TextEndings(Endings):
 
 
 class TextWorkload(Workload):
-    """Prompts are answered greedily, or sampled at --temperature and --top_p."""
+    """Prompts are answered greedily, or sampled at --temperature and --top_p. draft_class: the
+    class of the draft's oracle."""
 
     is_text = True
     reports_outcomes = True
@@ -474,7 +476,7 @@ class TextWorkload(Workload):
 
     @cached_property
     def draft_ids(self) -> Ints | None:
-        """The tokens that the draft knows, rising; None for all."""
+        """The tokens that the draft knows, rising, or None if it knows all."""
         if not self.job.drafts_by_transformer:
             return None
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
@@ -497,8 +499,8 @@ class TextWorkload(Workload):
 
     @property
     def forces(self) -> bool:
-        """Whether tokens that a grammar forces are committed without a forward, as they cannot be
-        if the draft reads the target's hidden states."""
+        """Whether tokens that a grammar forces are committed without a forward. They cannot be if
+        the draft reads the target's hidden states, which such tokens lack."""
         return self.job.serving is not None and not self.job.reads_states
 
     @property
@@ -510,7 +512,7 @@ class TextWorkload(Workload):
         return f"text by {self.job.target.name}{weights}, {how}"
 
     def check(self) -> None:
-        """Refuses an invalid stop token, and a context without room for an answer."""
+        """Raises ConfigError for an invalid stop token, or a context without room for answers."""
         super().check()
         token = self.job.config.stop_token
         longest = self.job.longest
@@ -569,7 +571,8 @@ class TextWorkload(Workload):
         return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns prompts first_id …; beyond their number, short ones to warm the job up."""
+        """Returns `count` prompts from first_id on. After the last prompt come short ones, which
+        warm the job up."""
         size = len(self.prompts)
         requests = []
         for n in range(first_id, first_id + count):
@@ -612,8 +615,8 @@ class TextWorkload(Workload):
 
 
 def check_prompts(job: Sizes) -> None:
-    """Raises ConfigError if a job of text has a prompt that cannot be answered; called on the lead,
-    since only the lead has to reach the file of prompts."""
+    """Raises ConfigError if a job of text has a prompt that cannot be answered. Called on the lead,
+    because other ranks may have no access to the file of prompts."""
     if not job.config.is_text:
         return
     workload: TextWorkload = class_of(job.config.workload)(job)

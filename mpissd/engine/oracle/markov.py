@@ -1,4 +1,4 @@
-"""The `markov` workload: a synthetic language model that is known exactly drafts and verifies.
+"""The `markov` workload: the target and the draft are synthetic, exactly known language models.
 
 The logits after a context are Zipf-like, in an order given by the hash of the context's last
 `order` tokens: z = sharpness · E, where E is exponentially distributed, so that the n-th likeliest
@@ -40,8 +40,8 @@ _NO_TOKEN = -1  # fills a context's places before the first token
 class MarkovModel:
     """A language model p(next token | last `order` tokens) that is known for every context.
 
-    divergence: 0 is the model of the seed, 1 a model independent of it, and d between them the
-    mixture (1 − d)·z + d·z′ of their logits.
+    divergence: d mixes the logits z of the seed's model and z′ of an independent model to
+    (1 − d)·z + d·z′.
     """
 
     vocab: int
@@ -50,7 +50,7 @@ class MarkovModel:
     divergence: float = 0.0
 
     def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the last `order` tokens of a sequence, which are all that the model reads."""
+        """Returns the last `order` tokens of a sequence; the model reads no others."""
         seen = tuple(tokens[-self.order :])
         return (_NO_TOKEN,) * (self.order - len(seen)) + seen
 
@@ -73,7 +73,7 @@ def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int], shape: Shape
 ) -> list[tuple[int, ...]]:
     """Returns the model's context after each node of a draft: after the sequence's `tokens` (node
-    0), and after each of its drafted tokens (served), which are nodes of `tree`."""
+    0), and after each of the drafted tokens `served`, whose order `shape` describes."""
     contexts = [model.context(tokens)]
     for token, parent in zip(served, shape.parents, strict=False):
         contexts.append(model.context((*contexts[parent], token)))
@@ -110,7 +110,7 @@ def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
 class MarkovLaws:
     """The models of a markov job, and how tokens are sampled from them.
 
-    saguaro_c: factor C of Saguaro's sampling (law.sampling.weigh), 1 for plain sampling.
+    saguaro_c: the factor C of Saguaro's sampling (law.sampling.weigh); 1 is plain sampling.
     prompt_tokens: the length of each sequence's prompt.
     """
 
@@ -127,7 +127,7 @@ class MarkovLaws:
         return self.target.vocab
 
     def prompt(self, request_id: int) -> list[int]:
-        """Returns a sequence's prompt, whose tokens are drawn uniformly from the vocabulary."""
+        """Returns a sequence's prompt, with tokens drawn uniformly from the vocabulary."""
         u = uniforms(self.seed, Purpose.PROMPT, request_id, 0, self.prompt_tokens)
         return [int(x) for x in u * self.vocab]
 
@@ -241,8 +241,8 @@ class MarkovWorkload(Workload):
         )
 
     def check(self) -> None:
-        """Raises ConfigError if the distributions [b, N, V] of a round's drafted tokens do not fit
-        one message, or if a node of the tree has more children than there are tokens."""
+        """Raises ConfigError if the distributions [b, N, V] of a round's N drafted tokens do not
+        fit one message, or if a node of the tree has more children than there are tokens."""
         super().check()
         job = self.job
         batch = job.config.batch_size

@@ -1,8 +1,8 @@
-"""Oracles that sample tokens from two models: they draft, reject and replace tokens.
+"""Oracles that sample tokens from two models' distributions, for drafting and for verification.
 
-A subclass provides the models' distributions: `markov` computes them from the context, `logits`
-reads the logits of its forwards. A draw depends only on (seed, purpose, sequence, position in its
-draws), so that oracles may draw in any order.
+Subclasses provide the distributions: oracle.markov computes them from the context, oracle.logits
+reads logits of forwards. A random draw depends only on (seed, purpose, sequence, index of the
+draw), so that oracles may draw in any order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from mpissd.engine.round.oracle import DraftOracle, Logits, Proposals, TargetOra
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 from mpissd.engine.text.grammar import Grammar, Grammars
 
-Draws = dict[tuple[int, int, int], float]  # by (seed, sequence, draw)
+Draws = dict[tuple[int, int, int], float]  # uniforms by (seed, sequence, index of the draw)
 Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a row of a draft step
 MakeGrammars = Callable[[], Grammars]
 
 
 class Proposal(NamedTuple):
-    """A drafted token, its probability, and the distribution it was drawn from (None: certain)."""
+    """A drafted token, the probability q with which it was drawn, and the distribution [V] from
+    which it was drawn (None if q = 1)."""
 
     token: int
     q: float = 1.0
@@ -43,13 +44,13 @@ class Proposal(NamedTuple):
 
 @dataclass
 class DrawState:
-    """The state from which the next token of a drafted branch is drawn.
+    """What draws the next token of a drafted branch.
 
-    seed, sequence: key its random draws. first_draw: the index of the first draw of the round that
-    will verify its tokens. fan_out: of that round, whose likeliest tokens Saguaro's sampling makes
-    rarer. settings: of its request. context: the last tokens that the draft model reads, or, with a
-    grammar, the answer up to here. logits: the draft model's. An oracle sets the context or the
-    logits.
+    seed, sequence: the keys of the random draws. first_draw: the index of the first draw in the
+    round that will verify the tokens. context: the last tokens that a markov model reads, or, with
+    a grammar, the answer up to here. fan_out: by place in the draft, how many of the likeliest
+    tokens Saguaro's sampling makes rarer. settings: the sampling of the request. logits: the draft
+    model's logits [V] after the branch, set by oracles that read them.
     """
 
     seed: int
@@ -62,8 +63,8 @@ class DrawState:
     grammar: Grammar | None = None
 
     def u(self, place: int, drawn: Draws) -> float:
-        """Returns the uniform that draws token `place` of the draft, which all branches of a
-        sequence share; drawn: uniforms that were drawn before, to which it is added."""
+        """Returns the uniform that draws token `place` of the draft. All branches of a sequence
+        share it. drawn: the uniforms drawn so far, to which a new one is added."""
         key = self.seed, self.sequence, self.first_draw + place
         if key not in drawn:
             drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
@@ -77,9 +78,9 @@ def weigh(
     top: int = 0,
     scale: float = 1.0,
 ) -> sampling.Weights:
-    """Returns the distribution [V] of a request's next token after the tokens of its `answer`, from
-    a model's logits [V]. answer=None: for a draft, which ignores bias, penalties and top_p. top,
-    scale: of Saguaro's sampling (law.sampling.weigh)."""
+    """Returns the distribution of a request's next token, from a model's logits [V]. answer: the
+    tokens of the answer so far, for the penalties of the target; None for a draft, which ignores
+    bias, penalties and top_p. top, scale: Saguaro's sampling (law.sampling.weigh)."""
     if answer is not None and settings.adjusts:
         logits = settings.adjusted(logits, answer)
     weights = sampling.weigh(logits, settings.temperature, top, scale)
@@ -89,16 +90,16 @@ def weigh(
 
 
 class GrammarStates:
-    """Makes the grammars of sequences, and stores each in its sequence. forces: whether tokens that
-    are the only allowed ones are committed without a forward."""
+    """Makes the grammars of sequences, and stores each in its sequence. forces: whether a token
+    that is the only allowed one is committed without a forward."""
 
     def __init__(self, make: MakeGrammars | None = None, *, forces: bool = False) -> None:
-        """make: returns the maker of grammars (None: sequences have none)."""
+        """make: returns the maker of grammars (None: no sequence has a grammar)."""
         self.forces = forces
         self._make = make
 
     def of(self, sequence: LiveSequence) -> Grammar | None:
-        """Returns the grammar of a sequence with its state, or None."""
+        """Returns the grammar of a sequence, with the state of its answer, or None."""
         settings = sequence.request.sampling
         if sequence.constraint is None and settings.grammar and self._make is not None:
             grammar = self._make().begin(settings.grammar)
@@ -113,18 +114,19 @@ class SampledDraft(DraftOracle):
 
     reads_tokens = True
     samples = True  # whether tokens are drawn, or always the likeliest
-    # Of a fast backup: the kind of its lookup, the most tokens that the lookup compares, and the
-    # token that fills places for which it has none (None: the sequence's last token).
+    # How a fast backup copies tokens: the kind of lookup, the most tokens that it compares, and the
+    # token that fills missing places (None: the sequence's last token).
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
-    _ids: Ints | None = None  # the tokens of the entries of a proposal's row, rising; None: all
+    _ids: Ints | None = None  # the token of each entry of the draft's distributions; None: entry n
 
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN) -> None:
         super().__init__(lookahead, shape)
         self._seed = seed
-        self._fan_outs = fan_outs  # those that Saguaro's sampling reads
+        self._fan_outs = fan_outs  # how many tokens Saguaro's sampling makes rarer
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each of the draft's likeliest tokens after each served token."""
+        """Returns a branch for each of the draft's likeliest tokens after each served token, except
+        the served token that follows there."""
         self._fan_outs = fan_outs
         entries: list[tuple[int, int, int, int]] = []  # batch row, k, rank, token
         shape = self.shape
@@ -147,8 +149,8 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        """Yields, for each sequence's last token and each of its served tokens, the draft's `count`
-        likeliest next tokens, best first."""
+        """Yields the draft's `count` likeliest next tokens, best first, after each sequence's last
+        token and after each of its served tokens."""
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         """Returns new branches that continue batch rows `rows` from their last committed token.
@@ -204,7 +206,7 @@ class SampledDraft(DraftOracle):
         return None
 
     def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
-        """Returns the part of a sequence's tokens, followed by `ahead`, that a DrawState keeps."""
+        """Returns DrawState.context of a sequence whose tokens are followed by `ahead`."""
         return ()
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
@@ -222,8 +224,8 @@ class SampledDraft(DraftOracle):
             self._grow(branches, firsts, drawn, partial(self._ranked, states))
 
     def _pairs(self, branches: Branches) -> list[tuple[DrawState, int]]:
-        """Returns, for each row of a draft step, (its state, the column of the token that it
-        drafts: in a tree, of the first child)."""
+        """Returns, for each row of a draft step, the row's state, and the column of the token that
+        the row drafts: in a tree, of its first child."""
         shape = branches.shape
         columns = [shape.children[node][0] - 1 for node in shape.inner[branches.steps].tolist()]
         return list(zip(branches.states or (), columns * len(branches), strict=True))
@@ -231,10 +233,11 @@ class SampledDraft(DraftOracle):
     def _grow(
         self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
-        """Stores the tokens of a draft step, one a row (firsts).
+        """Stores the tokens of a draft step. firsts: the token that each row has drafted. ranked:
+        returns the likeliest tokens of a row.
 
-        In a tree a row's node may have more children. They are drawn without replacement, or, where
-        nothing is left to draw, are the likeliest of the other tokens.
+        In a tree a row's node may have more children. They are drawn without replacement, or are
+        the likeliest other tokens if the first child was certain.
         """
         shape = branches.shape
         nodes = shape.inner[branches.steps].tolist()
@@ -256,7 +259,7 @@ class SampledDraft(DraftOracle):
         branches.follow(following)
 
     def _other(self, proposal: Proposal, u: float) -> Proposal:
-        """Draws the next sibling of an uncertain proposal with the uniform u."""
+        """Draws the next sibling of a proposal with q < 1, by the uniform u."""
         token = proposal.token
         assert proposal.row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
@@ -265,14 +268,14 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
-        """Draws token `place` of a branch with the uniform u."""
+        """Draws token `place` of a branch by the uniform u."""
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
-        """Returns the likeliest tokens of row n, as many as a node of the tree has children."""
+        """Returns the likeliest tokens after row n, as many as a node has children."""
         raise NotImplementedError("a tree of a draft that ranks no tokens")
 
     def _follow(self, state: DrawState, token: int) -> None:
-        """Appends a token to DrawState.context. The default does nothing."""
+        """Appends a token to the state's context. The default does nothing."""
 
     def _named(self, entry: int) -> int:
         return entry if self._ids is None else int(self._ids[entry])
@@ -280,8 +283,8 @@ class SampledDraft(DraftOracle):
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence to verify: arguments of sampling.judge, its row of the batch, and the first row
-    (start) that it has in the forward."""
+    """A sequence to verify by law.sampling.judge. row: its batch row. start: the row of the forward
+    that read its last token. tokens, q, proposal, coins, u: the arguments of `judge`."""
 
     row: int
     start: int
@@ -294,10 +297,10 @@ class Case:
 
 
 class SampledTarget(TargetOracle):
-    """A target oracle that verifies by rejection sampling (greedily at temperature 0)."""
+    """A target oracle that verifies by rejection sampling, which is greedy at temperature 0."""
 
     reads_tokens = True
-    # The token of each entry of a proposal's row, rising; None: entry t is token t.
+    # The token of each entry of the draft's distributions, rising; None: entry t is token t.
     _draft_ids: Ints | None = None
 
     def __init__(self, seed: int, shape: Shape = CHAIN) -> None:
@@ -306,14 +309,15 @@ class SampledTarget(TargetOracle):
 
     @abstractmethod
     def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
-        """Returns the distribution [V] of row start + i of the finished forward, after node i."""
+        """Returns the target's distribution after node i of the draft (node 0: the last token), in
+        row start + i of the finished forward."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies rejection sampling (law.sampling.judge) to each sequence; returns (num_accepted,
-        bonus), both int32 [b]. Without the distributions of sampled tokens (speculation.is_lost) it
-        verifies none of a sequence's tokens, and draws one."""
+        """Applies rejection sampling to each sequence, and returns (num_accepted, bonus), both
+        int32 [b]. If the distributions of sampled tokens are lost (speculation.is_lost), none of
+        the sequence's tokens is verified, and one token is drawn from the target."""
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start = 0
         cases = list[Case]()
@@ -344,8 +348,8 @@ class SampledTarget(TargetOracle):
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.shape)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns a sequence's (num_accepted, bonus) if no draw decides them, or None; start: its
-        first row of the forward."""
+        """Returns a sequence's (num_accepted, bonus) if no random draw decides them, or None.
+        start: the row of the forward that read the sequence's last token."""
         return None
 
     def _draws(self, purpose: Purpose, sequence: LiveSequence, count: int) -> list[float]:
@@ -355,7 +359,7 @@ class SampledTarget(TargetOracle):
 
 
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
-    """Returns the distribution of uncertain token i of a batch row; q: of all tokens of the row."""
+    """Returns the distribution of token i of a batch row. q: the q of all tokens of the row."""
     return proposals(row, sum(probability < 1 for probability in q[:i]))
 
 
