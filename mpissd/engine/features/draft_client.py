@@ -42,7 +42,7 @@ from mpissd.engine.comm.link import (
 LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
 _START_S = 600.0  # the connection is closed if the draft sends no HELLO for so long
 _SILENT_S = 30.0  # or no answer
-_RETRY_S = 1.0  # until the next connection at first
+_RETRY_S = 1.0  # seconds from the first failure to the next connection
 _LONGEST_RETRY_S = 60.0
 Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
 EXPLORE = 0.005  # largest share of time for trials
@@ -56,7 +56,7 @@ _MARGIN = 1.01  # the other way must be cheaper by this factor
 
 @dataclass
 class _Way:
-    """Sums over steps, of which later ones weigh more."""
+    """Running sums over steps with, or without, drafts; later steps weigh more."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -75,7 +75,7 @@ class _Way:
 
 
 class _Load:
-    """The choice (way) for some number of rows; at first without drafts, to learn the cost."""
+    """The choice (way: whether to use drafts) for a number of rows, at first not to use any."""
 
     def __init__(self) -> None:
         self._ways = {False: _Way(), True: _Way()}
@@ -269,7 +269,7 @@ class DraftClient:
         return [draft.copy() for draft in drafts]  # the engine may change them
 
     def _ask(self, link: LeadEnd, rows: Sequence[Row], end: float) -> list[tuple[int, list[int]]]:
-        """Sends the outcome that follows from these rows; returns (index of a row, its drafts)."""
+        """Sends the outcome that these rows imply; returns (index of a row, its drafts) of each."""
         shape = link.shape
         left = {n for n, (tokens, _) in enumerate(rows) if 0 < len(tokens) < shape.prompt_tokens}
         outcome = []

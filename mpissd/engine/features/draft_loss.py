@@ -12,13 +12,13 @@ from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
 
 
 class PeerLost(FaultError):
-    """The error of waiting for a rank that is gone, while the job goes on without it."""
+    """Raised by a wait for a rank that is gone, if the job goes on without it."""
 
 
 class LossWaiter(Waiter):
-    """Waits for a rank until it is known to be gone. A rank that hangs is reported after half of
-    the deadline, so that, if the report ends the rank, the other target ranks have waited for less
-    than their own deadline."""
+    """Waits for a rank until it answers or is known to be gone. A rank that hangs is reported
+    after half of the deadline. If the report ends the rank, the other target ranks have waited for
+    less than their own deadline."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ARFallback(RemoteSpeculator):
         self._is_gone = False
 
     def _survives(self, step: Callable[[], None]) -> bool:
-        """Calls `step`, which needs the draft rank, if it lives; returns whether it still does."""
+        """Calls `step` if the draft rank, which it needs, lives. Returns whether it still lives."""
         self._is_gone = self._is_gone or self._is_lost()
         if not self._is_gone:
             try:

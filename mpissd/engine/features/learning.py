@@ -1,8 +1,8 @@
 """Online learning in the loops: the lead sends training examples, the draft takes newer weights.
 
-Each round the lead sends the learner a message with a part of each sequence's training example. The
-learner sends the draft a version of weights in pieces, a header and up to 1 MiB each, so that none
-holds up a round for long. A message without bytes ends the stream.
+In each round the lead sends a learner rank the part of each sequence's training example that the
+round adds. The learner sends the draft each version of weights in pieces of up to 1 MiB, so that no
+piece delays a round for long. A message without bytes ends the stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExamplePart:
 
 
 def write_parts(parts: Sequence[ExamplePart]) -> Bytes:
-    """Returns the message with a round's parts, one of each sequence."""
+    """Returns a message with a round's parts, one for each sequence."""
     values = []
     for part in parts:
         arrays = [array.tobytes() for array in (part.tokens, part.at, part.logits)]
@@ -73,9 +73,9 @@ def read_parts(message: Bytes) -> list[ExamplePart]:
 
 
 class ExampleSender(RoundObserver):
-    """Sends the target's logits that decided a round's tokens, to be trained on. Decoding never
-    waits for the learner: if it does not keep up, a round's rows are dropped, and the next message
-    brings its tokens."""
+    """Sends the target's logits that decided a round's tokens to a learner. Decoding never waits
+    for the learner: if there is no room for a message, the round's logits are dropped, and the next
+    message has the round's tokens, too."""
 
     def __init__(self, oracle: LogitsTarget, outlet: ExampleOutlet) -> None:
         self._oracle = oracle
@@ -85,8 +85,8 @@ class ExampleSender(RoundObserver):
         self.spent_s = 0.0
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends a judged round's logits before another forward overwrites them; reads none if there
-        is no room for a message."""
+        """Sends a judged round's logits before another forward overwrites them. Reads no logits if
+        there is no room for a message."""
         start = perf_counter()
         self.rounds += 1
         if self._outlet.has_room():
@@ -101,7 +101,7 @@ class ExampleSender(RoundObserver):
         self.spent_s += perf_counter() - start
 
     def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
-        """Yields the part of each sequence, with the forward's rows up to the bonus token."""
+        """Yields each sequence's part, with the logits of the rows up to the bonus token's."""
         first = 0  # the sequence's first row in the forward
         for row, sequence in enumerate(batch.sequences):
             k = int(accepted[row])
@@ -138,14 +138,14 @@ def pieces(version: int, data: bytes) -> Iterator[Bytes]:
 
 
 class Updates:
-    """Takes a draft's newer weights over, in units of work that each fit between two rounds.
+    """Takes newer weights of a draft over, in units of work that each fit between two rounds.
 
     The new weights are packed into separate memory while the old ones draft. The last unit copies
-    them over the old ones and has the drafter forget its KV cache. After a version whose logits are
-    not finite, the weights loaded at the start draft again.
+    them over the old ones and empties the draft's KV cache. After a version whose logits are not
+    finite, the weights that were loaded at the start draft again.
 
-    report: for the result row. swaps: of each version that was taken, in order, its number, bytes,
-    and the longest time that it held up a round, in µs. refused_versions: why others were refused.
+    report: values of the result row. swaps: number, bytes and longest delay of a round in µs of
+    each version that was taken. refused_versions: why other versions were refused.
     """
 
     def __init__(self, inbox: PieceInbox, drafter: Drafter) -> None:
@@ -209,8 +209,7 @@ class Updates:
         return True
 
     def _steps(self, version: int, data: memoryview | None) -> Iterator[None]:
-        """Packs a version's weights (data; None: the loaded ones), and lets the drafter use
-        them."""
+        """Packs weights, and lets the drafter use them. data: None for the loaded weights."""
         arrays = None
         if data is not None:
             arrays = unpacked(data)

@@ -1,8 +1,8 @@
 """A draft that serves several target groups, with a thread for the rounds of each group.
 
 One thread runs at a time, until it has launched a forward or waits for a message. When no thread
-can go on, the launched forwards run as one. So an outcome waits for at most the forward that runs
-when it arrives, and for chunks of other groups' long prompts, which are separate forwards.
+can go on, all launched forwards run as one. So an outcome waits for at most the forward that is
+under way when it arrives, and for separate forwards over other groups' long prompts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpissd.engine.round.draft import Drafter, serve
 
 
 class GroupWaiter(Waiter):
-    """How the link and the drafter of a group wait: their thread pauses, and the pool resumes it.
-    awaited: returns whether the awaited message has arrived (None: the thread waits for its
-    launched forward). is_over: whether the group's rounds have ended."""
+    """How the thread of a target group waits: it pauses, and the pool resumes it. awaited: returns
+    whether the awaited message has arrived (None: the thread waits for its launched forward).
+    is_over: whether the group's rounds have ended."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s, spin=False)
@@ -45,7 +45,7 @@ class GroupWaiter(Waiter):
             self.pause(test)
 
     def pause(self, awaited: Callable[[], bool] | None) -> None:
-        """Pauses the thread that calls it, for a message or (None) its forward."""
+        """Pauses the calling thread until awaited() is true, or (None) its forward is over."""
         self.awaited = awaited
         self._has_paused.release()
         self._may_run.acquire()
@@ -93,9 +93,9 @@ class GroupWaiter(Waiter):
 def serve_groups(
     ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
 ) -> None:
-    """Runs the draft's rounds of all groups until their leads have stopped them. ends: by group,
-    its link and its drafter, which wait by one GroupWaiter and whose forwards are a part of
-    `forwards`. waiter: how the rank waits for a forward, and for a message of any group."""
+    """Runs the draft's rounds of all groups until their leads stop them. ends: each group's link
+    and drafter, which share a GroupWaiter, and whose forwards are a part of `forwards`. waiter: how
+    the rank waits for a forward, and for a message of any group."""
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
@@ -128,14 +128,14 @@ def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
 
 
 class SharedForwards:
-    """A model that several groups share, and whose launched forwards run as one. groups: each
-    group's part. launched: the parts that have launched a forward."""
+    """A model that several target groups share, which runs their launched forwards as one. groups:
+    each group's part of the model. launched: the parts that have launched a forward."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
     def __init__(self, stepper: Stepper, groups: int, *, slots: int, lanes: int) -> None:
-        """stepper: the model. slots, lanes: of its KV cache for a group's sequences, and for side
-        branches of their drafts."""
+        """stepper: the model. slots, lanes: how many slots of its KV cache (one for a sequence) and
+        lanes (scratch memory for a branch) each group has."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
@@ -163,14 +163,14 @@ class SharedForwards:
         self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
 
     def log(self) -> NDArray[np.int64]:
-        """Returns COLUMNS of all n forwards so far, int64 [n, 4]: its begin by perf_counter, its
-        device time, its rows, and how many groups it served ("seats")."""
+        """Returns COLUMNS of all n forwards so far, int64 [n, 4]: begin by perf_counter, device
+        time, rows, and number of groups that took part ("seats")."""
         return np.array(self._log).reshape(-1, len(self.COLUMNS))
 
 
 class GroupForwards(Forwards):
-    """The part of a shared model that a group uses, with slots and lanes of the cache from 0 on.
-    lists: whether the group reads the likeliest tokens of each row, and not only the first."""
+    """The part of a shared model that a group uses; its slots and lanes are numbered from 0.
+    lists: whether the group reads several likeliest tokens of each row, and not only the first."""
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
         self.shared = shared
@@ -201,8 +201,8 @@ class GroupForwards(Forwards):
     def join(
         self, start: int, rows: int, tokens: list[Ints], places: list[Places]
     ) -> tuple[int, int]:
-        """Appends the uploaded tokens and places to a forward with `start` tokens and `rows`
-        rows; returns its new (number of tokens, number of rows)."""
+        """Appends the uploaded tokens and places to a forward that has `start` tokens and `rows`
+        rows (with padding). Returns the new numbers of both."""
         assert self._part is not None, "launched without rows"
         own_rows, own_tokens, own_places = self._part
         self._part = None

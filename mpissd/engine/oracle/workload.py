@@ -1,7 +1,4 @@
-"""The interface of a workload: how it completes a job, and which oracles decide its tokens.
-
-It reads the job's `Sizes`: its shapes, laws, fan-out lists and what follows from them.
-"""
+"""The interface of a workload, which makes a job's requests and the oracles of their tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ def laws_label(flags: WorkloadFlags) -> str | None:
 
 
 class Workload(ABC):
-    """Base class of workloads, which make a job's sequences, and the oracles of their tokens. A new
-    workload is a subclass, and one call of common.workloads.register."""
+    """Base class of workloads. A new workload is a subclass, and one call of
+    common.workloads.register. job: the resolved sizes, acceptance rates and fan-outs."""
 
     is_imposed: ClassVar[bool] = False  # only job.acceptance and job.hit_law decide the outcomes
     drafts_in_parallel: ClassVar[bool] = False  # allows drafts of several tokens a forward (Medusa)
@@ -56,7 +53,7 @@ class Workload(ABC):
 
     @property
     def prompt_tokens(self) -> int:
-        """The most tokens of a prompt that the lead sends to other ranks; 0: they read none."""
+        """The most tokens of a prompt that the lead sends to other ranks; 0 if none is sent."""
         return 0 if self.job.serving is None else self.job.longest
 
     @property
@@ -67,7 +64,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def law(self) -> str:
-        """A line about what decides the outcomes, for the summary of a run that is printed."""
+        """What decides the outcomes, as a line of a run's printed summary."""
 
     @abstractmethod
     def target_oracle(self, stepper: Forwards) -> TargetOracle:
@@ -97,7 +94,7 @@ class Workload(ABC):
         """Returns `count` sequences to decode, numbered from first_id."""
 
     def tabulated(self, group: int = 0) -> list[Request]:
-        """Returns the first requests of a target group that all ranks know, for Oracle.prepare."""
+        """Returns a target group's first requests, if all ranks know them, for Oracle.prepare."""
         return self.requests(self.share(group).start, self.job.config.batch_size)
 
     @property
