@@ -44,21 +44,21 @@ from mpissd.engine.round.target import RoundResult
 EXPLORE = 0.003  # largest share of time for trying ways that seem worse
 _STALE_ROUNDS = 100
 _MARGIN = 1.01  # factor by which the goodput of another way must be larger
-_OWN = 24.0  # weight, in tokens, of all sequences' acceptance as a prior for a sequence's
-_PRIOR = 0.7  # acceptance before the first outcome
-_PRIOR_WEIGHT = 8.0  # of it, in tokens
-_LIKE_OTHERS = 8.0  # weight, in tokens, of the mean acceptance as a prior for the rate of a place
+_OWN = 24.0  # weight in tokens of all sequences' acceptance rate, the prior of a sequence's rate
+_PRIOR = 0.7  # the assumed acceptance rate before the first outcome
+_PRIOR_WEIGHT = 8.0  # weight of this assumption, in tokens
+_LIKE_OTHERS = 8.0  # weight in tokens of the mean acceptance rate, the prior of the rate at a place
 _MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
 _SAMPLE = 1 / 64  # least weight of a new duration
-_MOST_SAMPLES = 16  # largest weight of a K in the line: its number of samples, up to this
-_STORED = 1 / 64  # weight of a round in the mean seconds of storing
-_HITS = np.array([5.6, 8.0])  # prior counts: hits, and sequences that a draft was served to
-_LEAST = 3  # samples until the mean of a load is known
-_RECENT = 5  # last samples, whose median is usual
+_MOST_SAMPLES = 16  # a K weighs in the line by its number of samples, up to this number
+_STORED = 1 / 64  # weight of a new round in the mean seconds in which tokens are stored
+_HITS = np.array([5.6, 8.0])  # prior counts of cache hits, and of drafts that were served
+_LEAST = 3  # a load's mean is known from this number of samples on
+_RECENT = 5  # the median of this number of last samples counts as the usual sample
 _FAR = 4.0  # a sample larger than this times the usual one counts as the usual one
-_WEIGHT = 1 / 32  # least weight of a new sample of a forward
-_KNOWN = 4  # samples of a forward after which the change by a new one is limited
-_SHIFT = 0.5  # to this share of the mean
+_WEIGHT = 1 / 32  # least weight of a new sample of a forward's seconds
+_KNOWN = 4  # after this number of samples of a forward, a new one changes the mean less
+_SHIFT = 0.5  # such a sample counts as at most this share of the mean away from the mean
 _GROWTH = 0.3  # share by which prompts that are stored with a round may lengthen it
 _APART = 10  # rounds within that limit after one beyond it, so that the 90th percentile is within
 
@@ -81,7 +81,7 @@ class ForwardTimes:
     def __init__(self, buckets: Sequence[int] = ()) -> None:
         """buckets: the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
         self._buckets = list(buckets)
-        self._rows: list[int] = []  # measured, in rising order
+        self._rows: list[int] = []  # the sizes that were measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
         self._first: dict[int, list[float]] = {}  # samples of sizes measured fewer than four times
@@ -142,7 +142,7 @@ class ForwardTimes:
         return below + (above - below) * (rows - low) / (high - low)
 
     def drafted(self, lookahead: int, seconds: float) -> None:
-        """Counts the seconds in which a draft on the target's device drafted K tokens."""
+        """Counts the seconds in which a draft on the target's device drafted `lookahead` tokens."""
         step_s = seconds / lookahead
         self._step_s = _mean(self._step_s or step_s, step_s)
 
@@ -204,7 +204,7 @@ class Way(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """The mode that decodes all rounds in this way."""
+        """The --mode ("ar", "sd" or "ssd") whose rounds are decoded in this way."""
         if not self.lookahead:
             return "ar"
         return "sd" if self.width == 0 else "ssd"
@@ -227,7 +227,7 @@ class ByLoad:
         self.samples = Counter[int]()  # by step
 
     def add(self, load: int, value: float) -> None:
-        """Counts a sample at this load."""
+        """Counts a sample that was measured with `load` sequences."""
         step = load.bit_length()
         recent = self._recent[step]
         recent.append(value)
@@ -295,8 +295,8 @@ class Goodput:
             self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts a round that was decoded in this way, in round_s seconds from its beginning to the
-        next one's."""
+        """Counts a round that was decoded in this way. round_s: the seconds from its beginning to
+        the beginning of the next round."""
         served = result.speculation
         count = len(served.rows)
         if not count:
@@ -311,7 +311,7 @@ class Goodput:
         self._last = way
         if not self._best.lookahead:  # the price of having tried
             self._lost_s += result.stored_s
-        elif way.lookahead:  # tokens left over from many rounds without drafting are stored once
+        elif way.lookahead:  # Many AR rounds leave much to store once; a forward's time limits it.
             stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:
@@ -439,7 +439,7 @@ def widths_of(job: Job) -> list[int | None]:
 
 
 def warm_sizes(job: Job) -> list[int]:
-    """Returns the batch sizes whose forwards are measured before the first request: 2, 4, … and
-    the largest one."""
+    """Returns the batch sizes whose forwards are measured before the first request: powers of two
+    from 2 on, and the largest batch."""
     largest = job.config.batch_size
     return sorted({largest, *(1 << n for n in range(1, largest.bit_length()))})

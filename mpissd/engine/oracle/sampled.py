@@ -172,11 +172,11 @@ class SampledDraft(DraftOracle):
     def _states(
         self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
     ) -> list[DrawState] | None:
-        """Returns the states of branches that begin with the tokens `first` of batch rows `rows`;
+        """Returns the states of branches of batch rows `rows` whose first tokens are `first`, or
         None if no token is drawn.
 
-        nodes: by branch, the number of served tokens before its first one (in a tree the node), if
-        the next round verifies the branches; None: this round does.
+        nodes: for branches that are drafted ahead, the number of accepted tokens before each one
+        (in a tree: the node after which it grows); None for branches that this round verifies.
         """
         if not self.samples:
             return None

@@ -103,8 +103,8 @@ class Workload(ABC):
         return self.job.config.groups * self.job.config.batch_size
 
     def share(self, group: int) -> range:
-        """Returns the ids of the sequences that a target group decodes, an equal part of all, so
-        that G groups emit the same tokens as one group with G times the batch."""
+        """Returns the ids of the sequences that a target group decodes. All groups have equal
+        shares, so that G groups emit the same tokens as one group with G times the batch."""
         count = self.num_sequences
         groups = self.job.config.groups
         return range(count * group // groups, count * (group + 1) // groups)

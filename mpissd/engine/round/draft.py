@@ -115,7 +115,7 @@ class Drafter:
         self.cache = SpeculationCache()
         self.version = 0
         self.divergence: str | None = None
-        self._control = Control()  # decisions for the round that is answered now
+        self._control = Control()  # the lead's decisions for the round that is answered now
         self._due = 0  # rows of prompts in parts that the target has stored, but not this draft
 
     @property
@@ -197,7 +197,8 @@ class Drafter:
         return is_whole and branches is not None and len(branches) == len(self.batch)
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
-        """Returns the backup's branches for batch rows `rows`, whose outcomes missed."""
+        """Returns branches for batch rows `rows`, whose outcomes missed the speculation cache. The
+        policy's backup drafts them."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:
