@@ -138,7 +138,7 @@ def _parallel_card(report: Mapping[str, Any]) -> str:
     """Returns what the card says of a parallel draft; "" for others."""
     if not report.get("masks"):
         return ""
-    lines = [""]
+    columns = {}
     for name, told in report.get("evaluation", {}).items():
         found = told["parallel"]
         single = told["by_lookahead"].items()
@@ -146,10 +146,11 @@ def _parallel_card(report: Mapping[str, Any]) -> str:
         cells |= {f"chain, K={k}": value for k, value in found["chains"].items()}
         cells |= {f"tree of {nodes}": value for nodes, value in found["trees"].items()}
         cells |= {f"agreement {n}": v for n, v in enumerate(found["agreement_by_depth"], 1)}
-        if len(lines) == 1:
-            lines += [f"| prompts | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
-        lines.append(f"| {name} | {' | '.join(map(str, cells.values()))} |")
-    return _PARALLEL.format(**report) + "\n".join([*lines, ""])
+        columns[name] = cells
+    table = [["", *columns], ["---"] * (1 + len(columns))] if columns else []
+    for name in next(iter(columns.values()), {}):
+        table.append([name, *(str(of.get(name)) for of in columns.values())])
+    return _PARALLEL.format(**report) + "\n" + "".join(f"| {' | '.join(r)} |\n" for r in table)
 
 
 def write_report(folder: Path, report: Mapping[str, Any]) -> None:

@@ -156,7 +156,8 @@ def test_a_parallel_draft_is_made_and_trained_further(tmp_path: Path) -> None:
     first, judged = open_checkpoint(str(one), 0, str(target)), report_of(one)["evaluation"]["asked"]  # type: ignore[index]
     assert first.config.masks == 2 and judged["by_lookahead"]["7"]
     assert len(judged["parallel"]["agreement_by_depth"]) == 3
-    assert f"| {judged['parallel']['trees']['15']} |" in (one / "README.md").read_text()
+    tree = judged["parallel"]["trees"]["15"]
+    assert f"| tree of 15 | {tree} |" in (one / "README.md").read_text()
     assert len(curves_of(one)[-1]["tv_by_depth"]) == 3
     # Another token set would be the samples' own, and other layers the target's.
     again = f"--from_draft={one}"
