@@ -74,7 +74,8 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload, backend = rank.session.job, rank.session.workload, rank.session.backend
     assert isinstance(workload, TextWorkload), "serving text"
     assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
-    times, pages = ForwardTimes(rank.target.stepper.sizes), rank.target.stepper.pages
+    pages = rank.target.stepper.pages
+    times = ForwardTimes(rank.target.stepper.sizes, job.tokens_a_forward)
     assert pages is not None, "text without a KV cache"
     batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many KV pages
     room = Capacity(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)

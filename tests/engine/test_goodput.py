@@ -25,10 +25,11 @@ class World:
 
     answer_s: of every answer, whatever K. host_s: of every round. slow: how much longer a target's
     forward lasts while the draft speculates ahead. stored_s: of storing tokens before each round
-    that it drafts for.
+    that it drafts for. at_once: tokens that a step of the draft drafts.
     """
 
     step_s, answer_s, host_s, slow, stored_s = 0.002, 0.0, 0.0, 1.0, 0.0
+    at_once = 1
 
     def __init__(self, alpha: float, hits: float, row_s: float, seed: int = 0) -> None:
         self.alpha, self.hits, self.row_s = alpha, hits, row_s
@@ -52,7 +53,7 @@ class World:
             served.rows[:, 1], served.rows[:, 2] = hit, way.lookahead
             coins = self.rng.random((count, way.lookahead)) < self.alpha
             rows[:, 3] = np.logical_and.accumulate(coins, axis=1).sum(axis=1)
-            wait_s = self.answer_s + (0.0 if hit.all() else self.step_s * way.lookahead)
+            wait_s = self.answer_s + (0.0 if hit.all() else self.draft_s(way))
         for task, k in zip(tasks, rows[:, 3].tolist(), strict=True):
             task.accepted += k
             task.rejected += k < way.lookahead
@@ -61,13 +62,16 @@ class World:
         result = RoundResult(served, Outcome(0, rows), target_s, {}, verified, wait_s)
         return replace(result, stored_s=stored_s), target_s + wait_s + stored_s + self.host_s
 
+    def draft_s(self, way: Way) -> float:
+        return self.step_s * math.ceil(way.lookahead / self.at_once)
+
     def store_s(self, way: Way, count: int) -> float:
         return self.stored_s * (way.lookahead > 0)
 
     def goodput(self, way: Way, count: int) -> float:
         k = sum(self.alpha**n for n in range(1, way.lookahead + 1))
         alone = self.hits**count if way.width != 0 else 0.0
-        wait_s = (1 - alone) * self.step_s * way.lookahead + self.answer_s * (way.lookahead > 0)
+        wait_s = (1 - alone) * self.draft_s(way) + self.answer_s * (way.lookahead > 0)
         return count * (1 + k) / (self.target_s(way, count) + wait_s + self.host_s)
 
     def share(self, ways: list[Way], count: int, widths: tuple[int | None, ...] = (None,)) -> float:
@@ -81,7 +85,7 @@ def decoded(
     world: World, counts: list[int], rounds: int = 400, widths: tuple[int | None, ...] = (None,)
 ) -> tuple[Goodput, list[list[Way]]]:
     """The ways chosen at batches of these sizes, one after the other."""
-    times = ForwardTimes()
+    times = ForwardTimes((), world.at_once)
     for rows in (1, 2, 4, 8, 16, 32, 64, 160):
         times.add(rows, world.forward_s(rows))
     goodput, ways = Goodput(K, widths, times), list[list[Way]]()
@@ -175,6 +179,26 @@ def test_it_never_loses_to_a_fixed_way_at_a_load_that_changes(alpha: float, seed
         tokens = count * sum(alpha**n for n in range(way.lookahead + 1))
         fixed_s += [tokens / world.goodput(Way(k), count) for k in range(K + 1)]
     assert seconds <= fixed_s.min() / 0.98
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.4])
+@pytest.mark.parametrize("alpha", [0.2, 0.8])
+def test_a_draft_of_k_tokens_a_forward_costs_one_step(alpha: float, hits: float) -> None:
+    """From its first round on; by a line from AR to K, one token would cost a fifth of the step."""
+    world = World(alpha, hits, 1e-4)
+    world.at_once, world.step_s = K, 0.01
+    widths = (None,) if hits else ()
+    goodput, (ways,) = decoded(world, [1], 200, widths)
+    assert world.share(ways[4:], 1, widths) >= 0.99
+    rest = goodput._rest_s(1)
+    assert rest[Way(1)] == pytest.approx(rest[Way(K)]) == pytest.approx(0.01, rel=0.01)
+    every = [ForwardTimes((), tokens) for tokens in (1, K)]
+    for times in every:
+        times.add(1, 0.01)
+        times.add(8, 0.017)
+        times.drafted(K, 0.01)
+    # At K = 1 the round takes 12 or 20 ms, of which prompts may add 30%.
+    assert [times.room(1, 8, 1) for times in every] == [3, 6]
 
 
 @pytest.mark.parametrize(("count", "alpha"), [(1, 0.7), (6, 0.3)])

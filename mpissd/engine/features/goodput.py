@@ -13,7 +13,8 @@ A *way* to decode is a K and a width of the fan-out: K = 0 is AR, width 0 is SD,
 rest of a round, from its beginning to the next one's, is measured for each way: work on the host,
 drafting or waiting for the draft, and a target that a working draft slows. In SSD, rounds in which
 all sequences hit count separately, with the rest of the nearest K that was measured. In other
-rounds the draft's steps follow one another, so the rest is a line through the measured K.
+rounds the draft's steps follow one another, so the rest is a line over the steps of the measured K:
+K of them, or one for a draft whose forward drafts all K tokens.
 
 A draft on the lead's device stores nothing while K = 0, and all tokens that it lacks before it
 drafts again. Their mean seconds a round are a cost of drafting. The choice reads counts and clocks,
@@ -63,7 +64,7 @@ _GROWTH = 0.3  # share by which prompts that are stored with a round may lengthe
 _APART = 10  # rounds within that limit after one beyond it, so that the 90th percentile is within
 
 Floats = NDArray[np.float64]
-Point = tuple[int, float, int]  # K, seconds beyond the forward, weight
+Point = tuple[int, float, int]  # K or its steps, seconds beyond the forward, weight
 
 
 class ForwardTimes:
@@ -78,9 +79,11 @@ class ForwardTimes:
     each round saves 30% of its seconds, and unused seconds pay for a larger forward.
     """
 
-    def __init__(self, buckets: Sequence[int] = ()) -> None:
-        """buckets: the sizes of forwards, rising; if empty, a forward computes exactly its rows."""
+    def __init__(self, buckets: Sequence[int] = (), tokens_a_forward: int = 1) -> None:
+        """buckets: the sizes of forwards, rising; if empty, a forward computes exactly its rows.
+        tokens_a_forward: how many tokens one forward of the draft drafts for a sequence."""
         self._buckets = list(buckets)
+        self._tokens_a_forward = tokens_a_forward
         self._rows: list[int] = []  # the sizes that were measured, in rising order
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
@@ -141,9 +144,13 @@ class ForwardTimes:
             above = max(above, below)  # no forward gets faster by more rows
         return below + (above - below) * (rows - low) / (high - low)
 
+    def steps(self, lookahead: int) -> int:
+        """Returns how many forwards the draft needs for `lookahead` tokens of a sequence."""
+        return -(-lookahead // self._tokens_a_forward)
+
     def drafted(self, lookahead: int, seconds: float) -> None:
         """Counts the seconds in which a draft on the target's device drafted `lookahead` tokens."""
-        step_s = seconds / lookahead
+        step_s = seconds / self.steps(lookahead)
         self._step_s = _mean(self._step_s or step_s, step_s)
 
     def prefill_rows(self, rows: int, limit: int, lookahead: int = 0) -> int:
@@ -153,7 +160,7 @@ class ForwardTimes:
         if not rows:
             return limit
         plain_s = self.seconds(rows)
-        round_s = plain_s + lookahead * self._step_s
+        round_s = plain_s + self.steps(lookahead) * self._step_s
         next_s = self.seconds(min(limit, self._size(rows) + 1)) - plain_s
         self._saved_s = min(self._saved_s + _GROWTH * round_s, max(round_s, next_s))
         total = rows + self.room(rows, limit, lookahead)
@@ -170,7 +177,8 @@ class ForwardTimes:
         """Returns the most rows of prompts that lengthen a round of `rows` others by at most 30%;
         limit, lookahead: as of prefill_rows."""
         plain_s = self.seconds(rows)
-        grown_s = plain_s + _GROWTH * (plain_s + lookahead * self._step_s)
+        round_s = plain_s + self.steps(lookahead) * self._step_s
+        grown_s = plain_s + _GROWTH * round_s
         return self._largest(rows, limit, grown_s) - rows
 
     def _largest(self, rows: int, limit: int, limit_s: float) -> int:
@@ -372,17 +380,18 @@ class Goodput:
         """Returns the seconds beyond the forward of each way, for `count` sequences."""
         ar_s = self._rest[AR, True].at(count, 0.0)
         rest = {AR: ar_s}
+        steps = self._times.steps
         line = (0.0, ar_s, 0.0)  # later SD's line, for a width of SSD that had no miss
         for width in dict.fromkeys(way.width for way in self.ways):
             hit = self._points(width, count, all_hit=True)
             if missed := self._points(width, count, all_hit=False):
-                line = _line(missed, ar_s)
-            mean_k, mean_s, step_s = line
+                line = _line([(steps(k), mean_s, weight) for k, mean_s, weight in missed], ar_s)
+            mean_steps, mean_s, step_s = line
             hits, served = self._hits[width]
             all_hit = (hits / served) ** count
             for k in range(1, self._lookahead + 1):
                 hit_s = min(hit, key=lambda point: abs(point[0] - k))[1] if hit else ar_s
-                miss_s = max(0.0, mean_s + (k - mean_k) * step_s)
+                miss_s = max(0.0, mean_s + (steps(k) - mean_steps) * step_s)
                 rest[Way(k, width)] = all_hit * hit_s + (1 - all_hit) * miss_s
         return rest
 
@@ -416,18 +425,18 @@ class Goodput:
 
 
 def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
-    """Returns (mean K, mean seconds, seconds of a step) of the line through some points. If there
-    is only one, the line begins at ar_s, the seconds of AR, at K = 0."""
-    k, seconds, weights = np.array(points, np.float64).T
+    """Returns (mean steps, mean seconds, seconds of a step) of the line through some points. If all
+    have as many steps, the line begins at ar_s, the seconds of AR, at 0 steps."""
+    steps, seconds, weights = np.array(points, np.float64).T
     weights = weights / weights.sum()
-    mean_k = float(weights @ k)
+    mean_steps = float(weights @ steps)
     mean_s = float(weights @ seconds)
-    spread = float(weights @ (k - mean_k) ** 2)
+    spread = float(weights @ (steps - mean_steps) ** 2)
     if spread:
-        step_s = float(weights @ ((k - mean_k) * (seconds - mean_s))) / spread
+        step_s = float(weights @ ((steps - mean_steps) * (seconds - mean_s))) / spread
     else:
-        step_s = (mean_s - ar_s) / mean_k
-    return mean_k, mean_s, max(0.0, step_s)
+        step_s = (mean_s - ar_s) / mean_steps
+    return mean_steps, mean_s, max(0.0, step_s)
 
 
 def widths_of(job: Job) -> list[int | None]:
