@@ -4,15 +4,18 @@ Two transformers of two tiny layers decide, through the loops, the links and the
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from mpissd.common.rng import Purpose
 from mpissd.common.rounds import Source
 from mpissd.engine import RunConfig
 from mpissd.engine.law.tree import Shape
+from mpissd.engine.oracle.sampled import Proposal
 from tests.loop.enumeration import EXACT, Case, Found, enumerate_
 from tests.loop.markov_rig import deviation, joint_law
-from tests.loop.text_rig import TextPair, text_workers
+from tests.loop.text_rig import TextPair, WatchedText, text_workers
 from tests.text_config import finished
 from tests.tiny_pair import tiny_pair
 
@@ -32,6 +35,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
 
 
 @pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
+    """Three tokens, of which longer texts are enumerated."""
+    made = tiny_pair(
+        tmp_path_factory.mktemp("three"), vocab=3, heads=2, kv_heads=1, hidden=32, noise=0.5
+    )
+    return TextPair("ssd", vocab=3, target_where=str(made.target), draft_where=str(made.draft))
+
+
+@pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
     """The draft knows all tokens but 1."""
     made = tiny_pair(
@@ -42,8 +54,8 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> TextPair:
     return TextPair("ssd", vocab=V, lookahead=2, fan_out=(1, 1, 1), **told)
 
 
-def enumerated(pair: TextPair, count: int = 3) -> Found:
-    found = enumerate_(Case(pair, count=count, workers=text_workers))
+def enumerated(pair: TextPair, count: int = 3, **told: Any) -> Found:
+    found = enumerate_(Case(pair, count=count, workers=text_workers, **told))
     print(f"{pair.mode}: {len(found.law)} texts, total variation {found.bias:.1e}")
     return found
 
@@ -107,7 +119,90 @@ def test_penalties_that_forget_the_draft_s_tokens_are_found(base: TextPair, tree
     assert enumerated(replace(base, **forgets)).bias > 0.01  # type: ignore[arg-type]
 
 
-def test_many_answers_to_one_prompt_follow_the_target(base: TextPair) -> None:
+class OtherDepth(WatchedText):
+    """Reports the distribution of the first token for the second one."""
+
+    def collect(self, grown: Any, first_row: int) -> None:
+        super().collect(grown, first_row)
+        for branches in grown:
+            for n, (row, *_) in enumerate(branches.drawn_from):
+                branches.drawn_from[n][1] = row
+                branches.q[n, 1] = row[branches.tokens[n, 1]] / row.sum(dtype=float)
+
+
+class FirstQ(WatchedText):
+    """Reports a sibling as if the first one could be drawn twice."""
+
+    def _other(self, proposal: Proposal, u: float) -> Proposal:
+        other, row = super()._other(proposal, u), proposal.row
+        assert row is not None
+        return other._replace(q=float(row[other.token] / row.sum(dtype=float)), row=row)
+
+
+class OtherHead(WatchedText):
+    """Takes the entries of a draft that knows some tokens for the first tokens of all."""
+
+    def _named(self, entry: int) -> int:
+        return entry
+
+
+PARALLEL_TREE = {"tree": SMALL, "fan_out": (1,) * 4}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"mode": "sd", "vocab": 3, "lookahead": 3},
+        {"vocab": 3, "lookahead": 3, "fan_out": (1,) * 4, "top_p": 0.8},
+        {"temperature": 0.5, "saguaro_c": 0.3},
+        PARALLEL_TREE,
+        {"mode": "sd", "vocab": 3, "tree": FORKED},
+        {"has_grammar": True, "forces": True},
+        {"has_grammar": True, "forces": True, **PARALLEL_TREE},
+        {"mode": "sd", "vocab": 3, "tree": FORKED, "penalties": (((2, -1.0),), 0.9, 0.6)},
+    ],
+)
+def test_the_law_of_drafts_in_one_forward(
+    base: TextPair, three: TextPair, changed: dict[str, Any]
+) -> None:
+    """The tokens of a draft are drawn from distributions that know none of the others."""
+    pair = replace(three if "vocab" in changed else base, **changed, is_parallel=True)
+    assert enumerated(pair).bias <= EXACT
+
+
+def test_the_law_of_a_parallel_draft_of_fewer_tokens(narrow: TextPair) -> None:
+    for changed in ({}, {"mode": "sd", "tree": SMALL}):
+        found = enumerated(replace(narrow, is_parallel=True, **changed))  # type: ignore[arg-type]
+        assert any(1 in text for text in found.law) and found.bias <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("oracle", "changed"),
+    [
+        (OtherDepth, {"mode": "sd"}),
+        (OtherDepth, {}),
+        (FirstQ, {"mode": "sd", "tree": SMALL, "vocab": 3}),
+        (OtherHead, {"mode": "sd"}),
+    ],
+)
+def test_a_biased_parallel_draft_is_found(
+    base: TextPair, three: TextPair, narrow: TextPair, oracle: Any, changed: dict[str, Any]
+) -> None:
+    pair = narrow if oracle is OtherHead else three if "vocab" in changed else base
+    pair = replace(pair, **changed, is_parallel=True, draft_oracle=oracle)
+    assert enumerated(pair).bias > 0.01
+
+
+def test_levels_that_share_a_draw_are_found(base: TextPair) -> None:
+    """A draft's tokens must not depend on one another, since their distributions do not."""
+    pair = replace(base, mode="sd", is_parallel=True)
+    alike = {"rename": lambda name: (*name[:2], name[2] & ~(name[0] == Purpose.DRAFT))}
+    assert enumerated(pair, **alike).bias > 0.01
+
+
+@pytest.mark.parametrize("mode", ["ssd", "inline", "parallel sd", "parallel inline, a tree"])
+def test_many_answers_to_one_prompt_follow_the_target(base: TextPair, mode: str) -> None:
     """A chi-squared test of the first three tokens, in threads with the time of a real run.
 
     The enumerations above are exact; 1,000 texts show what threads would lose, an error of a tenth
@@ -118,7 +213,9 @@ def test_many_answers_to_one_prompt_follow_the_target(base: TextPair) -> None:
     config = RunConfig(
         workload="text", temperature=1.0, top_p=0.9, backend="numpy", num_tokens=3, lookahead=2,
         prompt_ids=";".join([",".join(map(str, prompt))] * count), batch_size=40, seed=3,
-        target=base.target_where, draft=base.draft_where, mode="ssd", fan_out="uniform:2",
+        target=base.target_where, draft=base.draft_where, mode="ssd" if "ssd" in mode else "sd",
+        num_drafts=int("inline" not in mode), parallel_drafting="parallel" in mode,
+        tree=3 if "tree" in mode else None, fan_out="uniform:2",
     )  # fmt: skip
     texts = list(finished(config).tokens.values())
     assert len(texts) == count and deviation(law, texts) < 5

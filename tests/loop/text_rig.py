@@ -129,6 +129,12 @@ class TextPair(Pair):
     has_grammar: bool = False
     forces: bool = False
     forgets_path: bool = False  # whether the target masks each row as the first one
+    is_parallel: bool = False  # whether one draft forward drafts all levels, by mask tokens
+    draft_oracle: Any = None  # the class of a biased draft's oracle
+
+    @property
+    def masks(self) -> int:
+        return self.K - 1 if self.is_parallel else 0
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
@@ -199,10 +205,10 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     draft = stepper_of(pair.draft_where, *told, "draft")
     for stepper in (target, draft):
         stepper.release(range(pair.batch))
-    drafter = WatchedText(
+    drafter = (pair.draft_oracle or WatchedText)(
         draft, pair.seed, pair.K, pair.fans,
         samples=True, saguaro_c=pair.saguaro_c, ids=pair.ids,
-        shape=pair.tree, grammars=GrammarStates(grammars, forces=pair.forces),
+        shape=pair.tree, grammars=GrammarStates(grammars, forces=pair.forces), masks=pair.masks,
     )  # fmt: skip
     judge = JudgedText(
         target, pair.seed, samples=True, draft_ids=pair.ids, shape=pair.tree,
@@ -214,6 +220,8 @@ def text_workers(case: Case) -> tuple[DraftWorker, TargetWorker]:
     batches = None if pair.tree.is_chain else TreeBatch
     places = Placement(batches=batches)
     if batches is not None and pair.mode == "ssd":
-        batches = partial(TreeBatch, layout=BranchLayout(pair.tree, pair.fans.after_hit))
-    drafts = DraftWorker(draft, drafter, Placement(batches=batches))
+        layout = BranchLayout(pair.tree, pair.fans.after_hit, pair.masks)
+        batches = partial(TreeBatch, layout=layout)
+    masks = range(pair.vocab, pair.vocab + pair.masks)
+    drafts = DraftWorker(draft, drafter, Placement(batches=batches, masks=masks))
     return drafts, TargetWorker(target, judge, places)

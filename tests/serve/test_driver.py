@@ -73,6 +73,9 @@ class Script:
 
 
 def config(pair: TinyPair, **flags: object) -> RunConfig:
+    """mode: of a run, or a name below; "parallel …" drafts all K tokens in one forward."""
+    name = str(flags["mode"])
+    flags |= {"mode": name.removeprefix("parallel "), "parallel_drafting": "parallel" in name}
     if flags["mode"] in ("inline", "tree"):
         flags |= {"tree": 7} if flags["mode"] == "tree" else {}
         flags |= {"mode": "sd", "num_drafts": 0}
@@ -187,7 +190,7 @@ def test_batches_that_warm_a_server_up_fit_into_its_pages(pair: TinyPair) -> Non
     assert mail.tokens()[0] == alone(pair, [5, 6, 7], 12)
 
 
-@pytest.mark.parametrize("mode", ["inline", "ssd"])
+@pytest.mark.parametrize("mode", ["inline", "ssd", "parallel inline", "parallel ssd"])
 def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair, mode: str) -> None:
     long = [n % 97 for n in range(61)]
     mail = Script((0, Submit(0, [5, 6, 7], 150)), (6, Submit(1, long, 12)))
@@ -195,13 +198,15 @@ def test_a_long_prompt_is_stored_beside_the_rounds_of_the_others(pair: TinyPair,
     run(pair, mode, mail, times=times)
     assert times.seen.count(verified + 3) == 20  # 60 tokens, the last one is verified
     assert max(times.seen) <= max(verified + 3, 2 * verified)
-    assert set(times.drafts) == ({K} if mode == "inline" else set())
+    assert set(times.drafts) == ({K} if "inline" in mode else set())
     order = [message.id for message in mail.sent if isinstance(message, Tokens)]
     assert order[: order.index(1)].count(0) >= 5 + 20, "the other one went on meanwhile"
     assert mail.tokens() == {0: alone(pair, [5, 6, 7], 150), 1: alone(pair, long, 12)}
 
 
-@pytest.mark.parametrize("mode", ["ssd", "tree", "branches of trees"])
+@pytest.mark.parametrize(
+    "mode", ["ssd", "tree", "branches of trees", "parallel ssd", "parallel branches of trees"]
+)
 def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) -> None:
     mine = [Submit(n, [4, 5, 6], 40, Sampling(0.9, 0.95, seed=7)) for n in (0, 40)]
     told = Sampling(0.9, 0.95)
@@ -219,13 +224,13 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
 
 def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
     found = {}
-    for mode in ("ar", "ssd", "tree"):
+    for mode in ("ar", "ssd", "tree", "parallel ssd"):
         mail = Script((0, Submit(0, [4, 5, 6], 20, Sampling(logprobs=3))), (0, Submit(1, [9], 20)))
         run(pair, mode, mail)
         sent = [m for m in mail.sent if isinstance(m, Tokens)]
         assert all(m.logprobs is None for m in sent if m.id == 1)
         found[mode] = [one for m in sent if m.id == 0 for one in m.logprobs or ()]
-    assert found["ar"] == found["ssd"] == found["tree"] and len(found["ar"]) == 20
+    assert all(found["ar"] == own for own in found.values()) and len(found["ar"]) == 20
     context = (4, 5, 6)
     for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
         logits = logits_behind(str(pair.target), context).astype(np.float64)
@@ -259,7 +264,8 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
             tokens = (*tokens, int(np.argmax(z)))
         want[one.id] = list(tokens[len(one.prompt) :])
         assert want[one.id] != alone(pair, every[one.id], 25)
-    for mode in ("ar", "inline", "ssd", "tree", "branches of trees"):
+    drafted = "inline", "ssd", "tree", "branches of trees"
+    for mode in ("ar", *drafted, *(f"parallel {mode}" for mode in drafted)):
         mail = Script(*((n, one) for n, one in enumerate(asked)))
         run(pair, mode, mail)
         found = mail.tokens()
@@ -267,12 +273,13 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
         assert mode == "ar" or mail.ends()[0].accepted > 0
 
 
-def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair) -> None:
+@pytest.mark.parametrize("mode", ["ssd", "parallel inline"])
+def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair, mode: str) -> None:
     asked = [Submit(n, [4, 5, 6 + n], 80, Sampling(frequency_penalty=0.7)) for n in range(3)]
     want = Script(*((200 * n, one) for n, one in enumerate(asked)))
     run(pair, "ar", want)
     mail = Script(*((0, one) for one in asked))
-    driver = run(pair, "ssd", mail, serving=Serving(kv_tokens=320))
+    driver = run(pair, mode, mail, serving=Serving(kv_tokens=320))
     assert mail.tokens() == want.tokens() and driver.scheduler.num_preempted > 0
 
 
@@ -302,7 +309,10 @@ def test_a_request_s_mode_decodes_its_rounds(pair: TinyPair, mode: str) -> None:
     assert goodput.rounds_by[mode] >= end.rounds - 1
 
 
-@pytest.mark.parametrize("mode", ["inline", "ssd", "tree", "auto"])
+LIMITED = ["inline", "ssd", "tree", "auto"]
+
+
+@pytest.mark.parametrize("mode", [*LIMITED, *(f"parallel {mode}" for mode in LIMITED)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: float) -> None:
     """Limits change no token, of no request; drafted tokens keep to them."""
@@ -312,18 +322,19 @@ def test_a_request_limits_its_drafts(pair: TinyPair, mode: str, temperature: flo
         for n, (prompt, limit) in enumerate(zip(prompts(5), limits, strict=True))
     ]
     mail = Script(*((3 * n, one) for n, one in enumerate(asked)))
-    goodput = Goodput(K, [None], ForwardTimes()) if mode == "auto" else None
-    run(pair, "ssd" if mode == "auto" else mode, mail, goodput=goodput)
+    is_auto = "auto" in mode
+    goodput = Goodput(K, [None], ForwardTimes((), K)) if is_auto else None
+    run(pair, mode.replace("auto", "ssd"), mail, goodput=goodput)
     ends = mail.ends()
     for n, one in enumerate(asked):
         limit = limits[n]
         if not temperature:
             assert mail.tokens()[n] == alone(pair, list(one.prompt), 30)
         if limit is not None:  # of a tree: its nodes up to that level
-            most = 7 if mode == "tree" and limit else limit
+            most = 7 if "tree" in mode and limit else limit
             assert ends[n].drafted <= most * ends[n].rounds
             assert ends[n].accepted <= limit * ends[n].rounds
-            assert (ends[n].drafted > 0) == (limit > 0) or mode == "auto"
+            assert (ends[n].drafted > 0) == (limit > 0) or is_auto
 
 
 SYSTEM = [(7 * n + n * n) % 97 for n in range(140)]  # two pages of 64 tokens, and some
@@ -400,6 +411,9 @@ class Wild(Goodput):
         ("ssd", 448, True),
         ("inline", 448, True),
         ("tree", 448, False),
+        ("parallel ssd", 448, True),
+        ("parallel inline", 448, True),
+        ("parallel branches of trees", 448, False),
     ],
 )
 def test_shared_beginnings(pair: TinyPair, mode: str, kv_tokens: int, is_wild: bool) -> None:
