@@ -254,9 +254,9 @@ class DraftWorker(Worker[DraftOracle]):
     def _inputs(self, branches: Branches) -> Ints:
         """Returns the tokens that the next step of these branches reads, int32 [rows]. A parallel
         draft reads its mask tokens after each branch's token, and so drafts all levels at once."""
-        masks = np.array(self.masks, np.int32)
-        if not len(masks):
+        if not self.masks:
             return branches.inputs
+        masks = np.array(self.masks, np.int32)
         return np.column_stack([branches.inputs, np.tile(masks, (len(branches), 1))]).reshape(-1)
 
     def collect_step(self, growing: Sequence[Branches]) -> None:

@@ -207,7 +207,9 @@ class Batch:
         if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
             change = self._apply_changes(outcome)
         else:
-            self.lengths += self.shape.depths[outcome.num_accepted] + 1
+            nodes = outcome.num_accepted
+            self.lengths += nodes if self.shape.is_chain else self.shape.depths[nodes]
+            self.lengths += 1
             self.last_tokens = outcome.bonus
             self._commit(self.sequences, outcome.rows)
         if self.placement is not None:  # positions after the last committed token become invalid
