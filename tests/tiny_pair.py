@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from mpissd.engine.model.transformer.checkpoint import EMBEDDING, HEAD, MASKS, tensors
 from mpissd.engine.model.transformer.sources import config_of, open_checkpoint
@@ -78,6 +78,16 @@ def tiny_pair(
         write_folder(folder / "target", told, target),
         write_folder(folder / "draft", with_masks, draft),
     )
+
+
+def masked_pair(folder: Path, **sizes: int) -> TinyPair:
+    """Writes a pair whose draft's mask tokens are shuffled embeddings of tokens, which draft many
+    of the few tokens of its texts rightly, in some rounds all."""
+    pair = tiny_pair(folder, vocab=9, scale=3.0, seed=3, **sizes)
+    weights = load_file(pair.draft / "model.safetensors")
+    shuffled = np.random.default_rng(1).permuted(weights[EMBEDDING][:7], axis=0)
+    save_file({**weights, MASKS: shuffled}, pair.draft / "model.safetensors")
+    return pair
 
 
 KINDS = ("medusa", "mlp", "eagle")

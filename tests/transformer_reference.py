@@ -26,7 +26,10 @@ def logits(checkpoint: Checkpoint, tokens: Sequence[int]) -> Floats:
     config = checkpoint.config
     ids = np.asarray(tokens)
     first, last = int(ids.min()), int(ids.max()) + 1
-    table = checkpoint.read("model.embed_tokens.weight", slice(first, last))
+    if config.masks:
+        table = checkpoint.table().outputs(first, last).read()
+    else:
+        table = checkpoint.read(EMBEDDING, slice(first, last))
     x = table[ids - first]
     for layer in range(config.shape.num_layers):
         name = f"model.layers.{layer}."

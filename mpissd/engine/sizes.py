@@ -235,9 +235,11 @@ class Sizes:
         """The scratch KV lanes that a draft has for a target group, one a branch or tree path."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
+        if self.masks and not self.fan_out:
+            return 0
         if self.dynamic is not None:
             return self.config.batch_size * max(1, self.dynamic.draft_lanes)
-        return self.group_lanes if self.fan_out else self.tree_lanes * (not self.masks)
+        return self.group_lanes if self.fan_out else self.tree_lanes
 
     @property
     def draft_sequences(self) -> int:
@@ -247,10 +249,10 @@ class Sizes:
     @property
     def grown_rows(self) -> int:
         """The rows of the draft's largest growth step, a forward that extends all branches."""
-        if self.dynamic is not None:
-            return self.config.batch_size * WIDTH
         if self.masks:  # Without branches the forward also stores up to K accepted tokens.
             return self.group_lanes * ((1 if self.fan_out else 2) * self.lookahead)
+        if self.dynamic is not None:
+            return self.config.batch_size * WIDTH
         return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)
 
     def target_buckets(self) -> list[int]:

@@ -81,9 +81,9 @@ def test_a_tree_is_its_paths(gpu: Any) -> None:
 
 @STAGES
 def test_every_stage_of_a_chained_round_is_its_twins(
-    gpu: Any, tree: Shape, dynamic: Size | None
+    gpu: Any, tree: Shape, dynamic: Size | None, masks: range
 ) -> None:
-    check_stages(gpu, tree, dynamic)
+    check_stages(gpu, tree, dynamic, masks)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(gpu: Any) -> None:

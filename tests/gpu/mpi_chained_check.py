@@ -20,10 +20,11 @@ from mpi4py import MPI
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from tests.gpu.test_chained import PROMPTS, counting, decode
-from tests.text.test_chained import REPLAYS
-from tests.tiny_pair import config, tiny_pair
+from tests.text.test_chained import PARALLEL, REPLAYS
+from tests.tiny_pair import config, masked_pair, tiny_pair
 
 COMM = MPI.COMM_WORLD
+UNEQUAL = {"heads": 10, "kv_heads": 5, "head_dim": 32}  # shares of two ranks
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
 DYNAMIC = {"tree": 12, "tree_shape": "dynamic", "batch_size": 2}
@@ -31,6 +32,7 @@ REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 30}
 LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
 SSD = [{}, {"lookahead": 4, "fan_out": "geometric:9"}, {"batch_size": 3, "lookahead": 2}]
 IMPOSED = [{**REPLAY, "batch_size": 4}, {**REPLAY, "mode": "ar"}, LAWS]
+IMPOSED += [{**LAWS, "parallel_drafting": True}]
 
 
 def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]:
@@ -47,24 +49,35 @@ def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]
     return found.tokens()
 
 
-def main(backend: str, folder: Path) -> None:
-    """Checks texts, then imposed outcomes, then the growth of a draft rank."""
-    if COMM.rank == 0:
-        tiny_pair(folder, noise=0.1, heads=10, kv_heads=5, head_dim=32)  # unequal shares
-        shape = config(1, vocab=49152, heads=6, kv_heads=3, hidden=64, head_dim=32)
-        (folder / "shape.json").write_text(json.dumps(shape))
-    COMM.Barrier()
-    counts, pair = Counter[str](), {name: folder / name for name in ("target", "draft")}
-    DeviceRounds.launch = counting(counts)  # type: ignore[method-assign]
-    every = {"backend": backend, "deadline_s": 40}
-    text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
-    alone = check(counts, "AR", mode="ar", **text, target=pair["target"], batch_size=2)
-    for flags in (*TEXTS, DYNAMIC):
+def check_texts(
+    counts: Counter[str], text: dict[str, Any], pair: dict[str, Path], every: list[dict[str, Any]]
+) -> None:
+    """Compares a pair's runs with the host's, and their tokens with AR's."""
+    alone = {**text, "mode": "ar", "parallel_drafting": False, "target": pair["target"]}
+    answers = check(counts, f"AR of {pair['target'].parent.name}", **alone, batch_size=2)
+    for flags in every:
         told = {**text, **SD, **pair, **flags}
         # The host issues chains where the device decides dynamic trees.
         tokens = decode(**told).tokens() if flags is DYNAMIC else check(counts, str(flags), **told)
-        for n, expected in alone.items():
-            assert tokens[n][:40] == expected[:40], f"{flags}: not AR's"
+        for n, answer in answers.items():
+            assert tokens[n][:40] == answer[:40], f"{flags}: not AR's"
+
+
+def main(backend: str, folder: Path) -> None:
+    """Checks texts, then imposed outcomes, then the growth of a draft rank."""
+    if COMM.rank == 0:
+        tiny_pair(folder, noise=0.1, **UNEQUAL)
+        masked_pair(folder / "masked", **UNEQUAL)
+        shape = config(1, vocab=49152, heads=6, kv_heads=3, hidden=64, head_dim=32)
+        (folder / "shape.json").write_text(json.dumps(shape | {"mpissd": {"masks": 9}}))
+    COMM.Barrier()
+    counts, pair = Counter[str](), {name: folder / name for name in ("target", "draft")}
+    DeviceRounds.launch = counting(counts)  # type: ignore[method-assign]
+    masked = {name: folder / "masked" / name for name in pair}
+    every = {"backend": backend, "deadline_s": 40}
+    text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
+    check_texts(counts, text, pair, [*TEXTS, DYNAMIC])
+    check_texts(counts, text | PARALLEL, masked, [{}, TEXTS[-1], DYNAMIC])
     models = dict.fromkeys(pair, folder / "shape.json")
     told = {**every, **models, **SD, "forward": "transformer", "context": 20, "rounds": 24}
     for flags in IMPOSED:

@@ -19,7 +19,8 @@ from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from tests.gpu.transformer_rig import STAGES, check_growing, check_stages, use_megakernel
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.text.test_chained import PARALLEL
+from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cupy"
@@ -30,6 +31,11 @@ PROMPTS = ";".join(",".join(str((7 * n + j * j) % 97) for j in range(3 + 90 * n)
 def pair(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     folder = tmp_path_factory.mktemp("pair")
     return tiny_pair(folder, vocab=97, noise=0.1, heads=4, kv_heads=2, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def masked(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return masked_pair(tmp_path_factory.mktemp("masked"), heads=4, kv_heads=2, head_dim=32)
 
 
 @pytest.fixture(autouse=True, params=["separate kernels", "one kernel"])
@@ -86,18 +92,23 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"batch_size": 2, "lookahead": 2}, {"tree": 12}, {"tree": 15, "batch_size": 3}],
+    [
+        {}, {"batch_size": 2, "lookahead": 2}, {"tree": 12}, {"tree": 15, "batch_size": 3},
+        PARALLEL, {**PARALLEL, "batch_size": 3, "lookahead": 7}, {**PARALLEL, "tree": 15},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_text_says_the_same_tokens(
-    pair: TinyPair, flags: dict[str, Any], counts: Counter[str]
+    pair: TinyPair, masked: TinyPair, flags: dict[str, Any], counts: Counter[str]
 ) -> None:
-    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
-    sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **flags}
+    of = masked if "parallel_drafting" in flags else pair
+    text = {"workload": "text", "num_tokens": 60, "target": of.target}
+    text["prompt_ids"] = flags.get("prompt_ids", PROMPTS)
+    sd = {"mode": "sd", "num_drafts": 0, "draft": of.draft, **flags}
     alone = decode(chains=False, mode="ar", **text)
-    by_host = decode(chains=False, **text, **sd)
+    by_host = decode(chains=False, **text | sd)
     assert not counts["rounds"]
-    found = decode(**text, **sd)
+    found = decode(**text | sd)
     assert counts["ahead"] > 0.3 * counts["rounds"] > 5
     assert found.sequences().tolist() == by_host.sequences().tolist()
     assert found.tokens() == by_host.tokens()
@@ -112,7 +123,11 @@ def test_ar_is_chained_too(pair: TinyPair, counts: Counter[str]) -> None:
     assert found.tokens() == decode(chains=False, mode="ar", **text).tokens()
 
 
-@pytest.mark.parametrize("more", [{}, {"tree": 15}, {"tree": 9, "batch_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"tree": 15}, {"tree": 9, "batch_size": 1}, {"parallel_drafting": True, "lookahead": 6}],
+    ids=str,
+)
 def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, Any]) -> None:
     models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
     told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}
@@ -123,22 +138,29 @@ def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, 
     assert found.sequences().tolist() == by_host.sequences().tolist()
 
 
-@pytest.mark.parametrize("dynamic", [{"tree": 15}, {"tree": 9, "batch_size": 3}], ids=str)
+@pytest.mark.parametrize(
+    "dynamic",
+    [{"tree": 15}, {"tree": 9, "batch_size": 3}, {**PARALLEL, "tree": 15, "lookahead": 6}],
+    ids=str,
+)
 def test_dynamic_trees_say_the_same_tokens(
-    pair: TinyPair, dynamic: dict[str, Any], counts: Counter[str]
+    pair: TinyPair, masked: TinyPair, dynamic: dict[str, Any], counts: Counter[str]
 ) -> None:
     """On a CPU another test compares their shapes with an independent search."""
-    text = {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": 60, "target": pair.target}
+    of = masked if "parallel_drafting" in dynamic else pair
+    text = {"workload": "text", "num_tokens": 60, "target": of.target}
+    text["prompt_ids"] = dynamic.get("prompt_ids", PROMPTS)
     alone = decode(chains=False, mode="ar", **text)
-    sd = {"mode": "sd", "num_drafts": 0, "draft": pair.draft, **dynamic}
+    sd = {"mode": "sd", "num_drafts": 0, "draft": of.draft, **dynamic}
     sd["tree_shape"] = "dynamic"
-    found = decode(**text, **sd)
+    found = decode(**text | sd)
     assert counts["ahead"] > 0.3 * counts["rounds"] > 5
     for n, tokens in alone.tokens().items():
         assert found.tokens()[n][: len(tokens)] == tokens
-    on_cpu = decode(**text, **sd | {"backend": "numpy"})
+    on_cpu = decode(**text | sd | {"backend": "numpy"})
     means = [records.sequences()[:, 3].mean() for records in (found, on_cpu)]
-    assert abs(means[0] - means[1]) < 0.15, means
+    allowed = 0.15 if of is pair else 0.5  # all of K tokens or few are accepted
+    assert abs(means[0] - means[1]) < allowed, means
 
 
 def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counter[str]) -> None:
@@ -151,8 +173,10 @@ def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counte
 
 
 @STAGES
-def test_every_stage_is_its_twins(backend: Any, tree: Shape, dynamic: Size | None) -> None:
-    check_stages(backend, tree, dynamic)
+def test_every_stage_is_its_twins(
+    backend: Any, tree: Shape, dynamic: Size | None, masks: range
+) -> None:
+    check_stages(backend, tree, dynamic, masks)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(backend: Any) -> None:

@@ -233,20 +233,28 @@ def check_tree(rig: Rig, trunk: int) -> None:
 
 
 STAGES = pytest.mark.parametrize(
-    ("tree", "dynamic"),
-    [(Shape(range(3)), None), (FORKED, None), (Shape(range(4)), Size(15, 4))],
-    ids=["chain", "tree", "dynamic"],
+    ("tree", "dynamic", "masks"),
+    [
+        (tree, dynamic, range(101, 100 + tree.depth) if has_masks else range(0))
+        for tree, dynamic in (
+            (Shape(range(3)), None),
+            (FORKED, None),
+            (Shape(range(4)), Size(15, 4)),
+        )
+        for has_masks in (False, True)
+    ],
+    ids=lambda value: f"{len(value)} masks" if isinstance(value, range) else None,
 )
 
 
-def check_stages(backend: Any, tree: Shape, dynamic: Size | None = None) -> None:
+def check_stages(backend: Any, tree: Shape, dynamic: Size | None, masks: range) -> None:
     """Every stage of a chained round writes on the device what its twin writes on the host.
 
     In the last turn, on a rank that does not draft.
     """
     draft, target = (Rig(backend, tiny(family), max_rows=64) for family in ("llama", "smollm2"))
     rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
-    sheet = Sheet(backend.host_ints, 4, tree, dynamic)
+    sheet = Sheet(backend.host_ints, 4, tree, dynamic, masks)
     k, kept, twin, shapes = 3, list[Any](), None, None
     if dynamic:
         k, shapes = CHOICES, Shapes.made(dynamic, 4, target.ops.ids)
@@ -261,16 +269,19 @@ def check_stages(backend: Any, tree: Shape, dynamic: Size | None = None) -> None
     numbers = [*range(tree.depth + 1), *[PLANT][: dynamic is not None], tree.depth + 1]
     for turn, number in product(range(3), numbers):
         drafts = turn < 2
-        if not drafts and 0 < number <= tree.depth:
+        if 0 < number <= tree.depth and (not drafts or (masks and number > 1)):
             continue
-        sheet.state[...] = rng.integers(5, 9, (4, 4))
+        sheet.state[...] = rng.integers(5, 9, sheet.state.shape)
         sheet.state[:, SLOT] = rng.permutation(4) - 1
-        sheet.state[:, BEFORE] = rng.integers(-1, 2, 4)
+        sheet.state[:, BEFORE:] = rng.integers(-1, 2, (4, sheet.back))
         sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
         sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
         twins = []
         for one in ends:
             values = rng.integers(-2, 3, one.best.values.shape).astype(np.float32)
+            if masks and k == CHOICES and one is ends[0]:  # no two sums are nearly equal
+                values = rng.normal(size=values.shape).astype(np.float32)
+                values[:, 2] = values[:, 1]
             values = -np.sort(-values, axis=1)
             values[rng.random(values.shape) < 0.02] = np.inf
             backend.from_host(rng.integers(0, 3, values.shape), one.best.ids)

@@ -1,6 +1,8 @@
 """Rounds that the device decides have the same outcomes as rounds that the host decides."""
 
 import json
+from functools import cache
+from itertools import pairwise, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,13 +19,20 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from mpissd.engine.model.transformer.growing import DeviceGrowth
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.trees import CHOICES, search
 from mpissd.lab.measure import run
 from tests import transformer_reference
 from tests.text_config import PROMPTS, finished
-from tests.tiny_pair import TinyPair, config
+from tests.tiny_pair import TinyPair, config, masked_pair
 
 TOKENS, PAIR = 40, {"mode": "sd", "num_drafts": 0, "backend": "numpy", "deadline_s": 20.0}
 REPLAYS = Path(__file__).parents[2] / "results" / "recordings" / "smollm2-chat.npz"
+
+
+PARALLEL = {
+    "parallel_drafting": True,
+    "prompt_ids": ";".join(f"{n},{3 * n % 9},{7 * n % 9}" for n in range(1, 6)),
+}
 
 
 def decode(most: int | None = None, **flags: Any) -> Decoder:
@@ -31,6 +40,8 @@ def decode(most: int | None = None, **flags: Any) -> Decoder:
 
 
 def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
+    if "parallel_drafting" in flags:
+        pair = masked_pair(pair.target.parents[1] / "masked")
     models = {"target": str(pair.target), "draft": str(pair.draft)}
     return {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": TOKENS, **models, **flags}
 
@@ -38,7 +49,8 @@ def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
 def imposed(folder: Path) -> dict[str, Any]:
     """Flags of random models whose outcomes are imposed."""
     shape = folder / "config.json"
-    shape.write_text(json.dumps(config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)))
+    told = config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)
+    shape.write_text(json.dumps(told | {"mpissd": {"masks": 6}}))
     models = dict.fromkeys(("target", "draft"), str(shape))
     return {"forward": "transformer", "context": 20, **models}
 
@@ -80,6 +92,8 @@ def test_a_row_has_the_time_that_chained_rounds_drafted(
 @pytest.mark.parametrize("flags", [
     {}, {"lookahead": 1}, {"lookahead": 7}, {"batch_size": 3, "lookahead": 2}, {"batch_size": 5},
     {"tree": 15}, {"tree": 15, "batch_size": 3, "lookahead": 2},
+    *({**PARALLEL, "lookahead": k, "batch_size": 1 + k % 3} for k in range(1, 8)),
+    {**PARALLEL, "tree": 15}, {**PARALLEL, "tree": 12, "lookahead": 6, "batch_size": 3},
     {"mode": "ar", "draft": None}, {"mode": "ar", "draft": None, "batch_size": 3},
 ], ids=str)  # fmt: skip
 def test_text_has_the_same_rounds(
@@ -99,6 +113,8 @@ def test_text_has_the_same_rounds(
     {"workload": "gemm", "num_tokens": 50, "alpha": 0.9, "lookahead": 7},
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "batch_size": 8, "tree": 9},
     {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 15},
+    {"workload": "gemm", "num_tokens": 50, "alpha": 0.9, "lookahead": 7, "parallel_drafting": True},
+    {"workload": "gemm", "rounds": 90, "alpha": 0.8, "tree": 15, "parallel_drafting": True},
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "mode": "ar"},
     {"workload": "gemm", "num_tokens": 30, "alpha": 0.8, "context": 3},
 ], ids=str)  # fmt: skip
@@ -163,6 +179,8 @@ def test_a_logit_that_is_not_finite_is_a_fault(
     {"tree": 15}, {"tree": 4, "lookahead": 1},
     {"tree": 64, "batch_size": 3}, {"tree": 9, "lookahead": 6, "batch_size": 2},
     {"tree": 3, "lookahead": 16, "batch_size": 4},
+    {**PARALLEL, "tree": 15}, {**PARALLEL, "tree": 40, "lookahead": 6, "batch_size": 3},
+    {**PARALLEL, "tree": 9, "lookahead": 2},
 ], ids=str)  # fmt: skip
 def test_dynamic_trees_are_the_likeliest_nodes(
     pair: TinyPair, flags: dict[str, Any], chained: dict[str, int]
@@ -170,35 +188,66 @@ def test_dynamic_trees_are_the_likeliest_nodes(
     """Tokens are AR's, and each round accepts what an independent search for the tree finds."""
     found = decode(**text(pair, tree_shape="dynamic", **flags))
     assert chained["ahead"] > 0.6 * chained["rounds"] > 5
-    alone = decode(**text(pair, mode="ar", draft=None))
-    draft, levels = open_checkpoint(str(pair.draft)), min(flags["tree"], flags.get("lookahead", 4))
+    told = text(pair, **flags)
+    alone = decode(**{**told, "mode": "ar", "draft": None})
+    draft, levels = open_checkpoint(told["draft"]), min(flags["tree"], flags.get("lookahead", 4))
     rows = found.records.sequences()
     full = np.bincount(rows[:, 0])[rows[:, 0]] == flags.get("batch_size", 1)  # the others: chains
     right = list[bool]()  # two of float32's roundings may differ
-    for n, prompt in enumerate(PROMPTS.split(";")):
+    for n, prompt in enumerate(told["prompt_ids"].split(";")):
         answer, given = found.tokens[n], [int(token) for token in prompt.split(",")]
         assert alone.tokens[n][:TOKENS] == answer[:TOKENS]
         at = 0
         for count, is_tree in zip(rows[rows[:, 1] == n][:, 3], full[rows[:, 1] == n], strict=True):
             left = answer[at:]
             if is_tree and len(left) > count and not at % 3:
-                tree = likeliest(draft, [*given, *answer[:at]], levels, flags["tree"])
+                read = [*given, *answer[:at]]
+                masks = levels - 1 if "parallel_drafting" in flags else 0
+                tree = likeliest(draft, read, levels, flags["tree"], masks)
                 hits = [tuple(left[:k]) in tree for k in range(1, levels + 1)]
                 right.append([*hits, False].index(False) == count)
             at += count + 1
     assert len(right) > 9 and sum(right) >= len(right) - 1
 
 
-def likeliest(draft: Checkpoint, given: list[int], levels: int, nodes: int) -> set[tuple[int, ...]]:
-    """The paths of the `nodes` likeliest nodes; 4 of a level are continued by 8 candidates each."""
+@pytest.mark.parametrize(("levels", "nodes"), [(2, 40), (3, 64), (4, 15)])
+def test_a_parallel_drafts_tree_is_the_likeliest_of_all(levels: int, nodes: int) -> None:
+    """Among every product of one candidate a level; equal logits: the first one."""
+    rng = np.random.default_rng(nodes)
+    logits = -np.sort(-rng.normal(size=(levels, CHOICES)).astype(np.float32))
+    logits[:, 2] = logits[:, 1]
+    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    tokens = rng.permuted(np.tile(np.arange(CHOICES), (levels, 1)), axis=1)
+    parents, chosen = np.zeros((2, nodes), np.int32)
+    search(logits, tokens, parents, chosen)
+    paths = [tuple[int, ...]()]
+    for parent, token in zip(parents, chosen, strict=True):
+        paths.append((*paths[parent], int(tokens[len(paths[parent])].tolist().index(token))))
+    every = [path for k in range(1, levels + 1) for path in product(range(CHOICES), repeat=k)]
+    sure = [float(sum(logs[d, rank] for d, rank in enumerate(path))) for path in every]
+    cut = sorted(sure, reverse=True)[nodes - 1]
+    found = [float(sum(logs[d, rank] for d, rank in enumerate(path))) for path in paths[1:]]
+    assert len(set(paths)) == nodes + 1 and min(found) >= cut - 1e-5
+    assert all(a >= b - 1e-5 for a, b in pairwise(found))
+    assert all((*path[:-1], 1) in paths for path in paths[1:] if path[-1] == 2)
+
+
+def likeliest(
+    draft: Checkpoint, given: list[int], levels: int, nodes: int, masks: int = 0
+) -> set[tuple[int, ...]]:
+    """The paths of the `nodes` likeliest nodes; 4 of a level are continued by 8 candidates each, of
+    a parallel draft all that may be among the likeliest."""
     level, every = {(): 0.0}, dict[tuple[int, ...], float]()
-    for _ in range(levels):
+    vocab = draft.config.shape.vocab_size
+    logits = cache(lambda read: transformer_reference.logits(draft, read).astype(float))
+    for depth in range(levels):
         following = dict[tuple[int, ...], float]()
         for path, sure in level.items():
-            logits = transformer_reference.logits(draft, [*given, *path])[-1].astype(float)
-            best = np.argsort(-logits, kind="stable")[:8]
-            own = logits[best] - np.log(np.exp(logits[best]).sum())
+            read = *given, *(range(vocab, vocab + masks) if masks else path)
+            row = logits(read)[depth - levels if masks else -1]
+            best = np.argsort(-row, kind="stable")[:8]
+            own = row[best] - np.log(np.exp(row[best]).sum())
             following |= {(*path, int(token)): sure + p for token, p in zip(best, own, strict=True)}
         every |= following
-        level = dict(sorted(following.items(), key=lambda one: -one[1])[:4])
+        level = dict(sorted(following.items(), key=lambda one: -one[1])[: nodes if masks else 4])
     return {path for path, _ in sorted(every.items(), key=lambda one: -one[1])[:nodes]}

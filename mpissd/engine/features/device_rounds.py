@@ -58,7 +58,7 @@ def chained_forwards(
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
     verifies: Any = target.stepper
     shape = Shape(range(job.lookahead)) if job.shape.is_chain else job.shape
-    return DeviceRounds(drafts, verifies, job.config.batch_size, shape, job.dynamic)
+    return DeviceRounds(drafts, verifies, job.config.batch_size, shape, job.dynamic, job.mask_ids)
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
@@ -108,18 +108,20 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.log.mark(DraftPhase.SPECULATE)
         return speculation
 
-    def lacking(self) -> list[tuple[int, int]]:
-        """Returns (slot, token) of each sequence of which the draft has not stored the last token
-        but one, `token`."""
+    def lacking(self) -> list[tuple[int, Ints]]:
+        """Returns (slot, tokens) of each sequence of which the draft has not stored these tokens,
+        the ones before the last one."""
         batch = self._drafter.batch
         gaps = batch.gaps(range(len(batch)))
-        assert all(gap.size == 1 for gap in gaps), f"the draft lacks {gaps}"
-        return [(gap.slot, int(batch.committed(gap)[0])) for gap in gaps]
+        most = self._forwards.sheet.back
+        assert all(gap.size <= most for gap in gaps), f"the draft lacks {gaps}"
+        return [(gap.slot, batch.committed(gap)) for gap in gaps]
 
     def launched(self) -> None:
         """Counts this round's drafted tokens as stored in the draft's KV cache."""
         if self._drafter.worker.placement is not None:
-            _count_stored(self._drafter.batch, self._forwards.stored, has_leaves=False)
+            stored = 1 if self._drafter.worker.masks else self._forwards.stored
+            _count_stored(self._drafter.batch, stored, has_leaves=False)
 
     def close(self, speculation: Speculation, accepted: Ints) -> None:
         """Records a finished round. speculation: its drafted tokens. accepted: how many of each
@@ -127,7 +129,8 @@ class DeviceSpeculator(InlineSpeculator):
         drafter = self._drafter
         drafter.log.mark(DraftPhase.WAIT)
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
-        if self._forwards.sheet.dynamic:  # the draft may lack the last accepted token
+        sheet = self._forwards.sheet
+        if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
             batch = drafter.batch
             batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
         drafter.start_round(speculation)
@@ -270,14 +273,14 @@ class DeviceTarget(TargetWorker):
         return self._forwards.last_of(self._speculation.round).elapsed_s()
 
     def _state(self, batch: Batch) -> Ints:
-        """Returns what a round that the host begins reads (Sheet.state), int32 [b, 4]: slot, last
-        position, last token, and the token before it if the draft lacks that."""
-        state = np.full((len(batch), 4), NOBODY, np.int64)
+        """Returns what a round that the host begins reads, like Sheet.state: slot, last position,
+        last token, and those of the tokens before it that the draft lacks."""
+        state = np.full(self._forwards.sheet.state.shape, NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
         state[:, 2] = batch.last_tokens
-        for slot, token in self._draft.lacking() if self._draft is not None else ():
-            state[batch.slots == slot, 3] = token
+        for slot, tokens in self._draft.lacking() if self._draft is not None else ():
+            state[batch.slots == slot, -len(tokens) :] = tokens
         return state.astype(np.int32)
 
     def _forced(self, branches: Branches | None) -> Ints:
@@ -318,7 +321,8 @@ def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
     """Counts `count` tokens, from each sequence's last one on, as stored by the device, which also
     copies accepted paths of a tree. has_leaves: whether it stored the nodes without children."""
     last = batch.last()
-    assert (batch.filled[batch.slots] >= last - 1).all(), "tokens after some that are missing"
+    lag = 1 + (len(batch.placement.masks) if batch.placement else 0)
+    assert (batch.filled[batch.slots] >= last - lag).all(), "tokens after some that are missing"
     batch.fill(batch.slots, last + count)
     if isinstance(batch, TreeBatch):
         batch.leave_moves(has_leaves=has_leaves)

@@ -260,7 +260,7 @@ class LogitsDraft(SampledDraft):
         self._ids = ids
         self.samples = samples
         self.copies = (lookup, LONGEST, None)
-        self.chains = not samples and heads is None and not masks
+        self.chains = not samples and heads is None
         self._masks = masks
         self._levels = heads or 1 + masks  # that a step drafts
         self._grammars = grammars or GrammarStates()

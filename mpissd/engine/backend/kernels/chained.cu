@@ -1,8 +1,8 @@
 // A stage between two forwards of a greedy round that the device decides: see
 // model/transformer/device_rounds.py, whose RoundStage does the same in NumPy. One block.
 //
-// state [sequences][4]: slot (-1: none), position of the last committed token, that token, and the
-// token before it (-1: its keys and values are stored). moves [2][sequences][4]: see Sheet.
+// state [sequences][3 + back]: slot (-1: none), position of the last committed token, that token, and
+// `back` tokens before it (-1: its keys and values are stored). moves [2][sequences][4]: see Sheet.
 // told [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens; of
 // a dynamic tree [K + 2]: the number of accepted tokens, bonus token, accepted tokens.
 // forced [sequences][N + K + 1]: N drafted tokens, and K + 1 of the target by level, that replace the
@@ -39,10 +39,11 @@ __device__ __forceinline__ int token_of(int forced, const int* ids, int found) {
 }
 
 // first, width: the stage's nodes of a sequence; reads, puts: its rows in the draft's forwards before
-// and after the stage. stride: of the sequences' tables; 0: they have one tree.
+// and after the stage. The first of them reads 2 * back rows: `back` tokens before the last one, that
+// one, and back - 1 mask tokens from `mask` on. stride: of the sequences' tables; 0: they have one tree.
 extern "C" __global__ void chained(int stage, int sequences, int nodes, int depth, int lanes,
-                                   int draft_lanes, int first, int width, int reads, int puts,
-                                   const int* tables, int stride, int* state,
+                                   int draft_lanes, int back, int mask, int first, int width,
+                                   int reads, int puts, const int* tables, int stride, int* state,
                                    int* moves, const int* forced, int* told, const int* ids,
                                    const int* draft_best, int draft_k, int* draft_tokens,
                                    int* draft_seats, int draft_most, const int* target_best,
@@ -56,15 +57,14 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
   for (int i = threadIdx.x; i < sequences * width; i += blockDim.x) {
     const int s = i / width, own = first + i % width;
     const Shape tree = {tables + s * stride, nodes, lanes};
-    int* at = state + 4 * s;
+    int* at = state + (3 + back) * s;
     const int* force = forced + s * (drafts + 1 + depth);
     int* tell = told + s * (drafts + 2);
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
-      const int before = at[3];
-      if (own == 0 && draft_k) {
-        draft.put(tree, 2 * s, 0, before, before < 0 ? -1 : slot, position - 1);
-        draft.put(tree, 2 * s + 1, 0, last, slot, position);
+      for (int n = own; draft_k && n < 2 * back; n += width) {
+        const int token = n < back ? at[3 + n] : n == back ? last : mask + n - back - 1;
+        draft.put(tree, 2 * back * s + n, 0, token, token < 0 ? -1 : slot, position - back + n);
       }
       target.put(tree, i, own, own ? 0 : last, slot, position);
     } else if (stage <= depth) {
@@ -83,7 +83,7 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         }
         return firsts[found / all] + target_best[found];
       };
-      int node = 0, bonus = token_of(force[drafts], nullptr, best(s * rows)), before = last;
+      int node = 0, bonus = token_of(force[drafts], nullptr, best(s * rows));
       for (int k = 0; stride && k < depth; ++k) tell[2 + k] = 0;
       for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
         const int token = target.tokens[s * rows + child], next = best(s * rows + child);
@@ -91,13 +91,15 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         if (tree.of(PARENT, child) != node || token != bonus) continue;
         node = child;
         if (stride) tell[1 + tree.of(LEVEL, node)] = token;
-        before = bonus;
         bonus = token_of(force[drafts + tree.of(LEVEL, node)], nullptr, next);
       }
       const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
       tell[0] = finite || slot < 0 ? (stride ? level : node) : -2;
       tell[1] = bonus;
-      at[3] = before;
+      for (int n = back - 1, up = node; n >= 0; --n) {  // the accepted tokens, and `last` before them
+        at[3 + n] = up > 0 ? target.tokens[s * rows + up] : up ? -1 : last;
+        if (up >= 0) up = tree.of(PARENT, up);
+      }
       at[2] = bonus;
       at[1] = position + level + 1;
       if (!lanes) continue;

@@ -4,6 +4,7 @@ enum { TOKEN, ABOVE, SURE, SEAT };  // see Shapes.found
 constexpr int WIDTH = 4, CHOICES = 8;  // as in trees.py
 constexpr int EACH = 8;  // the most found nodes of a thread
 constexpr float LEAST = -1e30f;  // also of a logit that is not finite
+constexpr float CLOSED = -2e30f;  // in place of the log probability of a node that is not open
 
 __device__ __forceinline__ int first_of(int level) {
   return level == 1 ? 0 : CHOICES * (1 + WIDTH * (level - 2));
@@ -96,16 +97,68 @@ extern "C" __global__ void find(int level, int depth, int nodes, int draft_lanes
   }
 }
 
+// Chooses the likeliest nodes of a tree whose candidates of a level are the same after every node; see
+// trees.search. One warp a sequence. Rows `reads` of a sequence's `rows` on have the candidates.
+extern "C" __global__ void search(int depth, int nodes, int rows, int reads, const int* ids,
+                                  const int* best, const float* tops, int* parents, int* tokens) {
+  may_start_next();
+  wait_for_last();
+  const int s = blockIdx.x, lane = threadIdx.x, size = depth * CHOICES;
+  float *logs = (float*)block_memory(), *sure = logs + size, *opened = sure + nodes + 1;
+  int *above = (int*)(opened + nodes + 1), *places = above + nodes + 1, *chosen = places + nodes + 1;
+  best += (s * rows + reads) * CHOICES;
+  tops += (s * rows + reads) * CHOICES;
+  for (int i = lane; i < size; i += 32) {
+    const float* top = tops + i / CHOICES * CHOICES;
+    float sum = 0;
+    for (int c = 0; c < CHOICES; ++c) sum += expf(top[c] - top[0]);
+    logs[i] = top[i % CHOICES] - top[0] - logf(sum);
+  }
+  __syncwarp();
+  const auto open = [&](int i, int parent, int place) {
+    const float own = logs[place], all = sure[parent] + fminf(own, 0.0f);
+    opened[i] = own == own && all > LEAST ? all : LEAST;
+    above[i] = parent;
+    places[i] = place;
+  };
+  if (lane == 0) {
+    sure[0] = 0.0f;
+    open(0, 0, 0);
+  }
+  for (int n = 1; n <= nodes; ++n) {
+    __syncwarp();
+    u64 top = 0;  // the largest log probability, which is at most 0, above the smallest index
+    for (int i = lane; i < n; i += 32)
+      top = max(top, (u64)~__float_as_uint(fabsf(opened[i])) << 32 | (u32)~i);
+    for (int lanes = 16; lanes; lanes /= 2) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
+    if (lane) continue;
+    const int at = ~(int)top;
+    const int place = places[at], parent = above[at], below = (place / CHOICES + 1) * CHOICES;
+    sure[n] = opened[at];
+    chosen[n] = place;
+    parents[s * nodes + n - 1] = parent;
+    opened[at] = opened[n] = CLOSED;
+    if (place + 1 < below) open(at, parent, place + 1);
+    if (below < size) open(n, n, below);
+  }
+  __syncwarp();
+  for (int n = 1 + lane; n <= nodes; n += 32) {
+    const int found = best[chosen[n]];
+    tokens[s * (nodes + 1) + n] = ids ? ids[found] : found;
+  }
+}
+
 // Writes the tables of trees of these parents, and places them in the target's forward; all of their
 // nodes are stored in lanes.
-extern "C" __global__ void plant(int nodes, int lanes, const int* parents, const int* state,
+extern "C" __global__ void plant(int nodes, int lanes, int back, const int* parents, const int* state,
                                  int* tables, int* tokens, int* seats, int most) {
   may_start_next();
   wait_for_last();
   const int s = blockIdx.x, i = threadIdx.x, rows = nodes + 1;
   int *above = (int*)block_memory(), *leaves = above + rows, *lane = leaves + rows;
   int *level = lane + rows, *free = level + rows;
-  const int slot = state[4 * s], position = state[4 * s + 1], last = state[4 * s + 2];
+  const int* at = state + (3 + back) * s;
+  const int slot = at[0], position = at[1], last = at[2];
   if (i <= nodes) {
     above[i] = i ? parents[s * nodes + i - 1] : -1;
     leaves[i] = 1;

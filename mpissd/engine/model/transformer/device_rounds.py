@@ -16,6 +16,11 @@ from its lane (scratch memory) into the sequence's cache slot.
 The device may decide the tree's shape as well (trees.py). Then stages 1 … K find its nodes, stage
 PLANT places the chosen ones before the target's forward, and the host sees the accepted path only.
 
+A parallel draft drafts all levels in one forward, which has 2K rows a sequence: up to K tokens
+before the last committed one, that token, and K − 1 mask tokens. Then stage 1 takes or finds all
+levels at once, and stage K + 1 follows. The draft stores no drafted token, so that the next round's
+first rows store the accepted ones. What the masks store is overwritten before it is read.
+
 With T target ranks only rank 0 drafts. It sends its drafted tokens to the other ranks before the
 target's forward; the stages before and after that forward run on every rank, which gathers the
 likeliest tokens of all ranks.
@@ -41,7 +46,7 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
-SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state
+SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE: and all after it
 NOT_FINITE = -2  # replaces the accepted node if a logit of the sequence is not finite
 RING = 3  # rounds with their own buffers: the running one, the one before, and the one after it
 _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
@@ -50,9 +55,10 @@ _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the fi
 class Sheet:
     """Host arrays that the host and the kernels between forwards (stages) share; NOBODY: no value.
 
-    state: [S, 4], for each of S sequences its cache slot, the position of its last committed token,
-    that token, and the token before it (NOBODY: the draft has its keys and values). moves: [2, S,
-    4], how to copy the last accepted path in the draft's cache and in the target's: from which lane
+    state: [S, 3 + back], for each of S sequences its cache slot, the position of its last committed
+    token, that token, and the `back` tokens before it (NOBODY: the draft has its keys and values);
+    back is 1, or K if the draft's forward also reads the mask tokens `masks`. moves: [2, S, 4], how
+    to copy the last accepted path in the draft's cache and in the target's: from which lane
     (scratch memory; NOBODY: nothing to copy), to which slot, the first position, and how many
     tokens. parents: [S, N], the parents of a dynamic tree's nodes. forced: [RING, S, N + K + 1], by
     round modulo RING, prescribed tokens of the draft's nodes, then of the target by level (NOBODY:
@@ -67,24 +73,29 @@ class Sheet:
         sequences: int,
         tree: Shape,
         dynamic: Size | None = None,
+        masks: range = range(0),
     ) -> None:
         """Makes all arrays as views of one buffer. host_ints: allocates so many int32. dynamic: the
-        sizes of trees that change each round; `tree` is then a chain of as many levels."""
+        sizes of trees that change each round; `tree` is then a chain of as many levels. masks:
+        the ids of a parallel draft's K − 1 mask tokens; empty for other drafts."""
         self.sequences = sequences
         self.tree = tree
         self.dynamic = dynamic
-        self.table = trees.table_of(tree)
+        self.masks = masks
+        self.back = len(masks) + 1
+        self.table = trees.table_of(tree, len(masks))
         self.nodes = dynamic.nodes if dynamic else len(tree.parents)
         self.lanes = dynamic.nodes if dynamic else tree.num_lanes
-        self.draft_lanes = dynamic.draft_lanes if dynamic else tree.num_lanes
+        draft_lanes = dynamic.draft_lanes if dynamic else tree.num_lanes
+        self.draft_lanes = 0 if masks else draft_lanes
         drafts = len(tree.parents)
-        parents_width = dynamic.nodes if dynamic else 0
-        widths = 4, 8, parents_width, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
+        nodes = dynamic.nodes if dynamic else 0
+        widths = 3 + self.back, 8, nodes, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
         self.ints = host_ints(sequences * sum(widths))
         self.ints[...] = NOBODY
         ends = sequences * np.cumsum(widths[:-1])
         state, moves, parents, forced, decided = np.split(self.ints, ends)
-        self.state: Ints = state.reshape(sequences, 4)
+        self.state: Ints = state.reshape(sequences, -1)
         self.moves: Ints = moves.reshape(2, sequences, 4)
         self.parents: Ints = parents.reshape(sequences, -1)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
@@ -141,6 +152,8 @@ class RoundStage:
         number = self.number
         if number == 0 or number > tree.depth:
             return 0, 1 if number else self.sheet.nodes + 1, 0, 0
+        if self.sheet.masks:
+            return 1, self.sheet.nodes, 2 * self.sheet.back, 0
         first = tree.ends[number - 1] + 1
         rows = [2, *map(len, tree.inner[1:]), 0]
         return first, tree.ends[number] + 1 - first, rows[number - 1], rows[number]
@@ -148,9 +161,10 @@ class RoundStage:
     def run(self) -> None:
         """Runs the stage on host arrays, as chained.cu and dynamic.cu do on a GPU."""
         steps = {0: self._begin, trees.PLANT: self._plant, self.sheet.tree.depth + 1: self._walk}
-        step = steps.get(self.number, self._take if self.shapes is None else self._find)
+        search = self._search if self.sheet.masks else self._find
+        step = steps.get(self.number, self._take if self.shapes is None else search)
         count = self.sheet.nodes + 1
-        for s, (slot, position, _, _) in enumerate(self.sheet.state.tolist()):
+        for s, (slot, position, *_) in enumerate(self.sheet.state.tolist()):
             step(s, slice(s * count, (s + 1) * count), slot, position)
 
     def _table(self, s: int) -> Ints:
@@ -171,11 +185,13 @@ class RoundStage:
     def _begin(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Stage 0: sets the rows of the draft's first forward for sequence s, and a row of the
         target's forward for each tree node (`rows`)."""
-        _, _, last, before = self.sheet.state[s].tolist()
+        _, _, last, *before = self.sheet.state[s].tolist()
         if self.draft is not None:
-            stored = NOBODY if before < 0 else slot
-            self._put(self.draft, 2 * s, s, 0, before, stored, position - 1)
-            self._put(self.draft, 2 * s + 1, s, 0, last, slot, position)
+            tokens = [*before, last, *self.sheet.masks]
+            for n, token in enumerate(tokens):
+                at = position - self.sheet.back + n
+                stored = NOBODY if token < 0 else slot
+                self._put(self.draft, s * len(tokens) + n, s, 0, token, stored, at)
         for node in range(self.sheet.nodes + 1):
             token = 0 if node else last
             self._put(self.target, rows.start + node, s, node, token, slot, position)
@@ -222,6 +238,17 @@ class RoundStage:
             source = first_lane - WIDTH + int(nodes[trees.NEXT_ROW, above]) if has_lane else NOBODY
             shapes.copies[row] = source, lane, level - 1
 
+    def _search(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Finds a dynamic tree in a parallel draft's forward, and gives the target's its tokens."""
+        assert self.draft is not None
+        back = self.sheet.back
+        reads = slice((2 * s + 1) * back, (2 * s + 2) * back)
+        tokens = self.draft.best.ids[reads]
+        if self.ids is not None:
+            tokens = self.ids[tokens]
+        chosen = self.target.tokens[rows][1:]
+        trees.search(self.draft.best.values[reads], tokens, self.sheet.parents[s], chosen)
+
     def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Sets the target's rows to the chosen nodes of the dynamic tree of sequence s."""
         assert self.shapes is not None
@@ -253,18 +280,18 @@ class RoundStage:
         imposed = imposed[np.maximum(table[trees.LEVEL], 0)]
         best = np.where(imposed >= 0, imposed, tokens)
         decided[2:] = 0 if sheet.dynamic else drafts[1:]
-        before = sheet.state[s, LAST]
+        before = [NOBODY] * (sheet.back - 1) + [sheet.state[s, LAST]]
         node = 0
         for child in range(1, sheet.nodes + 1):  # children have larger numbers than their parent
             if table[trees.PARENT, child] == node and drafts[child] == best[node]:
                 node = child
-                before = drafts[child]
+                before = [*before[1:], drafts[child]]
                 if sheet.dynamic:
-                    decided[1 + table[trees.LEVEL, node]] = before
+                    decided[1 + table[trees.LEVEL, node]] = drafts[child]
         level, lane, fork = table[[trees.LEVEL, trees.LANE, trees.FORK], node].tolist()
         accepted = level if sheet.dynamic else node
         decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[node]
-        sheet.state[s] = slot, position + level + 1, best[node], before
+        sheet.state[s] = slot, position + level + 1, best[node], *before
         if sheet.lanes:
             kept_lane, kept = table[[trees.KEPT_LANE, trees.KEPT], node].tolist()
             paths = (kept_lane, sheet.draft_lanes, kept), (lane, sheet.lanes, level - fork + 1)
@@ -289,17 +316,17 @@ class DeviceRounds:
         sequences: int,
         tree: Shape,
         dynamic: Size | None = None,
+        masks: range = range(0),
     ) -> None:
         """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
         draft: None in AR, and on a rank that does not draft. Both models are transformers on one
-        backend. dynamic: the sizes of trees that change each round; `tree` is then a chain of as
-        many levels."""
+        backend. dynamic, masks: like Sheet's."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
         ops = self._target.weights.ops
-        self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic)
+        self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic, masks)
         self.shape = tree
         self.nodes = len(tree.parents)
         self.lookahead = tree.depth
@@ -310,10 +337,11 @@ class DeviceRounds:
         self._ids = None if ids is None else ops.ids(ids)
         self._firsts = ops.ids(self._target.firsts)
         self.goes_ahead = target.backend.chains
-        self._begin = tree.depth if draft is None else 0  # number of a round's first program
+        drafts = 0 if draft is None else 1 if masks else tree.depth  # the draft's forwards
+        numbers = [*range(drafts), tree.depth]
+        self._begin = numbers[0]  # number of a round's first program
         self._programs: list[list[Program]] = [
-            [self._program(number, turn) for number in range(self._begin, tree.depth + 1)]
-            for turn in range(RING)
+            [self._program(number, turn) for number in numbers] for turn in range(RING)
         ]
         self._flying: list[int] = []  # rounds that are launched and whose outcome is not yet read
 
@@ -326,10 +354,10 @@ class DeviceRounds:
         is_target = number == tree.depth
         stepper = self._steppers[is_target]
         stack: Any = stepper.stack
-        rows = sheet.sequences * (sheet.nodes + 1 if is_target else 2)
+        rows = sheet.sequences * (sheet.nodes + 1 if is_target else 2 * sheet.back)
         k = 1
         if not is_target:
-            inner = tree.inner[number]
+            inner = np.concatenate(tree.inner) if sheet.masks else tree.inner[number]
             if number:
                 rows = sheet.sequences * (WIDTH if shapes else len(inner))
             if shapes or any(len(tree.children[node]) > 1 for node in inner):
@@ -356,7 +384,8 @@ class DeviceRounds:
             if shapes is not None and 0 < number < tree.depth - 1:
                 stack.weights.ops.inherit(stack.cache, shapes.copies)
             if is_target and sheet.lanes:
-                for moves, model in zip(sheet.moves, (self._draft, self._target), strict=True):
+                stored = None if sheet.masks else self._draft  # a parallel draft has no lanes
+                for moves, model in zip(sheet.moves, (stored, self._target), strict=True):
                     if model is not None:
                         model.weights.ops.adopt(model.cache, moves)
 
@@ -368,8 +397,7 @@ class DeviceRounds:
         self.is_on = sequences == self.sheet.sequences
 
     def begin(self, state: Ints) -> None:
-        """Sets each sequence's slot, last position and last two tokens, as columns of
-        Sheet.state."""
+        """Sets each sequence's slot, last position and last tokens, as columns of Sheet.state."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 

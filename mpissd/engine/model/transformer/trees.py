@@ -4,8 +4,10 @@ A *dynamic* tree has another shape in each round [Li et al. 2024, EAGLE-2]. In e
 computes the WIDTH likeliest nodes of the level before, and the CHOICES likeliest tokens after each
 of them become new nodes. Of all these nodes the N likeliest are verified. A node's probability is
 the product of the probabilities on its path, softmax over the CHOICES logits. Its parent is at
-least as likely, so the N likeliest form a tree. `find`, `choose` and `plant` compute on host arrays
-what dynamic.cu computes on a GPU.
+least as likely, so the N likeliest form a tree. A parallel draft reads mask tokens after the last
+token, and so knows the candidates of all levels after one forward; they are the same for all nodes
+of a level. `find`, `choose`, `search` and `plant` compute on host arrays what dynamic.cu computes
+on a GPU.
 """
 
 from __future__ import annotations
@@ -32,24 +34,29 @@ NOBODY = -1  # marks an absent value, such as an empty slot
 _LEAST = np.float32(-1e30)  # the least log probability; a logit that is not finite gets it, too
 
 
-def table_of(tree: Shape) -> Ints:
+def table_of(tree: Shape, masks: int = 0) -> Ints:
     """Returns a draft tree as the kernels between forwards (stages) read it, int32 [10, N + 1]: a
-    column for the root, the last committed token, then one for each node. NOBODY: no value. PARENT,
-    LEVEL, RANK: a node's parent, level, and rank among its siblings. LINE, ROW: among one
-    sequence's rows of a draft's forward, the row that computes the parent, and the row that
-    computes the node. LANE: the scratch KV memory that stores the node (NOBODY: the sequence's
-    slot). SPANS: SPAN times the number of further lanes that store it. FORK: the level at which its
-    path enters a lane. KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many
-    of the path's nodes are there."""
+    column for the root, the last committed token, then one for each node. masks: the mask tokens of
+    a parallel draft, which computes and stores no node. NOBODY: no value. PARENT, LEVEL, RANK: a
+    node's parent, level, and rank among its siblings. LINE, ROW: among one sequence's rows of a
+    draft's forward, the row that computes the parent, and the row that computes the node. LANE: the
+    scratch KV memory that stores the node (NOBODY: the sequence's slot). SPANS: SPAN times the
+    number of further lanes that store it. FORK: the level at which its path enters a lane.
+    KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many of the path's nodes
+    are there."""
     table = np.full((KEPT + 1, len(tree.levels)), NOBODY, np.int32)
     table[PARENT, 1:] = tree.parents
     table[LINE, 1:] = np.concatenate([[], *tree.lines])
     table[LINE, tree.depths == 1] = 1  # the root is in row 1 of the draft's first forward
     for inner in tree.inner:
         table[ROW, inner] = np.arange(len(inner))
+    if masks:  # a row for each level, after those of the `masks` + 1 tokens before the last one
+        table[LINE, 1:] = masks + tree.depths[1:]
     table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
     table[SPANS] = SPAN * (tree.spans - 1)
     table[[KEPT_LANE, KEPT]] = tree.lanes, tree.depths - tree.forks
+    if masks:
+        table[[ROW, KEPT_LANE]] = NOBODY
     return table
 
 
@@ -97,7 +104,7 @@ class Shapes:
         nodes = np.zeros((sequences, NEXT_ROW + 1, size.most_found), np.int32)
         copies = np.full((sequences * WIDTH, 3), NOBODY, np.int32)
         tables = np.zeros((sequences, KEPT + 1, size.nodes + 1), np.int32)
-        tables[:, LANE] = NOBODY
+        tables[:, [LANE, KEPT_LANE]] = NOBODY
         return cls(size, put(nodes), put(copies), put(tables))
 
 
@@ -122,13 +129,10 @@ def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.fl
         rows = nodes[NEXT_ROW, start:first]
         above = np.array([start + int(np.flatnonzero(rows == w)[0]) for w in range(WIDTH)])
         before = sure[above]
-    with np.errstate(invalid="ignore", over="ignore"):
-        logs = logits - logits[:, :1]
-        logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
-        logs = before[:, None] + np.minimum(logs, 0)
+    logs = _sums(before[:, None], _logs(logits))
     nodes[TOKEN, first:stop] = tokens.ravel()
     nodes[ABOVE, first:stop] = np.repeat(above, CHOICES)
-    sure[first:stop] = np.where(logs > _LEAST, logs, _LEAST).ravel()
+    sure[first:stop] = logs.ravel()
     chosen = first + likeliest(sure[first:stop], WIDTH)
     nodes[NEXT_ROW, first:stop] = NOBODY
     if level < size.depth:
@@ -154,6 +158,50 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
     table[KEPT, 1:] = np.where(is_kept, levels[at], 0)
     lanes = WIDTH * (levels[at] - 1) + nodes[NEXT_ROW, at]
     table[KEPT_LANE, 1:] = np.where(is_kept, lanes, NOBODY)
+
+
+def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Ints) -> None:
+    """Chooses the N likeliest nodes of a tree from the candidates of its levels (tokens and their
+    logits, [K, CHOICES], the likeliest first), which are the same after every node of a level.
+    Writes the nodes' `parents` and tokens (`chosen`), int32 [N], the likeliest node first.
+
+    A node is open if its parent and the next likelier sibling are chosen. Of the open nodes, one a
+    chosen node at most and one more, the likeliest is chosen; of equal ones the first.
+    """
+    logs = _logs(logits)
+    count = len(parents) + 1
+    sure, opened = np.full((2, count), -np.inf, np.float32)  # log probabilities; by chosen node
+    above, places = np.zeros((2, count), np.int64)  # of open nodes: parents, and indices in `logs`
+    sure[0] = 0
+    for number in range(count):
+        if number:
+            at = int(opened.argmax())
+            sure[number] = opened[at]
+            parents[number - 1] = above[at]
+            level, rank = divmod(int(places[at]), CHOICES)
+            chosen[number - 1] = tokens[level, rank]
+            places[at] += 1
+            is_last = rank == CHOICES - 1
+            opened[at] = -np.inf if is_last else _sums(sure[above[at]], logs[level, rank + 1])
+        child = level + 1 if number else 0
+        if child < len(logs):
+            above[number] = number
+            places[number] = child * CHOICES
+            opened[number] = _sums(sure[number], logs[child, 0])
+
+
+def _logs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the log softmax of each row's candidates, at most 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        logs = logits - logits[:, :1]
+        logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
+        return np.asarray(np.minimum(logs, 0))
+
+
+def _sums(before: Any, logs: Any) -> Any:
+    with np.errstate(invalid="ignore", over="ignore"):
+        logs = before + logs
+        return np.where(logs > _LEAST, logs, _LEAST)
 
 
 def plant(table: Ints, parents: Ints) -> None:

@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.ops import LayerWeights, Ops
-from mpissd.engine.model.transformer.trees import PLANT
+from mpissd.engine.model.transformer.trees import CHOICES, PLANT
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -476,30 +476,43 @@ class CupyOps(Ops):
         drafts = _input_of(draft)
         targets = _input_of(target)
         if shapes is not None and number == PLANT:
-            sizes = map(np.int32, (nodes, sheet.lanes))
+            sizes = map(np.int32, (nodes, sheet.lanes, sheet.back))
             args = (*sizes, parents, state, shapes.tables, *targets)
             self._stage("plant", sheet.sequences, args, 4 * 5 * (nodes + 1))
+            return
+        best = stage.ids, draft.best.ids, draft.best.values
+        if shapes is not None and sheet.masks and number == 1:
+            sizes = map(np.int32, (depth, nodes, 2 * sheet.back, sheet.back))
+            shared = 4 * (depth * CHOICES + 5 * (nodes + 1))
+            args = (*sizes, *best, parents, targets[0])
+            self._stage("search", sheet.sequences, args, shared, 32)
             return
         if shapes is not None and 0 < number <= depth:
             sizes = map(np.int32, (number, depth, nodes, sheet.draft_lanes))
             arrays = shapes.nodes, shapes.copies, shapes.tables, parents, state
-            best = stage.ids, draft.best.ids, draft.best.values
             args = (*sizes, *arrays, *best, *drafts, targets[0])
             self._stage("find", sheet.sequences, args, 4 * 2 * shapes.size.most_found)
             return
         tables = stage.table, np.int32(0)
         if shapes is not None:
             tables = shapes.tables, np.int32(shapes.tables[0].size)
-        shape = nodes, depth, sheet.lanes, sheet.draft_lanes
+        masks = sheet.back, sheet.masks.start
+        shape = nodes, depth, sheet.lanes, sheet.draft_lanes, *masks
         sizes = map(np.int32, (number, sheet.sequences, *shape, *stage.level))
         candidates = np.int32(0 if stage.draft is None else draft.best.ids.shape[1])
-        best = stage.ids, draft.best.ids, candidates
         tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
-        args = (*sizes, *tables, state, *host, *best, *drafts, *tops, *targets)
+        args = (*sizes, *tables, state, *host, *best[:2], candidates, *drafts, *tops, *targets)
         self._stage("chained", 1, args)
 
-    def _stage(self, name: str, blocks: int, args: tuple[Any, ...], shared: int = 0) -> None:
-        self.launcher.launch(name, kernels.STAGES, (blocks,), (_STAGE_THREADS,), args, shared)
+    def _stage(
+        self,
+        name: str,
+        blocks: int,
+        args: tuple[Any, ...],
+        shared: int = 0,
+        threads: int = _STAGE_THREADS,
+    ) -> None:
+        self.launcher.launch(name, kernels.STAGES, (blocks,), (threads,), args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
         """Makes the inputs of a draft's next growth step by grow.cu, in page-locked memory."""
