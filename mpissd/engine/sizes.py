@@ -117,6 +117,12 @@ class Sizes:
         return max(0, self.lookahead - 1) if self.config.parallel_drafting else 0
 
     @property
+    def most_masks(self) -> int:
+        """The mask tokens that the draft has; those of random weights are as many as can be."""
+        shard = self.draft_shard
+        return shard.config.masks if isinstance(shard, TransformerShard) else 0
+
+    @property
     def mask_ids(self) -> range:
         """The token ids of a parallel draft's mask tokens, which follow its vocabulary's ids."""
         vocab = 0 if self.draft is None else self.draft.vocab_size
@@ -127,6 +133,12 @@ class Sizes:
     def num_forwards(self, tokens: int) -> int:
         """Returns how many draft forwards are needed to draft `tokens` tokens for a sequence."""
         return -(-tokens // self.tokens_a_forward)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether a parallel draft's forward also stores the tokens, up to K a sequence, that were
+        accepted since its last one. Where branches are grown, the scoring forward stores them."""
+        return self.masks > 0 and not self.fan_out and self.drafts_by_transformer
 
     @property
     def window(self) -> int | None:
@@ -249,8 +261,8 @@ class Sizes:
     @property
     def grown_rows(self) -> int:
         """The rows of the draft's largest growth step, a forward that extends all branches."""
-        if self.masks:  # Without branches the forward also stores up to K accepted tokens.
-            return self.group_lanes * ((1 if self.fan_out else 2) * self.lookahead)
+        if self.masks:
+            return self.group_lanes * (1 + self.catches_up) * self.lookahead
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
         return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)

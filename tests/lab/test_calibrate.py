@@ -77,6 +77,10 @@ def test_misses_show_a_step_and_what_nobody_explains_is_the_link() -> None:
                      "step": 50, "link": 142}  # fmt: skip
     inline = costs(job("sd", num_drafts=0), lead(), missed)
     assert "link" not in inline and inline["step"] == 50
+    told = job("sd", num_drafts=0, forward="transformer", parallel_drafting=True)
+    known = replace(lead(), accepted=np.full(N, 3))  # one forward of K + 3 rows, of 16 compiled
+    once = costs(told, known, draft({"num_jit": 1, "t_growth_s": np.nan}, speculate=3070))
+    assert once["step"] == 70
 
 
 def test_growth_shows_its_parts_and_an_outcome_that_waited_shows_its_reading() -> None:

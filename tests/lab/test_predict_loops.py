@@ -130,6 +130,7 @@ class VirtualForwards:
     ) -> None:
         self._clock, self._seconds, self._lists = clock, seconds, lists or seconds
         self._wake_s, self._end, self._elapsed_s = wake_s, 0.0, 0.0
+        self.most_rows = seconds.rows[-1]
 
     def upload(self, rows: int, tokens: Any, places: None = None, *, lists: bool = False) -> None:
         seconds = self._lists if lists else self._seconds
@@ -143,6 +144,9 @@ class VirtualForwards:
 
     def elapsed_s(self) -> float:
         return self._elapsed_s
+
+    def release(self, slots: Any) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -176,8 +180,11 @@ def drafter_of(job: Job, forwards: Any, clock: Clock) -> Drafter:
     laws = job.acceptance, job.hit_law
     stream = DraftStream(config.seed, vocab, config.batch_size, *laws, widest)
     worker = slowed(
-        DraftWorker(forwards, ImposedDraft(stream)), clock, collect_step=HOST.step,
-        enter=HOST.draft_commit + HOST.draft_lookup, scored=HOST.glue + HOST.keys,
+        DraftWorker(
+            forwards, ImposedDraft(stream, job.tokens_a_forward), job.placement(drafts=True),
+            masks=job.mask_ids,
+        ), clock, collect_step=HOST.step, enter=HOST.draft_commit + HOST.draft_lookup,
+        scored=HOST.glue + HOST.keys,
     )  # fmt: skip
     source = Source.FAST if config.backup == "fast" else Source.JIT
     policy = DraftPolicy(job.lookahead, job.fan_outs, source, job.backup_lookahead)
@@ -276,6 +283,14 @@ CASES: dict[str, dict[str, Any]] = {
     "sd, short drafts": {"mode": "sd", "lookahead": 6, "backup_lookahead": 2},
     "sd, fast": {"mode": "sd", "lookahead": 4, "backup": "fast"},
     "sd, inline": {"mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 2},
+    "sd, inline, in one forward": {
+        "mode": "sd", "num_drafts": 0, "lookahead": 4, "batch_size": 3, "alpha": 0.6,
+        "forward": "transformer", "parallel_drafting": True,
+    },
+    "ssd, in one forward": {
+        "mode": "ssd", "lookahead": 4, "batch_size": 2, "forward": "transformer",
+        "parallel_drafting": True,
+    },
     "ssd, hits of a real pair": {
         "mode": "ssd", "lookahead": 5, "hit_law": "power:A=0.78/0.32,r=0.2/0.3", "batch_size": 3,
         "fan_out": "geometric:30", "backup_lookahead": 3,

@@ -230,6 +230,8 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
     elif rates is None:
         return config
     count = _MOST_K if config.is_text else job.lookahead
+    if config.parallel_drafting:
+        count = min(count, 1 + job.most_masks)
     return _timed_best(machine, config, job, rates[:count])
 
 
@@ -356,13 +358,15 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 class WarmUp:
     """The timed phases of the n warm-up rounds that count, on rank 0 or on a draft. ledger: round,
     its ns, and the ns of each phase, [n, 2 + phases]. num_rows (rank 0 only): rows of each
-    verification, [n]. rounds (draft only): the columns DraftLog.COLUMNS. grow_s (draft only): the
+    verification, [n]. accepted (rank 0 only): the tokens accepted in the round before each, [n].
+    rounds (draft only): the columns DraftLog.COLUMNS. grow_s (draft only): the
     median seconds of a step that grows branches; None if no branch grew."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None
     rounds: NDArray[Any] | None = None
     grow_s: float | None = None
+    accepted: NDArray[np.int64] | None = None
 
     @classmethod
     def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
@@ -392,12 +396,17 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
     loop.admit(requests)
     loop.ledger.restart()
     num_rows = []
+    accepted = [0]
     for _ in range(count):
-        num_rows.append(loop.step().num_rows)
+        result = loop.step()
+        num_rows.append(result.num_rows)
+        accepted.append(int(result.outcome.num_accepted.sum()))
         loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
     loop.finish([request.request_id for request in requests])
     skipped = count // _SKIPPED
-    return WarmUp(loop.ledger.table(skipped, count), np.array(num_rows[skipped:], np.int64))
+    table = loop.ledger.table(skipped, count)
+    columns = np.array([num_rows, accepted[:-1]], np.int64)[:, skipped:]
+    return WarmUp(table, columns[0], accepted=columns[1])
 
 
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
@@ -415,7 +424,7 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
     costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))
     costs["wake"] = beyond - costs["lead_launch"]
     if draft is not None:
-        costs |= _draft_costs(job, device, draft)
+        costs |= _draft_costs(job, device, draft, lead)
         if not job.inline:
             costs |= _link_costs(lead, draft)
     return HostCosts(**{name: max(0.0, float(value)) for name, value in costs.items()})
@@ -429,7 +438,7 @@ def _forward_s(table: RowTable, rows: Any) -> Floats:
     return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
 
 
-def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]:
+def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> dict[str, Any]:
     """Returns {field of HostCosts: seconds} of the host work on the draft."""
     costs: dict[str, Any] = {
         f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
@@ -447,14 +456,19 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp) -> dict[str, Any]
         return costs
     batch = job.config.batch_size
     branches = batch * job.fan_outs.branches
-    wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])  # rows of each step
+    # A branch's rows by step. Those of a parallel draft come with accepted tokens.
+    wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])
+    wide = np.array([1 + job.masks]) if job.masks else wide
     backup = job.num_forwards(job.backup_lookahead)
-    missed = answers[num_jit == batch]
+    stored = np.zeros(len(answers), np.int64)
+    if job.catches_up and lead.accepted is not None:
+        stored = lead.accepted
+    steps_s = _forward_s(device.draft, batch * wide + stored[:, None]).mean(axis=1)
+    missed = (answers - assemble - backup * steps_s)[num_jit == batch]
     if draft.grow_s is not None:
         grown = costs["step"] = draft.grow_s - _forward_s(device.draft, branches * wide).mean()
     if len(missed) and backup:
-        step_s = (np.median(missed) - assemble) / backup
-        costs["step"] = step_s - _forward_s(device.draft, batch * wide).mean()
+        costs["step"] = np.median(missed) / backup
         if draft.grow_s is not None:
             costs["joined"] = costs["step"] - max(0.0, grown)
     if (is_grown := draft.seconds(DraftPhase.GLUE) > 0).any():

@@ -352,7 +352,8 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None
     if job.draft is not None and not job.config.is_lookup:
-        step = measured.profile.device.draft_s(job.config.batch_size) + measured.profile.host.step
+        rows = job.config.batch_size * (1 + job.masks)
+        step = measured.profile.device.draft_s(rows) + measured.profile.host.step
         t_draft = float(job.num_forwards(job.lookahead) * step)
     if draft is not None:
         times = draft.column("t_draft_s")

@@ -53,14 +53,21 @@ class Grid:
     hazards_fast: the same for tokens of a lookup. p_hit: P(cache hit | k accepted), [G, 2, 2, K+1],
     indexed by whether the round's tokens came from a hit, whether all were accepted, and k. The
     tables verify_s (verification), keys_s (from sending tokens to the first step of branches),
-    step_s (a step of all branches) and most_steps (K if branches grow, else 0) have the shape
+    step_s (a step of all branches) and most_steps (`steps` if branches grow, else 0) have the shape
     [G, L, b+1]. They are indexed by the number of live sequences (L = b+1; L = 1 if all live on)
-    and by the number of hits among them. lanes_s: a draft step of 0 … b sequences, [G, b+1]."""
+    and by the number of hits among them. steps, backup_steps: forwards that draft K and K_b tokens,
+    [G]. lanes_s: a draft step of 0, 1, … units, [G, U+1]. A sequence has `units` [G] of them: K
+    rows of a parallel draft, else 1. If the draft catches_up [G], each token accepted in the round
+    before is one more."""
 
     batch_size: int
     host: HostCosts
     lookahead: Ints
     backup_lookahead: Ints
+    steps: Ints
+    backup_steps: Ints
+    units: Ints
+    catches_up: Mask
     fast: Mask
     inline: Mask  # whether rank 0 drafts itself, or there is no draft
     hazards: Floats
@@ -83,6 +90,9 @@ class Grid:
         whether sequences may end before others of their batch."""
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
+        steps = np.array([job.num_forwards(job.lookahead) for job in jobs], np.int64)
+        units = np.array([1 + job.masks for job in jobs], np.int64)
+        catches_up = np.array([job.catches_up for job in jobs])
         counts = np.arange(batch + 1)
         live = counts[:, None] if ends else np.full((1, 1), batch)
         won = np.minimum(counts, live)  # [L, b+1]
@@ -97,23 +107,24 @@ class Grid:
         keys_s = np.zeros(rows.shape)
         step_s = np.ones(rows.shape)
         most_steps = np.zeros(rows.shape, np.int64)
-        lanes_s = np.zeros((len(jobs), batch + 1))
+        each = np.arange(1 + batch * int((units + catches_up * lookahead).max()))
+        lanes_s = np.zeros((len(jobs), len(each)))
         if lookahead.any() and device.draft is not None:
             pairs = zip(jobs, exact, strict=True)
             compiled = _rows_of(
                 [() if job.draft is None else (*rows, job.grown_rows) for job, rows in pairs]
             )
             largest = compiled.max(axis=1)[:, None, None]
-            sequences = np.broadcast_to(counts, (len(jobs), 1, batch + 1))
+            sequences = np.broadcast_to(each, (len(jobs), 1, len(each)))
             lanes_s = device.draft_s(padded(sequences, compiled), largest)[:, 0] + host.step
             after_hit = _column(sum(job.fan_out) for job in jobs)
             after_miss = _column(sum(job.fan_out_miss) for job in jobs)
             branches = won * after_hit + missed * after_miss
-            grown = np.maximum(branches, 1)
+            grown = np.maximum(branches, 1) * units[:, None, None]
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes:  # For a draft tree, a step is the mean over its levels.
+                if job.shape.num_lanes and not job.masks:  # A step is the mean over the tree's levels.
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -124,13 +135,17 @@ class Grid:
             glue_rows = padded(live * (tokens + 1) + 0 * won, compiled)
             glue_s = device.glue_s(glue_rows, candidates, largest) + host.glue
             keys_s = np.where(branches > 0, glue_s + host.keys + host.keys_lane * branches, 0.0)
-            most_steps = np.where(branches > 0, lookahead[:, None, None], 0)
+            most_steps = np.where(branches > 0, steps[:, None, None], 0)
         longest = int(lookahead.max())
         return cls(
             batch_size=batch,
             host=host,
             lookahead=lookahead,
             backup_lookahead=np.array([job.backup_lookahead for job in jobs], np.int64),
+            steps=steps,
+            backup_steps=np.array([job.num_forwards(job.backup_lookahead) for job in jobs]),
+            units=units,
+            catches_up=catches_up,
             fast=np.array([job.config.backup == "fast" for job in jobs]),
             inline=np.array([job.inline for job in jobs]) | (lookahead == 0),
             hazards=_widened([job.rates(Source.CACHE) for job in jobs], longest),
@@ -152,6 +167,11 @@ class Grid:
     def grows(self) -> Mask:
         """Whether each configuration grows branches for likely outcomes (SSD), bool [G]."""
         return np.asarray(self.most_steps.any(axis=(1, 2)))
+
+    @property
+    def is_varied(self) -> Mask:
+        """Of which configurations the rounds differ in time, even if all sequences live on, [G]."""
+        return self.grows | self.catches_up
 
 
 def _hit_chances(job: Job) -> Floats:
@@ -327,7 +347,8 @@ class Rounds:
         shape = len(grid), draws.chains, batch
         numbers = np.arange(len(grid))[:, None]
         self._first = numbers * grid.verify_s[0].size  # a configuration's start in flattened tables
-        self._first_step = numbers * (batch + 1)  # a configuration's start in flattened lanes_s
+        self._first_step = numbers * grid.lanes_s.shape[1]  # the same in lanes_s
+        self._accepted = np.zeros(shape, np.int64)  # in the last round
         self.live: Mask = np.ones(shape, np.bool_)
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next cache lookup will hit
         self._clock = np.zeros(shape[:2])  # time at which rank 0 has the last outcome
@@ -381,7 +402,7 @@ class Rounds:
             hit, grid.lookahead[:, None, None], grid.backup_lookahead[:, None, None]
         )
         over = seen + grid.verify_s.ravel()[place] + host.lead_s
-        accepted = draws.accepted(hit, num_draft)
+        self._accepted = accepted = draws.accepted(hit, num_draft)
         self._hit = draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)
         self._clock = over
@@ -396,12 +417,14 @@ class Rounds:
         grid = self._grid
         lanes_s = grid.lanes_s.ravel()
         missed = live - won
-        finish = np.where(won > 0, grid.lookahead[:, None] - steps, 0)
-        backup = np.where(grid.fast, 0, grid.backup_lookahead)[:, None] * (missed > 0)
+        finish = np.where(won > 0, grid.steps[:, None] - steps, 0)
+        backup = np.where(grid.fast, 0, grid.backup_steps)[:, None] * (missed > 0)
         shared = np.minimum(finish, backup)
-        shared_s = shared * lanes_s[self._first_step + live]
-        finish_s = (finish - shared) * lanes_s[self._first_step + won]
-        backup_s = (backup - shared) * lanes_s[self._first_step + missed]
+        units = grid.units[:, None]
+        stored = (self._accepted * self.live).sum(axis=2) * grid.catches_up[:, None]
+        shared_s = shared * lanes_s[self._first_step + live * units]
+        finish_s = (finish - shared) * lanes_s[self._first_step + won * units]
+        backup_s = (backup - shared) * lanes_s[self._first_step + missed * units + stored]
         return np.asarray(shared_s + (finish_s + backup_s), np.float64)
 
 
@@ -437,7 +460,7 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
     sequences, least, num_rounds = _QUICK if quick else _PRECISE
     chains = max(least, sequences // grid.batch_size)
     at_once = max(1, _AT_ONCE // max(sequences, least * grid.batch_size))
-    growing = np.flatnonzero(grid.grows)
+    growing = np.flatnonzero(grid.is_varied)
     for first in range(0, len(growing), at_once):
         chosen = growing[first : first + at_once]
         part = grid.take(chosen)
@@ -450,8 +473,8 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         for name in summed:
             columns[name][chosen] /= chains * num_rounds
         columns["hit_rate"][chosen] /= grid.batch_size
-    # Without branches, only the number of tokens of a round is random, and its mean is known.
-    exact = np.flatnonzero(~grid.grows)
+    # Elsewhere only the number of tokens of a round is random, and its mean is known.
+    exact = np.flatnonzero(~grid.is_varied)
     if len(exact):
         part = grid.take(exact)
         rounds = Rounds(part, LawDraws(part, 1))
@@ -507,10 +530,11 @@ def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any
     rate = float(means.tok_per_s[0])
     is_known = math.isfinite(rate)  # The rate is infinite if rounds take no time.
     target = float(grid.verify_s[0, -1, -1])
-    draft = job.lookahead * float(grid.lanes_s[0, -1]) if job.lookahead else None
+    units = job.config.batch_size * int(grid.units[0])
+    draft = int(grid.steps[0]) * float(grid.lanes_s[0, units]) if job.lookahead else None
     growth = None
     if grid.grows[0]:
-        growth = float(grid.keys_s[0, -1, -1] + job.lookahead * grid.step_s[0, -1, -1])
+        growth = float(grid.keys_s[0, -1, -1] + grid.steps[0] * grid.step_s[0, -1, -1])
     return {
         "mode": job.config.mode,
         "expected_tok_per_s": rate if is_known else None,
