@@ -25,6 +25,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
+from mpissd.engine.law.acceptance import PARALLEL
 from mpissd.lab.pair.laws import Dataset, Outcomes, Ranks, measured
 from mpissd.lab.plan.candidates import (
     FULL,
@@ -217,13 +218,19 @@ def test_host_costs_that_nobody_knows_make_no_verdict(
     assert "Not judged: " in printed and "no host costs of SSD" in printed
 
 
-def pair_of(path: Path, alphas: Sequence[float]) -> str:
-    """A file of laws, of prompts with these acceptance rates and 20 rounds each."""
+def pair_of(path: Path, alphas: Sequence[float], masked: float = 0.0) -> str:
+    """A file of laws, of prompts with these acceptance rates and 20 rounds each. masked: how many
+    times these rates a draft of all K tokens in one forward has (0: it was not measured)."""
     outcomes = {}
+    once = [masked * a for a in alphas]
     for k in range(1, 9):
         shares = np.array([[*(a**n * (1 - a) for n in range(k)), a**k] for a in alphas])
         ranks = Ranks(np.tile([70, 20, 10, 6, 3, 1], (len(alphas), 1)), True)
-        outcomes[k] = Outcomes(np.rint(20 * shares).astype(np.int64), (ranks, ranks))
+        at_once = np.array([[*(a**n * (1 - a) for n in range(k)), a**k] for a in once])
+        ranked = np.tile([60, 20, 10, 10], (len(alphas), k, 1)) if masked else None
+        fast = {PARALLEL: np.rint(20 * at_once).astype(np.int64)} if masked else {}
+        accepted = np.rint(20 * shares).astype(np.int64)
+        outcomes[k] = Outcomes(accepted, (ranks, ranks), fast, ranked)
     about = {"target_sha256": "t", "draft_sha256": "d", "file": "pair.npz", "temperature": 0}
     path.write_text(json.dumps(measured([Dataset(about, outcomes)], 4)))
     return str(path)
@@ -259,6 +266,26 @@ def test_a_verdict_has_the_sampling_error_of_its_prompts(
         assert needed is not None
         error, count = map(int, needed.groups())
         assert count == pytest.approx(9 * (np.log1p(error / 100) / np.log(1.05)) ** 2, rel=0.1)
+
+
+def test_a_draft_of_one_forward_is_offered_where_its_acceptance_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At .85 of a chain's rates, which cost a forward a token; what is advised runs."""
+    laws = [pair_of(tmp_path / f"{share}.json", [0.7] * 20, share) for share in (0.0, 0.85)]
+    whole: dict[str, Any] = {"alpha": None, "forward": "transformer", "fuse": False}
+    plans = [advised(2, laws=each, **whole)[1] for each in laws]
+    assert not any(choice.parallel for choice in plans[0].judged)
+    used = {choice.family.mode for choice in plans[1].judged if choice.parallel}
+    assert used == {"sd", "ssd"} and "in one forward" in str(plans[1].best)
+    flags = "--profile=h200", "--gpus=2", "--pair=8b/1b", "--measured=none"
+    assert main(["plan", *flags, f"--laws={laws[1]}"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 100
+    assert "is SD with a tree in one forward on 2 GPUs: " in lines[1]
+    ranks, words = printed_command("\n".join(lines))
+    emulated = "--backend=emulated", "--device=h200", f"--dry_run={ranks}", f"--out={tmp_path}"
+    assert main([*words, *emulated]) == 0 and json.loads(last)["best"]["parallel"]
 
 
 @pytest.mark.parametrize(
@@ -381,6 +408,8 @@ def random_screen(seed: int) -> Screen:
             fans = ("uniform:6" if tree else "geometric:64") if mode == "ssd" else None
             backup = rnd.choice(["jit", "jit" if tree else "fast"])
             use = Choice(mode, tp, drafts, batch, 0 if mode == "ar" else k, fans, backup, tree=tree)
+            at_once = mode not in ("ar", "lookup") and backup == "jit" and rnd.random() < 0.3
+            use = replace(use, parallel=at_once)
             served, source = k if tree else rnd.randint(1, k), rnd.choice((None, "derived: some"))
             yield replace(use, backup_lookahead=served, tok_per_s=rate, round_us=1, derived=source)
 

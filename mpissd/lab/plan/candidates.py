@@ -20,7 +20,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
 from mpissd.engine.backend.profile import Profile
 from mpissd.engine.job import Job, resolve
-from mpissd.engine.law.acceptance import LAW_FILES, HitLaw, hit_law_of, load_laws
+from mpissd.engine.law.acceptance import LAW_FILES, PARALLEL, HitLaw, hit_law_of, load_laws
 from mpissd.engine.law.fanout import resolve_fan_out
 from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stacks import AnyShard
@@ -62,6 +62,16 @@ def longest_lookahead(config: RunConfig) -> int:
     return longest
 
 
+def ways(run: RunConfig, lookahead: int, *, trees: bool = False) -> tuple[bool, ...]:
+    """Returns whether K tokens, or trees of K levels, are drafted in one forward: False, and True
+    as well where the laws have measured such drafts."""
+    if lookahead == 1 or not run.acceptance_text.startswith("laws:"):
+        return (False,)
+    laws = load_laws(str(run.laws)).behind(lookahead)
+    known = bool(laws.levels) if trees else PARALLEL in laws.fast
+    return (False, True) if known else (False,)
+
+
 def cut_law(text: str, length: int) -> str:
     """Returns an acceptance model's text with at most `length` rates, if it is a list of rates by
     position ("rates:…", "marginal:…"); any other text is returned unchanged."""
@@ -91,7 +101,7 @@ class Choice:
     """One configuration that `plan` considers, and its simulated speed. backup: what drafts after a
     cache miss ("jit": the draft model, "fast": a lookup), backup_lookahead tokens. tree: nodes of a
     draft tree (None: a chain). derived: how some durations were derived, if not all were measured.
-    """
+    parallel: whether one forward drafts all K tokens, also after a miss."""
 
     mode: str
     tp: int
@@ -106,6 +116,7 @@ class Choice:
     hit_rate: float | None = None
     derived: str | None = None
     tree: int | None = None
+    parallel: bool = False
 
     @property
     def gpus(self) -> int:
@@ -131,16 +142,20 @@ class Choice:
             flags["tree"] = str(self.tree)
         if self.mode != "ar":
             flags["lookahead"] = str(self.lookahead)
+        if self.parallel:
+            flags["parallel_drafting"] = "true"
         if self.fan_out is not None:
             flags |= {"fan_out": self.fan_out, "backup": self.backup}
             flags["backup_lookahead"] = str(self.backup_lookahead)
         return flags
 
     def __str__(self) -> str:
-        """Returns the settings as text, such as "K=4 uniform:3; on a miss jit K=2"."""
+        """Returns the settings as text: "K=4 uniform:3; on a miss jit K=2", "K=4, in one forward"."""
         text = f"K={self.lookahead}" if self.mode != "ar" else ""
         if self.tree is not None:
             text += f" tree={self.tree}"
+        if self.parallel:
+            return f"{text} {self.fan_out or ''}".rstrip() + ", in one forward"
         if self.fan_out is not None:
             text += f" {self.fan_out}; on a miss {self.backup}"
             if self.backup_lookahead != self.lookahead:
@@ -155,7 +170,8 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
     shared = Choice(choice.mode, 1, choice.num_drafts, 1, choice.lookahead, fans, choice.backup)
-    job = replace(_job_of(config, replace(shared, tree=choice.tree)), tp=choice.tp)
+    shared = replace(shared, tree=choice.tree, parallel=choice.parallel)
+    job = replace(_job_of(config, shared), tp=choice.tp)
     if choice.tree is not None:
         return job
     served = choice.backup_lookahead
@@ -183,6 +199,7 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
         config,
         mode=choice.run_mode,
         tree=choice.tree,
+        parallel_drafting=choice.parallel,
         backup=choice.backup,
         backup_lookahead=None,
         num_drafts=choice.num_drafts,
@@ -462,17 +479,20 @@ def candidates(
         for drafts in sharding.num_drafts:
             if sharding.host("sd", drafts) is not None:
                 chain = Choice("sd", tp, drafts, batch, k, backup_lookahead=k)
-                yield chain
-                for nodes in range(k + 1, MOST_LOOKAHEAD + 1) if trees else ():
-                    yield replace(chain, mode=TREE, tree=nodes)
+                for parallel in ways(run, k):
+                    yield replace(chain, parallel=parallel)
+                sizes = range(k + 1, MOST_LOOKAHEAD + 1) if trees else ()
+                for nodes, parallel in product(sizes, ways(run, k, trees=True)):
+                    yield replace(chain, mode=TREE, tree=nodes, parallel=parallel)
         lookup = Choice(LOOKUP, tp, 0, batch, k, backup="fast", backup_lookahead=k)
         has_costs = sharding.host(LOOKUP, 0) is not None
         if has_costs and job_of(run, lookup).acceptance[Source.FAST].hazards[0]:
             yield lookup
     yield from ssd_choices(run, sharding, space)
     for nodes, k, fans in product(*_TREES) if trees and sharding.has_ssd else ():
-        if k < nodes and k <= longest:
-            yield Choice("ssd", tp, 1, batch, k, f"uniform:{fans}", "jit", k, tree=nodes)
+        for parallel in ways(run, k, trees=True) if k < nodes and k <= longest else ():
+            use = Choice("ssd", tp, 1, batch, k, f"uniform:{fans}", "jit", k, tree=nodes)
+            yield replace(use, parallel=parallel)
 
 
 def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Choice]:
@@ -486,6 +506,9 @@ def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Ch
         for fan_out, served, is_fast in product(fan_outs, space.backups(k), space.fast):
             backup = "fast" if is_fast else "jit"
             yield Choice("ssd", sharding.tp, 1, run.batch_size, k, fan_out, backup, served)
+        for fan_out in fan_outs if True in ways(run, k) else ():
+            ahead = Choice("ssd", sharding.tp, 1, run.batch_size, k, fan_out, backup_lookahead=k)
+            yield replace(ahead, parallel=True)
 
 
 def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> list[Choice]:
@@ -497,9 +520,9 @@ def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> 
         try:
             job = job_of(survey.run, choice)
         except ConfigError:
-            if choice.fan_out is None:
+            if choice.fan_out is None and not choice.parallel:
                 raise
-            continue  # The fan-out's budget is too small, or no candidate can hit.
+            continue  # The fan-out's budget or the draft's masks are too few, or no candidate can hit.
         most_rows = by_tp[choice.tp].most_rows
         if most_rows is None or job.draft_buckets()[-1] <= most_rows:
             alike.setdefault(choice.family, []).append((choice, job))

@@ -114,6 +114,7 @@ def number(value: float) -> str:
 def name_of(choice: Choice) -> str:
     """Returns a choice's mode and GPUs (T, + D) for a sentence: "a lookup on 2", "SSD on 1 + 1"."""
     name = _NAMES.get(choice.mode, "SSD" + " with trees" * (choice.tree is not None))
+    name += " in one forward" * choice.parallel
     return f"{name} on {choice.tp}" + f" + {choice.num_drafts}" * bool(choice.num_drafts)
 
 
@@ -385,6 +386,7 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
             for row in rows
             if family_of(row) == choice.family
             if bool(row.tree_nodes) == (choice.tree is not None)
+            if bool(row.parallel_drafting) == choice.parallel
             if all(row.get(name) == value for name, value in case.items())
         ]
         if alike:

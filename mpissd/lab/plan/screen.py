@@ -48,7 +48,8 @@ _LEGEND = """\
 T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
 K: tokens drafted a round, or levels of a tree. Of SSD: --fan_out, the outcomes drafted for \
 (uniform: so many a position; geometric: so many in all); on a miss: --backup, what drafts then \
-(jit: the draft model; fast: a lookup), and its K if it differs.
+(jit: the draft model; fast: a lookup), and its K if it differs. In one forward: \
+--parallel_drafting, which the same draft also does on a miss.
 times: measured on this device; derived, computed from measured ones; or of a datasheet. by rows: \
 tok/s of measured rows of the same case. ≈: no slower than the best for sure."""
 

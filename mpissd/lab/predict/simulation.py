@@ -124,7 +124,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes and not job.masks:  # A step is the mean over the tree's levels.
+                if job.shape.num_lanes and not job.masks:  # A step is the mean of all levels.
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
