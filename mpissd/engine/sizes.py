@@ -135,10 +135,16 @@ class Sizes:
         return -(-tokens // self.tokens_a_forward)
 
     @property
+    def step_rows(self) -> int:
+        """The rows of a branch in a draft step: K of a parallel draft. Bare products have no tokens
+        to attend, so that masks are no rows of theirs."""
+        return 1 + self.masks if self.drafts_by_transformer else 1
+
+    @property
     def catches_up(self) -> bool:
         """Whether a parallel draft's forward also stores the tokens, up to K a sequence, that were
         accepted since its last one. Where branches are grown, the scoring forward stores them."""
-        return self.masks > 0 and not self.fan_out and self.drafts_by_transformer
+        return self.step_rows > 1 and not self.fan_out
 
     @property
     def window(self) -> int | None:
@@ -262,7 +268,7 @@ class Sizes:
     def grown_rows(self) -> int:
         """The rows of the draft's largest growth step, a forward that extends all branches."""
         if self.masks:
-            return self.group_lanes * (1 + self.catches_up) * self.lookahead
+            return self.group_lanes * (1 + self.catches_up) * self.step_rows
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
         return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)

@@ -181,8 +181,7 @@ def drafter_of(job: Job, forwards: Any, clock: Clock) -> Drafter:
     stream = DraftStream(config.seed, vocab, config.batch_size, *laws, widest)
     worker = slowed(
         DraftWorker(
-            forwards, ImposedDraft(stream, job.tokens_a_forward), job.placement(drafts=True),
-            masks=job.mask_ids,
+            forwards, ImposedDraft(stream, job.tokens_a_forward), job.placement(drafts=True)
         ), clock, collect_step=HOST.step, enter=HOST.draft_commit + HOST.draft_lookup,
         scored=HOST.glue + HOST.keys,
     )  # fmt: skip

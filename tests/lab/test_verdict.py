@@ -18,6 +18,8 @@ from mpissd.lab.measure.load import counters, gpu_reasons, reasons
 from mpissd.lab.measure.verdict import TimedUse, UseComparison
 from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.uses import Family
+from tests.text_config import text_config
+from tests.tiny_pair import TinyPair
 
 FAMILIES = [Family(*parts) for parts in (("ssd", 1, 1), ("ar", 1, 0), ("sd", 1, 0), ("ar", 2, 0))]
 FAMILIES.append(Family("sd", 2, 0))
@@ -174,6 +176,24 @@ def test_rivals_have_the_k_that_is_fastest_here(
         assert rate == pytest.approx(told_uses[row.lookahead][row.seed - 8], rel=1e-4)
     (verdict,) = json.loads(last)["beside"]["verdicts"]
     assert (verdict["use"], verdict["turns"]) == ("SD inline K=3 on 1 core", 3)
+
+
+def test_a_draft_with_masks_is_also_tried_in_one_forward(
+    tmp_path: Path,
+    pair: TinyPair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(beside, "_LATE_S", 0.0)  # one turn
+    own: dict[str, Any] = {"beside": "all", "beside_s": 0, "progress": "off", "out": tmp_path}
+    text = text_config(pair, mode="sd", num_drafts=0, num_tokens=40, **own)
+    assert run.execute(text) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["beside"]["uses"]
+    names = [use["name"] for use in told if use["parallel"]]
+    assert len(names) == 1 and names[0].startswith("SD inline in one forward K=")
+    rows = load_rows([tmp_path / "beside"])
+    assert {row.mode for row in rows if row.parallel_drafting} == {"sd"}
+    assert len({row.token_digest for row in rows}) == 1
 
 
 def test_rates_and_lengths_of_passes_follow_the_run() -> None:

@@ -1,16 +1,17 @@
 """Compares a run with alternatives on the same ranks, to tell whether its speculation pays.
 
 The alternatives are AR and inline SD (the draft model on the target's ranks), on the run's target
-ranks and on all its ranks, each at its best K. A turn measures the run's configuration and each
-alternative once, with one seed and the same prompts. The order changes from turn to turn, and a run
-over many prompts takes other prompts in each turn. What no open question needs is not measured
-again. Each measurement's row is kept in OUT/beside.
+ranks and on all its ranks, each at its best K; of text, inline SD of a draft with mask tokens in
+one forward as well, with the K that the timed forwards make best if as many tokens are accepted. A
+turn measures the run's configuration and each alternative once, with one seed and the same prompts.
+The order changes from turn to turn, and a run over many prompts takes other prompts in each turn.
+What no open question needs is not measured again. Each measurement's row is kept in OUT/beside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -111,14 +112,18 @@ class _Beside:
         modes = ("ar", "sd") if has_draft else ("ar",)
         mode = {"prompt": LOOKUPS[0]}.get(run.lookup, run.lookup) if run.is_lookup else run.mode
         first = Family(mode, topology.tp, topology.num_drafts)  # the run's own
-        narrow, wide = ([Family(m, tp, 0) for m in modes] for tp in (first.tp, first.gpus))
-        families = [first, *(family for family in narrow if family != first)]
-        if first == Family("sd", first.tp, 0) and not run.tree:
-            families.append(first)  # An inline SD run is also measured at its best K.
-        places = [self._place(machine, family) for family in families]
-        if len(families) > len({*families}) and places[-1].use == places[0].use:
-            places.pop()
-            self._comparison.uses.pop()
+        self._masks = self._tried_masks() if has_draft else 0
+        ways = [(m, False) for m in modes] + [("sd", True)] * bool(self._masks)
+        narrow, wide = ([(Family(m, tp, 0), p) for m, p in ways] for tp in (first.tp, first.gpus))
+        own = first, run.parallel_drafting and run.mode != "ar"
+        has_best_k = (
+            first.mode == "sd" and not run.tree
+        )  # An inline SD run is also measured at its best K.
+        others = [use for use in narrow if use != own or has_best_k]
+        places = [self._place(machine, *use) for use in (own, *others)]
+        again = [place for place in places[1:] if place.use == places[0].use]
+        places = [place for place in places if place not in again]
+        self._comparison.uses[:] = [place.use for place in places]
         with ExitStack() as stack:
             if first.num_drafts:
                 if not (is_whole := self._holds_both(places)):
@@ -127,12 +132,13 @@ class _Beside:
                 self._say(f"opening all {first.gpus} ranks for the target")
                 try:
                     other = stack.enter_context(opened_machine(rival(run, "ar"), 0))
-                    wide_places = [self._place(other, family) for family in wide]
+                    wide_places = [self._place(other, *use) for use in wide]
                 except Refused as refused:  # raised on all ranks
                     wide_places = []
                     uses = self._comparison.uses
                     unit = uses[0].unit
-                    uses += [TimedUse(family, unit, refused=str(refused)) for family in wide]
+                    why = str(refused)
+                    uses += [TimedUse(f, unit, refused=why, parallel=p) for f, p in wide]
                 places = places + wide_places if is_whole else wide_places
                 self._turns(places, run.beside_s / (2 - is_whole))
                 note = "Memory holds one division of the ranks at a time: one after the other."
@@ -145,12 +151,22 @@ class _Beside:
             self._comparison.prompts = f"{count} of {self._prompts} prompts"
         return self._comparison
 
-    def _place(self, machine: Machine, family: Family) -> Place:
+    def _tried_masks(self) -> int:
+        """Returns how many mask tokens the draft has, 0 where the acceptance of drafts in one
+        forward is not known: flags impose only that of the run's own. Collective."""
+        run = self._run
+        if not (run.is_text or run.parallel_drafting):
+            return 0
+        with suppress(Refused), agreed(self._machine.topology.world):
+            return self._machine.resolve(rival(run, "sd")).most_masks
+        return 0
+
+    def _place(self, machine: Machine, family: Family, parallel: bool) -> Place:
         """Adds an alternative (mode, T and D) to the comparison and chooses its K; returns it with
         the configuration that measures it. All ranks must call this."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
-        use = TimedUse(family, unit)
+        use = TimedUse(family, unit, parallel=parallel)
         is_own = not self._comparison.uses  # The run's own configuration comes first.
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
@@ -160,6 +176,9 @@ class _Beside:
             "beside": "off",
         }  # fmt: skip
         config = replace(run if is_own else rival(run, family.mode), **values)
+        if parallel and not is_own:
+            most = min(config.lookahead, 1 + self._masks)
+            config = replace(config, parallel_drafting=True, lookahead=most)
         try:
             if not is_own and family.mode == "sd" and not config.tree:
                 config = best_k(machine, config, self._rates)

@@ -458,7 +458,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
     branches = batch * job.fan_outs.branches
     # A branch's rows by step. Those of a parallel draft come with accepted tokens.
     wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])
-    wide = np.array([1 + job.masks]) if job.masks else wide
+    wide = np.array([job.step_rows]) if job.masks else wide
     backup = job.num_forwards(job.backup_lookahead)
     stored = np.zeros(len(answers), np.int64)
     if job.catches_up and lead.accepted is not None:

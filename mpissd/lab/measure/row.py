@@ -352,7 +352,7 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None
     if job.draft is not None and not job.config.is_lookup:
-        rows = job.config.batch_size * (1 + job.masks)
+        rows = job.config.batch_size * job.step_rows
         step = measured.profile.device.draft_s(rows) + measured.profile.host.step
         t_draft = float(job.num_forwards(job.lookahead) * step)
     if draft is not None:

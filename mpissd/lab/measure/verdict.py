@@ -78,18 +78,20 @@ class Ratio:
 class TimedUse:
     """One compared configuration and its measured tokens/s in each turn (None: not measured).
     family: its mode, T and D. unit: what a rank runs on, "core" or "GPU". lookahead: K. refused:
-    why it cannot run here ("" if it can)."""
+    why it cannot run here ("" if it can). parallel: whether one forward drafts all K tokens."""
 
     family: Family
     unit: str
     lookahead: int = 0
     speeds: list[float | None] = field(default_factory=list)
     refused: str = ""
+    parallel: bool = False
 
     @property
     def method(self) -> str:
         """The mode and K without the ranks, such as "SD inline K=2"."""
-        return self.family.name + (f" K={self.lookahead}" if self.lookahead else "")
+        name = self.family.name + " in one forward" * self.parallel
+        return name + (f" K={self.lookahead}" if self.lookahead else "")
 
     def __str__(self) -> str:
         count = self.family.gpus

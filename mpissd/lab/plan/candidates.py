@@ -150,7 +150,7 @@ class Choice:
         return flags
 
     def __str__(self) -> str:
-        """Returns the settings as text: "K=4 uniform:3; on a miss jit K=2", "K=4, in one forward"."""
+        """Returns the settings: "K=4 uniform:3; on a miss jit K=2", or "K=4, in one forward"."""
         text = f"K={self.lookahead}" if self.mode != "ar" else ""
         if self.tree is not None:
             text += f" tree={self.tree}"
@@ -522,7 +522,7 @@ def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> 
         except ConfigError:
             if choice.fan_out is None and not choice.parallel:
                 raise
-            continue  # The fan-out's budget or the draft's masks are too few, or no candidate can hit.
+            continue  # Its budget or the draft's masks are too few, or no candidate can hit.
         most_rows = by_tp[choice.tp].most_rows
         if most_rows is None or job.draft_buckets()[-1] <= most_rows:
             alike.setdefault(choice.family, []).append((choice, job))

@@ -91,7 +91,7 @@ class Grid:
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
         steps = np.array([job.num_forwards(job.lookahead) for job in jobs], np.int64)
-        units = np.array([1 + job.masks for job in jobs], np.int64)
+        units = np.array([job.step_rows for job in jobs], np.int64)
         catches_up = np.array([job.catches_up for job in jobs])
         counts = np.arange(batch + 1)
         live = counts[:, None] if ends else np.full((1, 1), batch)

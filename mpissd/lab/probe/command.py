@@ -289,7 +289,7 @@ def _measured(session: Session, source: str) -> Entry | None:
             # Slow forwards limit the number of rounds: a large model takes seconds each on a CPU.
             round_s = float(profile.device.verify(job.verify_rows))
             if profile.device.draft is not None:
-                step_s = float(profile.device.draft_s(job.config.batch_size * (1 + job.masks)))
+                step_s = float(profile.device.draft_s(job.config.batch_size * job.step_rows))
                 round_s += job.num_forwards(job.lookahead) * step_s
             count = int(min(max(_ROUNDS_S / max(round_s, 1e-6), _FEWEST), _MOST))
         count = world.bcast(count)
