@@ -67,12 +67,15 @@ PROMPTS = ";".join(
 TEXT = "--backend=numpy --workload=text --warmup_rounds=8 --deadline_s=40 --fan_out=uniform:2"
 SAMPLED = ["--temperature=0.8", "--top_p=0.9"]
 SSD3 = ["--mode=ssd", "--batch_size=3"]
+AT_ONCE = ["--parallel_drafting"]
 TEXTS: dict[str, tuple[int, list[str]]] = {  # (ranks, flags)
     "text ar": (1, ["--mode=ar"]),
     "text inline T=2": (2, [*INLINE, "--lookahead=7"]),
     "text ssd": (2, SSD3),
     "text ssd T=3": (4, [*SSD3, "--backup=fast"]),
     "text groups": (3, ["--groups=2", "--batch_size=2"]),
+    "text parallel inline T=2": (2, [*INLINE, *AT_ONCE, "--lookahead=7", "--tree=12"]),
+    "text parallel groups T=2": (5, [*AT_ONCE, "--groups=2", "--batch_size=2"]),
 }
 DRAWS: dict[str, tuple[int, list[str]]] = {
     "drawn text sd": (2, [*SAMPLED, "--mode=sd"]),

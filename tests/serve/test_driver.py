@@ -388,12 +388,13 @@ def test_cached_tokens_are_counted_and_not_computed_again(pair: TinyPair, mode: 
 class Wild(Goodput):
     """Takes any way before each round."""
 
-    def __init__(self) -> None:
-        super().__init__(K, [None, 1], ForwardTimes())
-        self.dice = random.Random(0)
+    def __init__(self, lookahead: int = K) -> None:
+        super().__init__(lookahead, [None, 1], ForwardTimes())
+        self.dice, self.most = random.Random(0), lookahead
 
     def choose(self, tasks: Sequence[Task]) -> Way:
-        self.way = Way(self.dice.choice([0, 1, K, K]), self.dice.choice([None, 0, 1]))
+        lookahead = self.dice.choice([0, 1, self.most, self.most])
+        self.way = Way(lookahead, self.dice.choice([None, 0, 1]))
         return self.way
 
     @property

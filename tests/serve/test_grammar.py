@@ -35,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ssd": {"mode": "ssd", "fan_out": "uniform:2"},
     "ssd, fast backup": {"mode": "ssd", "fan_out": "uniform:2", "backup": "fast"},
     "branches of trees": {"mode": "ssd", "fan_out": "uniform:2", "tree": 7},
+    "parallel inline tree": {"mode": "sd", "num_drafts": 0, "tree": 7, "parallel_drafting": True},
+    "parallel ssd": {"mode": "ssd", "fan_out": "uniform:2", "parallel_drafting": True},
 }
 Asked = tuple[str, Any]  # make_grammar's kind and value
 
