@@ -48,7 +48,7 @@ class DraftConfig(TextFlags):
     run: RunConfig = contained(
         RunConfig,
         only="pair target draft mode lookahead fan_out backup backup_lookahead lookup batch_size "
-        "context backend graph deadline_s workload".split(),
+        "context backend graph deadline_s workload parallel_drafting".split(),
         mode=flag("ssd", choice("sd", "ssd"), "sd: drafts only when asked; ssd: also ahead"),
         workload=flag("text", choice("text"), "what draft drafts"),
     )

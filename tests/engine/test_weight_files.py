@@ -357,6 +357,11 @@ def test_mask_tokens_of_a_parallel_draft(home: Path) -> None:
     refused(write_folder(home / "masks", told, values), "tensor mask_embedding.weight is missing")
     with_masks["mask_embedding.weight"] = masks[:4]
     refused(write_folder(home / "masks", told, with_masks), "is [4, 64]: allowed: [5, 64]")
+    nan = np.full_like(masks, np.nan)
+    for damaged, said in ((nan, "a number that is not finite"), (masks.astype("i4"), "is I32")):
+        with_masks["mask_embedding.weight"] = damaged
+        refused(write_folder(home / "masks", told, with_masks), said)
+    with_masks["mask_embedding.weight"] = masks
     refused(write_folder(home / "masks", CONFIG, with_masks), "mask_embedding.weight' is not supp")
 
 

@@ -82,9 +82,10 @@ class Engine:
 
 
 @pytest.fixture
-def flags(pair: TinyPair) -> str:
-    """A draft's own; it runs on the GPU where there is one."""
-    return f"--target={pair.target} --draft={pair.draft} --fan_out=uniform:2"
+def flags(pair: TinyPair, request: pytest.FixtureRequest) -> str:
+    """A draft's own, and those of a test; it runs on the GPU where there is one."""
+    more = getattr(request, "param", "")
+    return f"--target={pair.target} --draft={pair.draft} --fan_out=uniform:2 {more}"
 
 
 @pytest.fixture
@@ -137,7 +138,14 @@ def test_counts_that_cannot_be_published_do_not_stop_the_engine(
     ) == 1
 
 
-@pytest.mark.parametrize("fault", ["none", "killed", "refused"])
+AT_ONCE = "--parallel_drafting"
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [("", "none"), ("", "killed"), ("", "refused"), (AT_ONCE, "none"), (AT_ONCE, "killed")],
+    indirect=["flags"],
+)
 def test_tokens_are_the_targets_always(engine: Engine, pair: TinyPair, fault: str) -> None:
     """Requests join, end, swap rows and are preempted, and some steps do not ask."""
 
@@ -218,6 +226,7 @@ class Ids(list[list[int]]):
     tolist, new_tensor = list.copy, staticmethod(list)
 
 
+@pytest.mark.parametrize("flags", ["", AT_ONCE], indirect=True)
 def test_candidates_of_hugging_face_follow_one_sequence(engine: Engine) -> None:
     candidates, tokens = Candidates(engine.client, longest=12), [4, 2]
     while len(tokens) < 12:

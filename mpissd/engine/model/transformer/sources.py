@@ -102,12 +102,13 @@ def open_files(
     shares_head: bool = False,
     depth: int = 0,
 ) -> Checkpoint:
-    """Returns the weights in files; reads no tensor yet.
+    """Returns the weights in files; reads no tensor yet but those of mask tokens.
 
     target: the model that lends its input embedding to a draft without one. shares_head: whether
     the target also lends rows of its LM head, those that the tensor `head_ids` lists. depth: the
     number of layers in the files, which may be more than the configuration has. Raises ConfigError
-    for a tensor that is missing, has another shape than in the configuration, or is not read.
+    for a tensor that is missing, has another shape than in the configuration, or is not read, and
+    for mask tokens that are not finite.
     """
     where = repr(str(files.paths[0] if len(files.paths) == 1 else files.paths[0].parent))
     # Only safetensors may list the tokens that a draft can propose.
@@ -142,6 +143,8 @@ def open_files(
         if tensor.shape != size:
             raise ConfigError(f"{where}: {name} is {list(tensor.shape)}: allowed: {list(size)}")
         by_name[name] = tensor
+    if config.masks and not np.isfinite(by_name[MASKS].part().read()).all():
+        raise ConfigError(f"{where}: {MASKS} has a number that is not finite")
     for name in sorted(files.unread):
         layer = _LAYER.match(name)
         if layer is None or not config.shape.num_layers <= int(layer[1]) < depth:
@@ -198,7 +201,7 @@ class SafetensorsFiles:
         """Returns a tensor, None if it is missing. Raises ConfigError for an unsupported type."""
         if name not in self._entries:
             return None
-        values = self._array(name, _DTYPES)
+        values = self._array(name, [kind for kind in _DTYPES if kind != "I32"])
         if values.dtype != "i1":
             return ArrayTensor(values)
         where = repr(str(self._entries[name][0]))

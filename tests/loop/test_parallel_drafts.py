@@ -1,13 +1,8 @@
 """Drafts in one forward: their tokens are those of a fresh forward over the committed tokens and
 the masks, and greedy answers are the target's own, in random configurations and up to the last
-token of the context.
-
-`python -m tests.loop.test_parallel FIRST COUNT` tries so many configurations.
-"""
+token of the context."""
 
 import random
-import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +14,7 @@ import pytest
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Sampling, Speculation
 from mpissd.engine.in_process import Loops, in_one_process, open_stepper
-from mpissd.engine.job import Serving
+from mpissd.engine.job import Serving, resolve
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
@@ -32,11 +27,11 @@ from tests.text_config import finished, text_config
 from tests.tiny_pair import tiny_pair
 
 V = len(tiny.tokens())
+MASKS = range(V, V + 7)
 
 
 class Noted(list[tuple[list[int], list[int]]]):
-    """What drafts of answers without grammars drafted: the committed tokens, and the drafted
-    ones."""
+    """The committed tokens and the drafted ones of each round of answers without grammars."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         start = Drafter.start_round
@@ -49,11 +44,10 @@ class Noted(list[tuple[list[int], list[int]]]):
 
         patch.setattr(Drafter, "start_round", start_round)
 
-    def check(self, fresh: Stepper, shape: Shape, lookahead: int, most: int) -> None:
+    def check(self, fresh: Stepper, shape: Shape, most: int) -> None:
         """Compares `most` of them, or all, with the marginals of a fresh forward."""
         for tokens, found in self[:: 1 + len(self) // most]:
-            masks = range(V, V + lookahead - 1)
-            after = logits(fresh, [*tokens, *masks])[len(tokens) - 1 :]
+            after = logits(fresh, [*tokens, *MASKS])[len(tokens) - 1 :]
             ranked = np.argsort(-after, axis=1, kind="stable")
             nodes = slice(1, 1 + len(found))
             assert found == ranked[shape.depths[nodes] - 1, shape.ranks[nodes]].tolist()
@@ -86,10 +80,9 @@ class Answered:
             told |= {"grammar": make_grammar("x", *dice.choice(GRAMMARS))} if n % 5 == 3 else {}
             self.asked.append(Submit(n, prompt, most, Sampling(**told)))
         ar = text_config(pair, mode="ar", batch_size=4)
-        self.ends = self.decoded(ar, Serving(), self.asked, [4 * n for n in range(count)])
-        self.tokens = self.ends.tokens()
-        told = replace(ar, mode="sd", lookahead=7)
-        job = replace(in_one_process(told)[0], prefill_rows=256)
+        turns = [4 * n for n in range(count)]
+        self.tokens = self.decoded(ar, Serving(), self.asked, turns).tokens()
+        job = replace(in_one_process(replace(ar, mode="sd"))[0], prefill_rows=256)
         self.fresh = open_stepper(job, "numpy", ExitStack(), drafts=True)
 
     def decoded(
@@ -100,27 +93,20 @@ class Answered:
             served(loops, mail, **more)
         return mail
 
-    def tried(self, seed: int) -> tuple[int, int, int] | None:
+    def tried(self, seed: int) -> Any:
         """Compares a random configuration's answers; returns (drafted, accepted, hits). None: no
         run has the configuration."""
         dice = random.Random(seed)
         mode, lookahead = dice.choice(["sd", "sd", "ssd", "ssd"]), dice.randint(1, 7)
         tree = dice.choice([None, None, dice.randint(2, 15)])
         zeros = ",".join(str(dice.choice([0, 0, 1, 2])) for _ in range(lookahead))
-        fan_outs = [
-            "uniform:1",
-            "uniform:3",
-            "geometric:9",
-            "uniform:2/uniform:1",
-            f"list:{zeros},1",
-        ]
-        chosen = dice.sample(self.asked, dice.randint(1, 7))
-        asked, longest = [], 1
-        for one in chosen:
+        fan_outs = f"uniform:1 uniform:3 geometric:9 uniform:2/uniform:1 list:{zeros},1".split()
+        asked = []
+        for one in dice.sample(self.asked, dice.randint(1, 7)):
             limit = dice.choice([None, None, None, *range(lookahead + 1)])
             told = replace(one.sampling, lookahead=limit)
             asked.append(replace(one, max_tokens=dice.choice([1, 9, 40]), sampling=told))
-            longest = max(longest, len(one.prompt) + asked[-1].max_tokens)
+        longest = max(len(one.prompt) + one.max_tokens for one in asked)
         flags = {"mode": mode, "lookahead": lookahead, "batch_size": dice.randint(1, 4)}
         flags |= {"context": longest + dice.choice([0, 0, 30]), "fan_out": dice.choice(fan_outs)}
         flags |= {"num_drafts": 1 if mode == "ssd" else dice.randint(0, 1)}
@@ -141,12 +127,9 @@ class Answered:
         for one in asked:
             own, want = found.tokens().get(one.id, []), self.tokens[one.id][: one.max_tokens]
             assert own == want, (seed, flags, one.id)
-        job, _ = in_one_process(run)
-        noted.check(self.fresh, job.shape, job.lookahead, 6)
-        ends = found.ends().values()
-        return tuple(
-            sum(getattr(end, name) for end in ends) for name in ("drafted", "accepted", "hits")
-        )
+        noted.check(self.fresh, in_one_process(run)[0].shape, 6)
+        counts = [(end.drafted, end.accepted, end.hits) for end in found.ends().values()]
+        return np.sum(counts, axis=0)
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +158,27 @@ def test_drafts_are_those_of_a_fresh_forward(
     run = replace(text_config(answered.pair, mode=mode, **told), prompt_ids=prompts)
     noted = Noted(monkeypatch)
     decoder = finished(run)
-    job = decoder.job
     own = finished(replace(run, mode="ar", parallel_drafting=False, tree=None, num_drafts=0))
     assert decoder.tokens == own.tokens
-    assert max(len(tokens) for tokens, _ in noted) == job.longest - 1
-    noted.check(answered.fresh, job.shape, job.lookahead, 60)
+    assert max(len(tokens) for tokens, _ in noted) == 129
+    noted.check(answered.fresh, decoder.job.shape, 60)
     tokens, _ = noted[-1]
-    first = logits(answered.fresh, [*tokens, *range(V, V + 7)])[: len(tokens)]
+    first = logits(answered.fresh, [*tokens, *MASKS])[: len(tokens)]
     assert np.array_equal(first, logits(answered.fresh, tokens)), "masks change no other row"
+
+
+def test_what_cannot_draft_in_one_forward_is_refused(answered: Answered) -> None:
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"lookahead": 9}, "lookahead=9 .* draft=draft: allowed: at most 7 . 1, its mask tokens"),
+        ({"draft": answered.pair.target}, "draft=target: it has no mask tokens: allowed: a draft"),
+        ({"backup": "fast"}, "with backup=fast: allowed: backup=jit"),
+        ({"learners": 1}, "with learners=1: allowed: learners=0"),
+        ({"backup_lookahead": 2}, "backup_lookahead=2 .*: allowed: 4, which one forward drafts"),
+    ]
+    for flags, told in refusals:
+        with pytest.raises(ConfigError, match=told):
+            run = text_config(answered.pair, mode="sd", parallel_drafting=True, **flags)
+            resolve(run, 1, backend="numpy", memory_bytes=None)
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(10_000, marks=pytest.mark.long)])
@@ -192,16 +188,3 @@ def test_random_configurations_decode_the_target_s_own_tokens(
     counts = [found for seed in range(count) if (found := answered.tried(seed)) is not None]
     drafted, accepted, hits = np.sum(counts, axis=0)
     assert len(counts) > 0.8 * count and accepted > 0.05 * drafted and hits > 0
-
-
-if __name__ == "__main__":
-    first, count = map(int, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as home:
-        answered, failed, refused = Answered(Path(home)), 0, 0
-        for seed in range(first, first + count):
-            try:
-                refused += answered.tried(seed) is None
-            except Exception as error:  # noqa: BLE001  (counted, and printed)
-                failed += 1
-                print(f"{seed}: {error!r}", flush=True)
-    print(f"{count} configurations, of which {refused} are refused and {failed} fail")
