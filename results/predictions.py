@@ -45,7 +45,7 @@ ALL = 1 << 30  # stands for "all T" where a number of target ranks T is expected
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
-    *("backup", "backup_lookahead", "hit_law"),
+    *("backup", "backup_lookahead", "hit_law", "parallel_drafting"),
 )
 
 

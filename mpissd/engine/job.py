@@ -343,10 +343,10 @@ def _with_tree(job: Job) -> Job:
         return replace(job, lookahead=levels, backup_lookahead=levels, dynamic=size)
     primary = job.acceptance[Source.CACHE]
     shape = best_shape(config.tree, primary.hazards, law, primary.levels)
-    acceptance = {
-        source: replace(rates, hazards=rates.hazards[: shape.depth])
-        for source, rates in job.acceptance.items()
-    }
+    acceptance = {}
+    for source, rates in job.acceptance.items():
+        firsts = tuple(row[0] for row in rates.levels) or rates.hazards
+        acceptance[source] = replace(rates, hazards=firsts[: shape.depth])
     hazards = acceptance[Source.CACHE].hazards
     totals = [sum(fan_out) for fan_out in job.fan_outs.lists if fan_out]
     fan_outs = FanOuts(*(tree_fan_out(shape, hazards, law, total) for total in totals))

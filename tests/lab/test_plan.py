@@ -22,6 +22,7 @@ from mpissd.__main__ import main
 from mpissd.cli.arguments import parse
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.errors import ConfigError
+from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.backend.profile import Profile, load_profile
 from mpissd.engine.job import resolve
@@ -53,6 +54,7 @@ from mpissd.lab.tables.load import load_rows
 from mpissd.lab.tables.uses import Family
 from tests.needs import has_smollm2, needs
 from tests.scripts import printed_command
+from tests.text_config import finished
 
 HOST = HostCosts(
     lead_send=15e-6, lead_commit=10e-6, lead_launch=10e-6, lead_sample=60e-6, lead_record=7e-6,
@@ -286,6 +288,16 @@ def test_a_draft_of_one_forward_is_offered_where_its_acceptance_is_measured(
     ranks, words = printed_command("\n".join(lines))
     emulated = "--backend=emulated", "--device=h200", f"--dry_run={ranks}", f"--out={tmp_path}"
     assert main([*words, *emulated]) == 0 and json.loads(last)["best"]["parallel"]
+
+
+def test_trees_of_one_forward_accept_as_often_as_the_measured_ranks_say(tmp_path: Path) -> None:
+    laws = pair_of(tmp_path / "laws.json", [0.7] * 20, 0.85)
+    flags: dict[str, Any] = {"laws": laws, "tree": 12, "lookahead": 5, "parallel_drafting": True}
+    run = RunConfig("sd", 0, backend="emulated", pair="8b/1b", rounds=200, batch_size=32, **flags)
+    rates = resolve(run, 1, backend="emulated", memory_bytes=None).rates(Source.JIT)
+    accepted = finished(run, 200).records.sequences()[:, 3]
+    mean, error = accepted.mean(), accepted.std() / np.sqrt(len(accepted))
+    assert abs(mean - np.cumprod(rates).sum()) < 5 * error
 
 
 @pytest.mark.parametrize(

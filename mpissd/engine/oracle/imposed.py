@@ -198,7 +198,10 @@ class DraftStream(TokenStream):
         self._source_plane = plane
         # [0]: only decoys. [1]: Y at the place of its rank, for the row of the true outcome. [2]:
         # the same if all served tokens were accepted and the hit model has values for that.
-        planes = 1 + len(hit_law.ends)
+        # From [_first_level] on, by level: the same in a tree by measured ranks.
+        self._levels = acceptance[Source.JIT].levels[:lookahead]
+        self._first_level = 1 + len(hit_law.ends)
+        planes = self._first_level + len(self._levels)
         self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
@@ -230,7 +233,7 @@ class DraftStream(TokenStream):
         accepted = np.minimum(run, num_draft)
         index = (origin * self._widest)[:, None] + decoy
         plane: Any = 1
-        if len(self._decoys) > 2:
+        if self._first_level > 2:
             plane = 1 + (accepted == num_draft)[:, None]
         index += (k == accepted[:, None]) * (plane * self._decoys[0].size)
         return self._flat_decoys.take(index), self.drafts(Source.CACHE, branch, rows)
@@ -238,7 +241,19 @@ class DraftStream(TokenStream):
     def restarts(self, source: Source, rows: Index) -> Ints:
         return self.drafts(source, np.zeros((), np.int64), rows)
 
-    def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
+    def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
+        levels = shape.depths[1:] - 1
+        planes = self._first_level + levels if self._levels else 1
+        return self.ranked(rows, levels, shape.ranks[1:], ahead, planes)
+
+    def ranked(
+        self,
+        rows: Index,
+        depths: Index,
+        ranks: Index,
+        ahead: Index | int = 0,
+        planes: Index | int = 1,
+    ) -> Ints:
         # At depth K, where nothing is drafted, rank 0 is a bonus candidate.
         origin = (self._origin[rows] + ahead)[:, None]
         is_end = depths == self.lookahead
@@ -246,8 +261,8 @@ class DraftStream(TokenStream):
         firsts = self._flat_drafts[Source.JIT].take(origin + self._places[level])
         is_first = firsts == self._table.take(origin + level)
         later = np.where(is_end, ranks, np.maximum(ranks - 1, 0))
-        # The planes of decoys are those after a rejection, and after K accepted tokens.
-        plane = np.where(is_end, len(self._decoys) - 1, np.where(is_first, 0, 1))
+        # The planes of decoys are those after K accepted tokens, and after a rejection or by level.
+        plane = np.where(is_end, self._first_level - 1, np.where(is_first, 0, planes))
         index = (origin + depths) * self._widest + later + plane * self._decoys[0].size
         return np.where(is_end | (ranks > 0), self._flat_decoys.take(index), firsts)
 
@@ -276,6 +291,9 @@ class DraftStream(TokenStream):
         for plane, end in enumerate(self._hit_law.ends, 1):
             rank = self._hit_law.ranks(uniform, end)
             self._decoys[plane, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
+        for plane, (first, *later) in enumerate(self._levels, self._first_level):
+            place_of = np.searchsorted(np.cumsum(later), uniform * (1 - first), side="right")
+            self._decoys[plane, slot] = np.where(place == place_of[:, None], true[:, None], decoys)
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:
