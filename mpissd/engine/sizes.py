@@ -267,8 +267,9 @@ class Sizes:
     @property
     def grown_rows(self) -> int:
         """The rows of the draft's largest growth step, a forward that extends all branches."""
-        if self.masks:
-            return self.group_lanes * (1 + self.catches_up) * self.step_rows
+        if self.masks:  # After a round without branches, misses store up to K tokens each as well.
+            missed = self.config.batch_size * min(2, self.step_rows)
+            return max(self.group_lanes, missed) * self.step_rows
         if self.dynamic is not None:
             return self.config.batch_size * WIDTH
         return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)

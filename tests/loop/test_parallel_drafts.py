@@ -181,6 +181,14 @@ def test_what_cannot_draft_in_one_forward_is_refused(answered: Answered) -> None
             resolve(run, 1, backend="numpy", memory_bytes=None)
 
 
+def test_misses_have_rows_after_rounds_that_grow_one_branch_or_none(answered: Answered) -> None:
+    told = {"lookahead": 7, "batch_size": 4, "fan_out": "list:1,0,0,0,0,0,0,0"}
+    run = text_config(answered.pair, mode="ssd", parallel_drafting=True, **told)
+    asked, wild = answered.asked[:8], Wild(7)
+    found = answered.decoded(run, Serving(), asked, [0] * 8, goodput=wild).tokens()
+    assert found == {one.id: answered.tokens[one.id] for one in asked}
+
+
 @pytest.mark.parametrize("count", [25, pytest.param(10_000, marks=pytest.mark.long)])
 def test_random_configurations_decode_the_target_s_own_tokens(
     answered: Answered, count: int
