@@ -2,8 +2,8 @@
 MPI.
 
 This is for tests, notebooks and first steps: `for token in generate("Why is the sky blue?"): …`.
-The draft's thread and the target share Python's global lock, so that times mean little; tokens and
-outcomes equal those of the same job under mpirun.
+The draft's thread and the target share Python's global lock, so that times mean little. The decoded
+tokens equal those of the same job under mpirun.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def open_stepper(
     drafts: bool = False,
     source: Stepper | None = None,
 ) -> Stepper:
-    """Returns a whole model, with the weights that `mpissd run` would use, on a backend of its own;
-    both are closed with `resources`.
+    """Opens a backend, loads the whole target or draft with the weights that `mpissd run` would
+    use, and returns the Stepper that runs its forwards. `resources` closes model and backend.
 
-    drafts: whether it is the draft instead of the target. source: the target, for a draft that
-    reads the target's hidden states.
+    drafts: True loads the draft, False the target. source: the target's Stepper, if the draft reads
+    the target's hidden states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
@@ -81,14 +81,13 @@ def open_stepper(
 
 
 class Loops:
-    """The decoding loops of a job in one process: one target rank (T = 1), and a thread as draft
-    rank.
+    """The decoding loops of a job in one process: one target rank, and a thread as draft rank.
 
     `loop` is the target's loop. Use the object in a `with` block, or call close.
     """
 
     def __init__(self, job: Job, backend: str) -> None:
-        """Opens the models of a job on the backend of this name, "numpy" or "emulated"."""
+        """Opens the models of a job. backend: the backend's name, "numpy" or "emulated"."""
         self.job, self._backend = job, backend
         self.workload = job.workload
         self._resources = ExitStack()
@@ -96,7 +95,7 @@ class Loops:
         self._threads: list[Thread] = []
         self.draft_steppers: list[Stepper] = []
         self._faults: list[Exception] = []
-        # A bound method would be a reference cycle, which would keep the models until a collection.
+        # A bound method would be a reference cycle, which would keep the models in memory.
         self._waiter.alarm = partial(_raise_first, self._faults)
         self.target_stepper = open_stepper(job, backend, self._resources)
         self.worker, speculator = self._sides(self.workload.target_worker(self.target_stepper))
@@ -107,7 +106,7 @@ class Loops:
         job = self.job
         waiter = self._waiter
         if job.config.drafts:
-            patient = Waiter(math.inf, spin=False)  # the caller decides when rounds begin
+            patient = Waiter(math.inf, spin=False)  # no deadline: the caller starts rounds
             lead, end = queue_link(link_shape(job), waiter, patient)
             remote = make_drafter(job, joining(job, self._draft_worker()), patient)
             self._threads.append(Thread(target=self._serve, args=(end, remote), daemon=True))
@@ -140,7 +139,7 @@ class Loops:
             self._faults.append(fault)
 
     def _updates(self, drafter: Drafter) -> Updates | None:
-        """Returns the source of newer weights, for subclasses whose draft is trained; None here."""
+        """Returns the source of newer draft weights. Here None: only subclasses train the draft."""
         return None
 
     def close(self) -> None:
@@ -164,10 +163,10 @@ def _raise_first(faults: list[Exception]) -> None:
 
 
 class Decoder(Loops):
-    """Decodes a configuration round by round: one target rank (T = 1), and a thread as draft rank.
+    """Decodes the sequences of a configuration round by round, in one process.
 
-    batch_size sequences are decoded at once, and further ones when these have ended. `records`
-    holds every round so far. Use the object in a `with` block, or call close.
+    At most batch_size sequences are decoded at once; when one ends, the next prompt begins.
+    `records` holds every round so far. Use the object in a `with` block, or call close.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -181,7 +180,7 @@ class Decoder(Loops):
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
-        """Decodes one round of every sequence; returns its drafted tokens and its outcome."""
+        """Decodes one round of all sequences; returns the drafted and the accepted tokens."""
         result = self._scheduler.step(self.loop, self.records)
         self.loop.ledger.close_round(self.loop.round - 1, LeadPhase.RECORD)
         return result
@@ -193,14 +192,15 @@ class Decoder(Loops):
 
     @property
     def tokens(self) -> dict[int, list[int]]:
-        """The tokens that each sequence has emitted so far, by request id."""
+        """The tokens emitted so far, as {request id: tokens of that sequence}."""
         return self.records.tokens()
 
 
 def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[Job, str]:
-    """Returns (job, backend name) of a configuration in one process; serving: a server's settings.
+    """Resolves a configuration to a job for one process. Returns (job, backend name).
 
-    Raises ConfigError for an impossible job, and for a GPU backend.
+    serving: a server's settings (None: no server). Raises ConfigError for an impossible job, and
+    for a GPU backend.
     """
     backend = choose(config.backend)
     if backend not in _BACKENDS:
@@ -212,9 +212,13 @@ def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[J
 
 
 class Token(NamedTuple):
-    """One token of an answer. text: what it adds to the answer's text; "" while it is part of a
-    character or of a possible stop string. source: what drafted it, "cache", "jit" or "fast", or
-    "bonus" for the target's own. round: number of its round, from 0."""
+    """One token of an answer.
+
+    text: the text that the token adds to the answer; "" while it is part of a character or of a
+    possible stop string. id: its id in the vocabulary. source: "cache" if it was drafted ahead,
+    "jit" or "fast" if the draft model or the fast backup drafted it after a cache miss, "bonus" if
+    the target emitted it. round: the number of its round, from 0.
+    """
 
     text: str
     id: int
@@ -242,14 +246,14 @@ def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token
     own = set() if config.stop_token is None else {config.stop_token}
     text = AnswerText(tokenizer, config.stop_strings, tokenizer.stop_ids | own, tokens)
     ids = ",".join(str(token) for token in tokens)
-    # The decoder has no tokenizer and knows no stops; _answer ends the answer at a stop instead.
+    # The Decoder has no tokenizer, so that _answer, not the Decoder, ends the answer at a stop.
     plain = replace(config, prompt=None, prompt_ids=ids, stop=None, stop_token=None)
     return _answer(plain, text)
 
 
 def _answer(config: RunConfig, text: AnswerText) -> Iterator[Token]:
-    """Yields tokens up to the one that ends the answer. Text that was held back comes with the last
-    token."""
+    """Yields the answer's tokens up to the one that ends it. The last token brings the text that
+    was held back as the possible beginning of a stop string."""
     last: Token | None = None
     left, number = config.token_limit, 0
     with closing(Decoder(config)) as decoder:  # also closed if the caller stops early

@@ -1,5 +1,5 @@
-"""Resolves a configuration and T, the number of target ranks, to a job: models, acceptance and hit
-models, fan-outs and bytes. Needs neither MPI nor a GPU."""
+"""Resolves a configuration for T target ranks to a job: the models' shapes, the acceptance and hit
+models, the fan-outs and the bytes of memory. Needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 
@@ -37,16 +37,19 @@ __all__ = ["Job", "Serving", "resolve", "resolve_unopened"]
 
 # The default pair is the first of these (target/draft) whose shards fit into memory.
 _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
-_FLOAT32 = 4  # bytes of an entry of a distribution, and of a weight on the NumPy backend
-_SPARE_BYTES = 1 << 30  # device memory that is left free for activations, graphs and libraries
+_FLOAT32 = 4  # bytes of a float32: of a probability, and of a weight on the NumPy backend
+_SPARE_BYTES = 1 << 30  # bytes of device memory left free for activations, graphs and libraries
 TARGET, DRAFT = 0, 1
-_LEAST_CONTEXT = 256  # the least tokens to which the default context may shrink to fit memory
+_LEAST_CONTEXT = 256  # tokens; the default context is not shortened below this to fit memory
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a job needs of one model on a rank: weights and compiled forwards. which: TARGET or
-    DRAFT. buckets: the row counts to compile, rising. num_sequences: sequences in the KV cache."""
+    """One model that a rank of the job must load: its weights, compiled forwards and KV cache.
+
+    which: TARGET or DRAFT. model: where the weights come from. shard: the rank's part of them.
+    buckets: the row counts to compile forwards for, rising. num_sequences: the KV cache's slots.
+    """
 
     which: int
     model: ModelSource
@@ -54,27 +57,27 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
-    source: Need | None = None  # the target, for a draft that reads the target's hidden states
+    source: Need | None = None  # the target, if this is a draft that reads its states
 
     def num_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Returns the bytes of (weights, KV cache) on a rank; itemsize: bytes of a weight."""
+        """Returns (bytes of weights, bytes of KV cache) on a rank; itemsize: bytes of a weight."""
         sizes = self.buckets[-1], self.num_sequences, self.options, itemsize
         return self.shard.weight_bytes(self.options, itemsize), self.shard.cache_bytes(*sizes)
 
 
 @dataclass(frozen=True)
 class Job(Sizes):
-    """A resolved configuration with its workload, and what it needs of each model."""
+    """A configuration resolved for T target ranks, with its workload and the models to load."""
 
     @cached_property
     def workload(self) -> Workload:
-        """The job's workload, made at its first use: it defines the sequences and their tokens."""
+        """The workload, which defines the sequences and how their tokens are decided."""
         workload: Workload = class_of(self.config.workload)(self)
         return workload
 
     @property
     def needs(self) -> list[Need]:
-        """What the job needs of the target and, if there is one, of the draft."""
+        """The models that the job must load: the target, then the draft if there is one."""
         where = self.target_where
         model = ModelSource(where) if self.config.is_transformer else ModelSource()
         rows = tuple(self.target_buckets())
@@ -90,12 +93,11 @@ class Job(Sizes):
         return [target, Need(DRAFT, model, *sizes, target if self.reads_states else None)]
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Returns the bytes of weights, KV cache and scratch of a (target rank, draft rank).
+        """Returns (bytes on a target rank, bytes on a draft rank) of weights, KV cache and scratch.
 
         itemsize: bytes of a weight. A draft on the lead counts for the target ranks. A GPU that
-        samples tokens also keeps distributions [V] in float32: a draft keeps one for each drafted
-        token that a verification may need, of the last drafts and of growing branches; a target one
-        a sequence.
+        samples tokens also keeps float32 distributions over the vocabulary: the target one for each
+        sequence, the draft one for each token of its last drafts and of its growing branches.
         """
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
@@ -113,9 +115,10 @@ class Job(Sizes):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The free bytes on the device of a target rank and of a draft rank (None: unknown).
+    """The free memory of the devices that a job runs on.
 
-    itemsize: bytes of a weight on these devices.
+    target, draft: the free bytes on a target rank's and on a draft rank's device (None: unknown).
+    itemsize: the bytes of a weight on these devices.
     """
 
     itemsize: int
@@ -128,11 +131,11 @@ class DeviceMemory:
         return all(have is None or not need or need + _SPARE_BYTES <= have for need, have in rooms)
 
     def fitted(self, job: Job) -> Job:
-        """Returns the job if it fits. The default context of a text job is shortened until it does.
+        """Returns the job if it fits into the memory; else the job with a shorter context.
 
-        A context given by --context is never changed, nor that of a server, whose KV pages are
-        shared. Raises ConfigError for a job that does not fit, with the largest batch_size and the
-        largest context that would fit, each with the other value as asked.
+        Only the default context of a text job may be shortened: not one that --context gives, nor
+        that of a server, whose KV pages are shared. If the job still does not fit, raises
+        ConfigError, whose text names the largest batch_size and the largest context that would fit.
         """
         if self.fits(job):
             return job
@@ -147,7 +150,7 @@ class DeviceMemory:
             name, need, have = job.draft.name if job.draft else "", draft, self.draft
         values = {"batch_size": self._most_that_fits(job, "batch_size"), "context": context}
         fixes = [f"--{field}={value}" for field, value in values.items() if value]
-        # CPU ranks share the memory of their host, so that a larger T does not help.
+        # CPU ranks share their host's memory, so that more target ranks do not help.
         fixes += ["a larger TP"] * (is_target and self.itemsize != _FLOAT32)
         fixes += ["fewer layers (70b@8L)"] * is_target + ["another pair"]
         fixes += ["--backend=emulated"] * (self.itemsize == _FLOAT32 and not job.config.is_text)
@@ -181,11 +184,11 @@ def resolve(
 ) -> Job:
     """Resolves a configuration to a job on T = tp target ranks in a group.
 
-    backend: the name of the backend. memory_bytes: free memory of the smallest target device (None:
-    unknown; then any job fits); draft_memory_bytes: the same for the draft ranks (None: as the
-    targets). serving: a server's settings, if requests join and leave. Raises ConfigError if T does
-    not divide the target's shape, rates or a list do not fit K, memory does not suffice, or
-    features exclude each other.
+    backend: the name of the backend. memory_bytes: the free bytes of the smallest target device
+    (None: unknown; then any job fits). draft_memory_bytes: the free bytes of a draft device (None:
+    the same number). serving: a server's settings (None: no server). Raises ConfigError if T does
+    not divide the target's shape, if acceptance rates or a list of fan-outs do not fit K, if memory
+    does not suffice, or if features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
@@ -200,11 +203,12 @@ def resolve(
 
 
 def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> Job:
-    """Resolves a job before any device is open.
+    """Resolves a configuration to a job on tp target ranks before any device is open.
 
     Only the memory of emulated devices and of this host's CPUs is known then. sharing: how many
-    ranks share this host's memory, if all of the job run on it (None: unknown). Raises ConfigError
-    as `resolve` does, and if the profile of an emulated device lacks all-reduces over T ranks.
+    ranks share this host's memory, if the whole job runs on this host (None: unknown). Raises
+    ConfigError for an impossible job, and if the profile of an emulated device lacks the time of an
+    all-reduce over T ranks.
     """
     if config.mode == "ar":
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
@@ -224,8 +228,9 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
 
 
 def _pairs(config: RunConfig, tp: int, backend: str) -> list[tuple[str, str | None]]:
-    """Returns the (target, draft) pairs to try in turn: the configured one, or built-in ones."""
-    if config.pair is not None:  # AR drops the draft of a pair.
+    """Returns the pairs (target's name, draft's name) to try in turn: the configured pair, or the
+    built-in pairs whose target can be split over tp ranks."""
+    if config.pair is not None:  # In AR the pair's draft is not used.
         is_ar = config.mode == "ar"
         return [(target_of(config.pair), None) if is_ar else split_pair(config.pair)]
     if config.target is not None:
@@ -243,7 +248,7 @@ def _pairs(config: RunConfig, tp: int, backend: str) -> list[tuple[str, str | No
 
 
 def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str) -> Job:
-    """Returns the job of this target and this draft (their names), without regard to memory."""
+    """Resolves the job of a target and a draft, given by name or path; does not check memory."""
     target, draft = _models(config, tp, where, draft_where, backend)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary_text = config.acceptance_text
@@ -281,7 +286,7 @@ def _models(
     or the mode does not allow them."""
     target = resolve_model(where)
     draft = None if draft_where is None else resolve_model(draft_where)
-    # Prompt lookup drafts without a model, so that none is loaded.
+    # Prompt lookup needs no draft model, so that LOOKUP replaces the pair's draft.
     draft = LOOKUP if config.is_lookup else draft
     if target.head is not None:
         raise ConfigError(f"target={target.name}: a draft's shape: allowed: a whole model")
@@ -295,7 +300,7 @@ def _models(
     elif draft is not None and draft_where is not None:
         if config.is_text and config.mode != "ar":
             check_vocabularies(where, draft_where)
-        # A draft without a file has tokens as its only input, and its target may be bare products.
+        # A draft that reads the target's hidden states has a `kind`, and always comes from a file.
         kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
         if kind:
             refuse(exclusions.STATES, config=config, tp=tp, draft=draft, kind=kind)
@@ -308,7 +313,7 @@ def _models(
 
 def _with_fan_outs(job: Job) -> Job:
     """Returns the job with its fan-outs, the numbers of bonus candidates after k accepted tokens.
-    SD drafts nothing ahead and has none, but its flag is checked too."""
+    SD has no fan-outs, because it drafts nothing ahead; its flag --fan_out is still checked."""
     config, laws = job.config, job.acceptance
     text, _, text_after_miss = config.fan_out.partition("/")
     after_hit = _fan_out(job, text, job.lookahead, laws[Source.CACHE].hazards)
@@ -321,8 +326,11 @@ def _with_fan_outs(job: Job) -> Job:
 
 
 def _fan_out(job: Job, text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
-    """Returns the numbers of bonus candidates F_0 … F_K that `text` gives, for rounds that verify
-    `served` drafted tokens with these K acceptance rates."""
+    """Returns (F_0, …, F_K), where F_k is the number of bonus candidates after k accepted tokens.
+
+    text: the value of --fan_out. served: the number of drafted tokens that a round verifies.
+    hazards: the acceptance rates of the K tokens, each given that the ones before were accepted.
+    """
     powers = job.hit_law.powers(job.lookahead, served)
     minimum = 1 if job.hit_law.p_hit else 0
     fan_out = resolve_fan_out(text, job.lookahead, hazards, *powers, minimum=minimum)
@@ -362,7 +370,7 @@ def _with_tree(job: Job) -> Job:
 
 
 def _check_sizes(job: Job) -> None:
-    """Raises ConfigError for trees or fan-outs that exceed the limits of forwards or kernels."""
+    """Raises ConfigError if a tree or a fan-out is larger than forwards or kernels allow."""
     config = job.config
     asked = f"fan_out {config.fan_out}"
     if (size := job.dynamic) is not None:

@@ -1,4 +1,5 @@
-"""Makes the parts of a job's rounds: the limits of messages, and the drafters of target groups."""
+"""Makes what a job's rounds need: the limits of messages, and a draft's objects for each group of
+target ranks that it serves."""
 
 from __future__ import annotations
 
@@ -18,21 +19,23 @@ from mpissd.engine.round.rows import DraftWorker
 
 
 def link_shape(job: Job, group: int = 0) -> LinkShape:
-    """Returns the limits of this job's messages between target group `group` and its draft."""
+    """Returns the size limits of the messages between target group `group` and its draft: the most
+    sequences, drafted tokens, entries of a distribution, and prompt tokens."""
     workload = job.workload
     sampled = workload.samples and job.lookahead > 0
     return LinkShape(
         group,
         job.config.batch_size,
         job.num_nodes,
-        # The distributions of greedy tokens are not sent, because such tokens are certain.
+        # Greedy tokens have probability 1, so that their distributions are not sent.
         vocab=workload.proposal_width if sampled else 0,
         prompt_tokens=workload.prompt_tokens,
     )
 
 
 def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
-    """Returns a draft worker for each target group; all share the forwards of the draft model."""
+    """Returns a draft worker, which fills and starts draft forwards, for each target group. With
+    several groups, one forward may serve all of them."""
     config = job.config
     if config.groups == 1:
         return [joining(job, job.workload.draft_worker(stepper))]
@@ -42,14 +45,15 @@ def draft_workers(job: Job, stepper: Stepper) -> list[DraftWorker]:
 
 
 def group_waiters(job: Job, waiter: Waiter) -> Sequence[Waiter]:
-    """Returns a Waiter, which waits for messages, for each target group that a draft serves.
-    waiter: the rank's own, used if there is one group."""
+    """Returns, for each target group that a draft rank serves, the Waiter that its loop waits with.
+    A single group uses `waiter`, the rank's own."""
     groups = job.config.groups
     return [waiter] if groups == 1 else [GroupWaiter(waiter.deadline_s) for _ in range(groups)]
 
 
 def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
-    """Returns a Drafter, which runs the rounds of a draft for one target group with `worker`."""
+    """Returns the Drafter that runs a draft's rounds for one target group. worker: fills and starts
+    its forwards. waiter: waits for them."""
     policy = DraftPolicy(
         lookahead=job.lookahead,
         fan_outs=job.fan_outs,
@@ -57,7 +61,7 @@ def make_drafter(job: Job, worker: DraftWorker, waiter: Waiter) -> Drafter:
         backup_lookahead=job.backup_lookahead,
         sampled=link_shape(job).sampled,
     )
-    # Bonus tokens' ranks are counted in chains only: a tree node's children take the first ranks.
+    # In a tree a node's children have the first ranks, so that bonus tokens' ranks tell nothing.
     ranks = RankCounts() if job.workload.reports_outcomes and not job.tree_lanes else None
     log = DraftLog(kept=job.serving is None, ranks=ranks)
     return Drafter(worker, policy, job.config.batch_size, waiter, log)

@@ -1,4 +1,4 @@
-"""The sizes of a resolved configuration: rows of forwards, capacities of KV caches, ranks."""
+"""The sizes that follow from a configuration: rows of forwards, capacities of KV caches, ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
 
-_LONGEST_WINDOW = 8192  # most positions of a sequence without a prompt; then they begin again
-WARM_TOKENS = 8  # prompt tokens of the sequences that are decoded only for warm-up in a text job
-_TEXT_CONTEXT = 2048  # the default of --context for text: prompt and answer of a sequence
+_LONGEST_WINDOW = 8192  # the most KV positions that a sequence without a prompt uses before reusing
+WARM_TOKENS = 8  # the length in tokens of the prompts that are decoded only for warm-up
+_TEXT_CONTEXT = 2048  # tokens of a prompt and its answer together: --context's default for text
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Settings of a server's job, whose requests join and leave, in addition to its configuration.
+    """The settings that a server's job has in addition to its configuration.
 
-    kv_tokens: the tokens that the KV caches of all sequences hold together (0: the full context for
-    each). samples: whether requests may ask for a temperature above 0. prefix_cache: whether a
-    sequence reuses KV pages of others that begin with the same tokens.
+    kv_tokens: the number of tokens that the KV cache holds for all sequences together (0: the full
+    context for each sequence). samples: whether requests may ask for a temperature above 0.
+    prefix_cache: whether a sequence reuses KV pages of sequences that begin with the same tokens.
     """
 
     kv_tokens: int = 0
@@ -52,35 +52,35 @@ class Sizes:
     target: ModelShape
     draft: ModelShape | None  # None in AR
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # F_0 … F_K after a cache hit (in a tree, by node); empty unless SSD
-    fan_out_miss: tuple[int, ...]  # F_0 … F_K after a miss, when a backup drafted the tokens
+    fan_out: tuple[int, ...]  # bonus candidates after each k after a cache hit; empty unless SSD
+    fan_out_miss: tuple[int, ...]  # the same after a cache miss, when a backup drafted
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
-    target_where: str = ""  # the model's preset name or path, as presets.files_of takes it
+    target_where: str = ""  # the name of the target's preset, or the path of its files
     draft_where: str = ""
-    shape: Shape = CHAIN  # the shape of a round's drafted tokens, with K levels
-    dynamic: Size | None = None  # the size of trees whose shape the device chooses in each round
+    shape: Shape = CHAIN  # a chain or a tree of K levels, in which tokens are drafted
+    dynamic: Size | None = None  # the size of draft trees that the GPU shapes anew each round
     prefill_rows: int = 0  # the rows of a forward over a prompt; 0 if sequences have no prompts
     serving: Serving | None = None  # a server's settings; None for a run
 
     @property
     def world_size(self) -> int:
-        """The number of ranks, G·T + D + L: G groups of T targets, D drafts and L learners."""
+        """The number of ranks: G groups of T target ranks, D draft and L learner ranks."""
         return self.config.groups * self.tp + self.config.drafts + self.config.learners
 
     @cached_property
     def target_shard(self) -> AnyShard:
-        """The shard of the target on rank 0."""
+        """The part of the target model that rank 0 holds."""
         return self.shard(self.tp)
 
     def shard(self, tp: int) -> AnyShard:
-        """Returns rank 0's shard of the target when it is split over `tp` ranks."""
+        """Returns the part of the target that rank 0 holds if tp ranks share the model."""
         return shard_of(self.config, self.target, self.target_where, tp)
 
     @cached_property
     def draft_shard(self) -> AnyShard | None:
-        """The shape of the draft, which is never split; None in AR."""
+        """The draft model as the only shard of itself, because it is never split; None in AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
         config = config_of(self.draft_where, self.target_where)
@@ -95,7 +95,7 @@ class Sizes:
 
     @property
     def drafts_by_transformer(self) -> bool:
-        """Whether the draft is a transformer: no bare matrix products, and no prompt lookup."""
+        """Whether the draft runs as a transformer, not as bare matrix products or prompt lookup."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
 
     @property
@@ -105,28 +105,29 @@ class Sizes:
 
     @property
     def tokens_a_forward(self) -> int:
-        """Tokens that a draft forward drafts for a sequence: several with Medusa heads or masks."""
+        """The number of tokens that one draft forward drafts for a sequence: 1, or more with Medusa
+        heads or with the mask tokens of a parallel draft."""
         if isinstance(self.draft_shard, StateShard):
             return self.draft_shard.num_heads_used
         return 1 + self.masks if self.draft is None or self.masks else self.draft.num_tokens
 
     @property
     def masks(self) -> int:
-        """The mask tokens in a parallel draft's forward, K − 1 to draft K tokens at once; 0 for
-        other drafts."""
+        """The number of mask tokens with which a parallel draft drafts K tokens in one forward,
+        K − 1; 0 for other drafts."""
         return max(0, self.lookahead - 1) if self.config.parallel_drafting else 0
 
     @property
     def most_masks(self) -> int:
-        """The mask tokens that the draft has; those of random weights are as many as can be."""
+        """The number of mask tokens that the draft model has; 0 if it is no parallel draft."""
         shard = self.draft_shard
         return shard.config.masks if isinstance(shard, TransformerShard) else 0
 
     @property
     def mask_ids(self) -> range:
-        """The token ids of a parallel draft's mask tokens, which follow its vocabulary's ids."""
+        """The ids of a parallel draft's mask tokens, which come after those of its vocabulary."""
         vocab = 0 if self.draft is None else self.draft.vocab_size
-        if isinstance(self.draft_shard, TransformerShard):  # Its target has the same vocabulary.
+        if isinstance(self.draft_shard, TransformerShard):  # It has the target's vocabulary.
             vocab = self.draft_shard.shape.vocab_size
         return range(vocab, vocab + self.masks)
 
@@ -136,19 +137,20 @@ class Sizes:
 
     @property
     def step_rows(self) -> int:
-        """The rows of a branch in a draft step: K of a parallel draft. Bare products have no tokens
-        to attend, so that masks are no rows of theirs."""
+        """The rows that one draft forward computes for a branch: 1, or K with a parallel draft, for
+        its last token and K − 1 mask tokens. Bare matrix products compute no rows for masks."""
         return 1 + self.masks if self.drafts_by_transformer else 1
 
     @property
     def catches_up(self) -> bool:
-        """Whether a parallel draft's forward also stores the tokens, up to K a sequence, that were
-        accepted since its last one. Where branches are grown, the scoring forward stores them."""
+        """Whether a parallel draft's forward also stores the K and V of the tokens, up to K a
+        sequence, that were accepted since its last forward. In SSD the scoring forward does so."""
         return self.step_rows > 1 and not self.fan_out
 
     @property
     def window(self) -> int | None:
-        """Tokens after which a sequence without a prompt reuses its positions; None for text."""
+        """The number of tokens after which a sequence without a prompt reuses its KV positions from
+        the first one on; None for text, whose sequences have prompts."""
         config = self.config
         if config.is_text:
             return None
@@ -158,7 +160,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence, its context or prompt included."""
+        """The most tokens that a sequence may have, its context or prompt included."""
         if self.window is not None:
             return self.config.context + self.window
         positions = config_of(self.target_where).max_positions
@@ -166,22 +168,20 @@ class Sizes:
 
     @property
     def capacity(self) -> int:
-        """The tokens that a sequence's slot of the KV cache can hold: the longest sequence and the
-        tokens of a verification.
-
-        In a text job, sequences decoded for warm-up end only after warmup_rounds.
+        """The number of tokens that one sequence's slot of the KV cache holds: the longest sequence
+        (in a text job also one that warms up for warmup_rounds), and the tokens of a verification.
         """
         a_round = self.lookahead + 1
         warm = WARM_TOKENS + self.config.warmup_rounds * a_round if self.config.is_text else 0
         return max(self.longest, warm) + a_round
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns how sequences use the KV cache of the draft or the target; None without a
-        cache."""
+        """Returns how sequences use the KV cache of the draft (drafts=True) or of the target; None
+        if that model has no cache."""
         config, serving, draft = self.config, self.serving, self.draft_shard
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        # A draft on hidden states needs the target's states of all tokens, which reused pages lack.
+        # Reused KV pages come without the hidden states of their tokens, which some drafts read.
         keeps = serving is not None and serving.prefix_cache and not self.reads_states
         stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
         lag = self.lookahead if drafts and self.reads_states else 0
@@ -192,22 +192,23 @@ class Sizes:
 
     @property
     def num_nodes(self) -> int:
-        """The number N of drafted tokens of a sequence in a round: K in a chain."""
+        """The number N of tokens that a round drafts for a sequence: K in a chain, or a tree's."""
         return self.shape.ends[self.lookahead]
 
     @property
     def verified(self) -> int:
-        """The drafted tokens that are verified for a sequence in a round, also of dynamic trees."""
+        """The number of drafted tokens that a round verifies for a sequence: K in a chain, or the
+        nodes of its tree."""
         return self.num_nodes if self.dynamic is None else self.dynamic.nodes
 
     @property
     def verify_rows(self) -> int:
-        """The rows of a full verification, b(N+1): a sequence's last token and N drafted ones."""
+        """The rows of a full verification: for each sequence its last token and N drafted ones."""
         return self.config.batch_size * (self.verified + 1)
 
     def rates(self, source: Source) -> tuple[float, ...]:
-        """Returns the acceptance rate of each level of the tokens that `source` drafts, given that
-        the level before was accepted: at most K rates."""
+        """Returns the acceptance rates of the tokens that `source` drafts, one for each of at most
+        K levels of the chain or tree, given that a token of the level before was accepted."""
         law = self.acceptance[source]
         hazards = law.hazards[: self.lookahead]
         if self.shape.is_chain or not hazards:
@@ -216,13 +217,13 @@ class Sizes:
 
     @property
     def fan_outs(self) -> FanOuts:
-        """The numbers of bonus candidates after cache hits and after misses."""
+        """How many bonus candidates get a branch, after cache hits and after cache misses."""
         return FanOuts(self.fan_out, self.fan_out_miss)
 
     @property
     def widest(self) -> int:
-        """The most candidates that a draft forward must return for a row beside its first token, at
-        least 1: bonus candidates, and in a tree the later children of a node."""
+        """How many of a row's likeliest tokens a draft forward must return at most beside the first
+        one, at least 1: bonus candidates, and in a tree the second and later children of a node."""
         if self.dynamic is not None:
             return CHOICES - 1
         if self.layout is None:
@@ -232,25 +233,27 @@ class Sizes:
 
     @cached_property
     def layout(self) -> BranchLayout | None:
-        """Where the KV cache stores a tree's nodes and the branches after them; None unless
-        branches are grown after a tree."""
+        """Where the KV cache stores the draft tree that is verified and the branches grown after
+        its nodes. None for chains, and if no branches are grown (SD)."""
         if self.shape.is_chain or not self.fan_out:
             return None
         return BranchLayout(self.shape, self.fan_outs.widest_each, self.masks)
 
     @property
     def tree_lanes(self) -> int:
-        """The scratch KV lanes of a batch's trees, one for each leaf off the first-child path."""
+        """The number of lanes (scratch KV memory of one tree path) for the draft trees of a batch,
+        one for each leaf except that of the path of first children."""
         return self.config.batch_size * (self.verified if self.dynamic else self.shape.num_lanes)
 
     @property
     def group_lanes(self) -> int:
-        """The most branches that the draft grows for a target group, at least one a sequence."""
+        """The most branches that the draft grows at once for the sequences of a target group."""
         return self.config.batch_size * max(1, self.fan_outs.branches)
 
     @property
     def draft_lanes(self) -> int:
-        """The scratch KV lanes that a draft has for a target group, one a branch or tree path."""
+        """The number of lanes (scratch KV memory of one branch, or of one path of a tree) that a
+        draft has for a target group."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
         if self.masks and not self.fan_out:
@@ -261,13 +264,13 @@ class Sizes:
 
     @property
     def draft_sequences(self) -> int:
-        """The number of sequences in a draft's KV cache: the batches of all target groups."""
+        """The number of sequences in a draft's KV cache, for the batches of all target groups."""
         return self.config.groups * self.config.batch_size
 
     @property
     def grown_rows(self) -> int:
-        """The rows of the draft's largest growth step, a forward that extends all branches."""
-        if self.masks:  # After a round without branches, misses store up to K tokens each as well.
+        """The rows of the draft's largest forward that extends all branches of a target group."""
+        if self.masks:  # After a round without branches, misses also store up to K tokens each.
             missed = self.config.batch_size * min(2, self.step_rows)
             return max(self.group_lanes, missed) * self.step_rows
         if self.dynamic is not None:
@@ -275,12 +278,12 @@ class Sizes:
         return self.group_lanes * (max(map(len, self.shape.inner)) if self.fan_out else 1)
 
     def target_buckets(self) -> list[int]:
-        """Returns the row counts for which the target is compiled, up to a full verification."""
+        """Returns the row counts for which target forwards are compiled, up to the largest one."""
         exact = [n for n in (self.config.batch_size, self.verify_rows, self.prefill_rows) if n]
         return buckets(*exact) if self.serving is None else fine_buckets(*exact)
 
     def draft_buckets(self) -> list[int]:
-        """Returns the row counts for which the draft is compiled, up to its largest forward."""
+        """Returns the row counts for which draft forwards are compiled, up to the largest one."""
         batch, groups = self.config.batch_size, self.config.groups
         exact = [n for n in (self.verify_rows, self.grown_rows, self.prefill_rows) if n]
         if groups > 1:  # One forward may serve all target groups.
@@ -289,12 +292,12 @@ class Sizes:
 
     @property
     def options(self) -> ForwardOptions:
-        """The options of the target's forward.
+        """The options with which the target's forwards are compiled.
 
-        A transformer's `context` is the mean number of tokens in the KV cache that a sequence's
-        rows read, without the prompt. If rounds limit the run, a round counts as many tokens as the
-        imposed acceptance gives on average, rounded so that similar runs share compiled forwards;
-        or one token if no acceptance is imposed.
+        A transformer's `context` is the mean number of KV positions that a row attends to during
+        the run, without the prompt. If max_rounds limits the run, a round counts as the mean number
+        of tokens of the imposed acceptance model, rounded so that similar runs share compiled
+        forwards, or as one token without such a model.
         """
         config = self.config
         if not config.is_transformer:
@@ -318,10 +321,11 @@ class Sizes:
 
     @property
     def draft_options(self) -> ForwardOptions:
-        """The options of the draft's forward.
+        """The options with which the draft's forwards are compiled.
 
-        With an LM head it returns as many top candidates as a row may need. A row of a branch also
-        reads the KV of the branch's own 1 … K tokens, counted with their mean, rounded up.
+        With an LM head, a forward returns as many of each row's likeliest tokens as drafting may
+        need. A row of a branch also attends to the 1 … K tokens of the branch itself; `own_tokens`
+        is their mean number, rounded up.
         """
         config = self.config
         has_head = config.lm_head or self.drafts_by_transformer
@@ -335,9 +339,10 @@ class Sizes:
 
 
 def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyShard:
-    """Returns rank 0's shard of a target over T = tp ranks. where: the target's name or path.
+    """Returns the part of a target that rank 0 holds if tp ranks share the model.
 
-    Raises ConfigError if T does not divide the target's heads or FFN, or a bare product's width.
+    where: the target's name or path. Raises ConfigError if tp does not divide the number of heads,
+    the width of the FFN, or a width of bare matrix products.
     """
     if config.is_transformer:
         return TransformerShard(config_of(where), tp)
@@ -345,14 +350,15 @@ def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyS
 
 
 def fine_buckets(*exact: int) -> list[int]:
-    """Returns row counts to compile for a server, whose batch changes with every request: four
-    between one power of two and the next, and `exact`."""
+    """Returns the row counts to compile for a server, whose batch size changes with every request:
+    `exact`, and up to its largest number four counts for each power of two."""
     steps = {n << shift >> 2 for n in (4, 5, 6, 7) for shift in range(max(exact).bit_length())}
     return sorted({*exact, *(n for n in steps if n <= max(exact))})
 
 
 def buckets(batch: int, *exact: int) -> list[int]:
-    """Returns row counts to compile for a run: the arguments, and smaller powers of two."""
+    """Returns the row counts to compile for a run: the arguments, and the powers of two below the
+    largest of them."""
     largest = max(batch, *exact)
     powers = {1 << n for n in range(largest.bit_length()) if 1 << n < largest}
     return sorted({batch, *exact, *powers})

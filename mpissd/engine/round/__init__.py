@@ -1,22 +1,23 @@
-"""The core: the target's round and the draft's round, and what they work on.
+"""The core of the engine: the round of the target and the round of the draft.
 
-Read it in this order: common/rounds.py (what the messages carry), oracle (who decides tokens),
-speculator and target (the target's round), draft (the draft's round), branches (drafts and the
-cache), rows and sequence (what a forward computes, and where it is stored), scheduler (who joins
-and leaves); before branches law/tree.py and law/fanout.py. A round r of the target asks for
-speculation r with outcome r - 1, verifies it and decides outcome r, which the next round sends. The
-draft answers, then grows branches for the likely outcomes until the next one arrives.
+In round r the target sends the draft outcome r - 1 (the accepted and bonus tokens of the round
+before), receives speculation r (drafted tokens), verifies it and decides outcome r. The draft
+answers an outcome, then drafts branches for the likely next outcomes until one of them arrives.
 
-The core imports no workload, job or feature (tests/test_layers.py). What attaches to the core:
+Read the modules in this order: common/rounds.py (the content of messages), oracle (decides tokens),
+speculator and target (the target's round), law/tree.py and law/fanout.py, branches (drafts and the
+speculation cache), draft (the draft's round), rows and sequence (what a forward computes, and where
+the KV cache stores it), scheduler (which requests join and leave).
 
-- An *oracle* decides tokens; a drafting method is a DraftOracle, a lookup without a model is a
-  law.lookup.Lookup, and a source of drafts elsewhere is a Speculator.
-- A Speculator replaces where drafts come from (features.device_rounds, features.draft_loss), and
-  `Placement.batches` how they are stored in the KV cache (features.trees).
-- A worker replaces how forwards are launched (features.device_rounds, features.joined_growth),
-  and Forwards what computes them (features.pool).
-- A RoundObserver sees each judged round and works while the target verifies; it changes nothing
-  (features.learning, serve.driver).
+The core imports no workload, job or feature (tests/test_layers.py). These objects extend it:
+
+- A TargetOracle or DraftOracle decides tokens. A law.lookup.Lookup drafts without a model.
+- A Speculator obtains the drafted tokens (features.device_rounds, features.draft_loss), and
+  `Placement.batches` stores them in the KV cache (features.trees).
+- A worker launches forwards (features.device_rounds, features.joined_growth), and Forwards compute
+  them (features.pool).
+- A RoundObserver reads each judged round and works while the target verifies (features.learning,
+  serve.driver).
 - `refresh` of draft.serve works between two rounds of the draft and may change its weights
   (features.learning). `TargetLoop.control` limits the next round (serve.driver).
 """

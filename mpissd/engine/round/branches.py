@@ -1,8 +1,8 @@
 """Branches, which are drafts that grow together, and the speculation cache, which keeps them.
 
-A branch is a draft of a sequence: a chain of K tokens, or a tree of K levels. After a miss it
-continues the committed tokens; otherwise it is grown while the target verifies, for an outcome that
-the verification may have. All branches grow by one level in each step, which is one forward.
+A branch is a draft of a sequence: a chain of K tokens, or a tree of K levels. It is grown while the
+target verifies, for one possible outcome of the verification; or, after a cache miss, it continues
+the committed tokens. Each forward (step) of the draft adds one level to all branches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, Shape
 
 Index = NDArray[np.int64]
-Distribution = Any  # float32 [V] on the host, or a row that is kept on a device
-TRUNK = -1  # the lane of a branch that continues the committed tokens in the cache itself
+Distribution = Any  # a float32 [V] array on the host, or a handle of a row that the GPU keeps
+TRUNK = -1  # the lane number of a branch that is stored in its sequence's slot, not in scratch
 
 
 class BranchPlaces(NamedTuple):
-    """The places of n branches in the draft's KV cache, each int64 [n].
+    """Where the draft's KV cache stores n branches; every array is int64 [n].
 
     slots: the cache slot of the branch's sequence. starts: the position of the token that the
-    branch's first step reads; for a tree, the position of the last committed token. lanes: the
-    number of the scratch memory that stores the branch (for a tree: its first place in the
-    BranchLayout); TRUNK if the branch is stored in the sequence's slot.
+    branch's first forward reads; for a tree, of the last committed token. lanes: the number of the
+    scratch memory that stores the branch (for a tree: its first place in the BranchLayout), or
+    TRUNK if the branch is stored in the sequence's slot.
     """
 
     slots: Index
@@ -37,22 +37,21 @@ class BranchPlaces(NamedTuple):
 
     @property
     def are_trunk(self) -> bool:
-        """Whether the branches continue the committed tokens in their slots; all do or none."""
+        """Whether all branches are stored in their sequences' slots; else all are in scratch."""
         return bool(len(self.lanes)) and self.lanes[0] == TRUNK
 
 
 class Branches:
-    """n branches that grow together; row i of every array belongs to branch i.
+    """n branches (drafts of sequences) that grow together; row i of every array is branch i.
 
-    rows: the sequence's batch row, int64 [n]. nodes, ranks: the outcome that the branch is grown
-    for, int32 [n]: the number of accepted tokens (in a tree: the node where the accepted path
-    ends), and the rank from 0 of the bonus token among the candidates there. first: the token that
-    the branch continues, int32 [n]. tokens: the drafted tokens, int32 [n, N], of which `steps`
-    levels are drafted so far. places: None for a model without a KV cache.
-    If tokens are sampled, `states` holds what draws them (oracle.sampled.DrawState), one for each
-    row of the next step. q, float64 [n, N]: the probability with which each token was drawn.
-    drawn_from: by branch, the distribution of each token, None for a token with q = 1. If tokens
-    are not sampled, states and q are None.
+    rows: the row of the branch's sequence in the batch, int64 [n]. nodes: the number of accepted
+    tokens that the branch is grown for (in a tree: the node where the accepted path ends), int32
+    [n]. ranks: the rank from 0 of its bonus token among the candidates there, int32 [n]. first: the
+    token that the branch continues, int32 [n]. tokens: the N drafted tokens of each branch, int32
+    [n, N], of which `steps` levels are drafted so far. places: None for a model without a KV cache.
+    Only if tokens are sampled: states: what draws the tokens (oracle.sampled.DrawState), one for
+    each row of the next forward. q: the probability with which each token was drawn, float64
+    [n, N]. drawn_from: by branch, the distribution of each token (None for a token with q = 1).
     """
 
     def __init__(
@@ -84,59 +83,62 @@ class Branches:
 
     @property
     def inputs(self) -> Ints:
-        """The tokens that the next step reads, int32 [rows]: the last token of each branch (in a
-        tree: the tokens of the last level that have children)."""
+        """The tokens that the next draft forward reads, int32 [rows]: the last token of each branch
+        (in a tree: the tokens of the last level that have children)."""
         if not self.steps:
             return self.first
         column = self.shape.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
-        """Sets the tokens that the branches continue, if they were unknown at first."""
+        """Sets the token that each branch continues, int32 [n], for branches made before it was
+        known."""
         self.first = first
 
     def advance(self, levels: int = 1) -> None:
-        """Counts `levels` more levels as drafted, whose tokens are in `tokens` already."""
+        """Counts `levels` more levels as drafted; the attribute `tokens` already holds them."""
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Appends a token to every branch: level, int32 [n]. For chains that are not sampled."""
+        """Appends one token to each of n chains. level: the tokens, int32 [n], not sampled."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 
     def take(self, best: Ints) -> None:
-        """Appends a level of the likeliest tokens. best: the likeliest tokens after each row of the
-        step, best first, [rows, at least as many as a node has children]."""
+        """Appends one level, made of the likeliest tokens, to every branch. best: the likeliest
+        tokens after each row of the draft forward, likeliest first, int32 [rows, ≥ children of a
+        node]."""
         shape = self.shape
         level = self.steps
         columns = slice(shape.ends[level], shape.ends[level + 1])
         ranks = shape.ranks[columns.start + 1 : columns.stop + 1]
         ranked = best.reshape(len(self), -1, best.shape[1])
         self.tokens[:, columns] = ranked[:, shape.lines[level], ranks]
-        for distributions in self.drawn_from:  # a token with q = 1 has no distribution
+        for distributions in self.drawn_from:  # None, because these tokens have q = 1
             distributions += [None] * len(ranks)
         self.steps += 1
         if self.states and shape.width > 1 and self.steps < shape.depth:
-            firsts = self.states[:: len(shape.inner[level])]  # a state of each branch
+            firsts = self.states[:: len(shape.inner[level])]  # one state for each branch
             self.states = [state for state in firsts for _ in shape.inner[self.steps]]
 
     def record(
         self, branch: int, column: int, token: int, q: float, row: Distribution | None
     ) -> None:
-        """Stores a branch's token, which was drawn with probability q from `row`."""
+        """Stores a token, drawn with probability q from the distribution `row`, in its branch.
+        column: the token's place among the branch's N tokens."""
         assert self.q is not None, "branches without draws"
         self.tokens[branch, column] = token
         self.q[branch, column] = q
         self.drawn_from[branch].append(row if q < 1 else None)
 
     def follow(self, states: list[Any]) -> None:
-        """Ends a step whose tokens are stored. states: what draws the next step's tokens."""
+        """Ends a draft forward whose tokens are stored. states: what draws the next tokens."""
         self.states = states
         self.steps += 1
 
     def skip(self, branch: int, tokens: list[int]) -> bool:
-        """Drops the first tokens of a branch, because a grammar has forced `tokens` in their place.
-        Returns whether both are equal."""
+        """Drops as many first tokens of a branch as a grammar has forced meanwhile (`tokens`).
+        Returns whether the dropped tokens equal the forced ones."""
         count = len(tokens)
         self.tokens[branch] = np.roll(self.tokens[branch], -count)
         if self.q is not None:
@@ -145,9 +147,10 @@ class Branches:
         return bool(self.tokens[branch, -count:].tolist() == tokens)
 
     def keep(self, branches: Sequence[int], rows: Sequence[int]) -> None:
-        """Keeps only the branches with these indices, as drafts of the batch rows `rows`."""
+        """Keeps only the branches with the indices `branches`. rows: the batch rows of these
+        branches, which change when sequences join or leave."""
         chosen = np.array(branches, np.int64)
-        width = len(self.states or ()) // max(1, len(self))  # states of a branch
+        width = len(self.states or ()) // max(1, len(self))  # the number of states of a branch
         self.rows = np.array(rows, np.int64)
         self.nodes = self.nodes.take(chosen)
         self.ranks = self.ranks.take(chosen)
@@ -162,8 +165,8 @@ class Branches:
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
     def pad(self, levels: int) -> None:
-        """Fills every branch up to `levels` levels without a forward: missing tokens repeat `first`
-        with q = 1."""
+        """Fills every branch up to `levels` levels without a forward. The missing tokens repeat the
+        token that the branch continues, with q = 1."""
         if self.steps < levels:
             start = self.shape.ends[self.steps]
             end = self.shape.ends[levels]
@@ -175,27 +178,28 @@ class Branches:
             self.steps = levels
 
     def distributions(self, branch: int, count: int) -> list[Distribution]:
-        """Returns the distributions of those of a branch's first `count` tokens that have q < 1."""
+        """Returns the distributions from which the first `count` tokens of a branch were drawn.
+        Tokens with q = 1 have none and are left out."""
         drawn_from = self.drawn_from[branch][:count] if self.drawn_from else ()
         return [row for row in drawn_from if row is not None]
 
 
 class SpeculationCache:
-    """The branches that were grown for predicted outcomes of a verification.
+    """The branches that were grown for predicted outcomes of one verification.
 
-    A key is (round, request id, epoch, k, t*): the round accepted k tokens of the sequence and
-    emitted the bonus token t* after them (Kumar, Dao, May 2026, §3); in a tree k is the node where
-    the accepted path ends. The cache holds branches of one round. branches: None if there are none.
-    fan_outs: how many branches were grown after each k.
+    A branch is found by its key (round, request id, epoch, k, t*): in that round, the target
+    accepts k tokens of the sequence (in a tree: the path to node k) and emits the bonus token t*
+    after them (Kumar, Dao, May 2026, §3). branches: None if the cache is empty. fan_outs: how many
+    branches were grown for each k.
     """
 
     def __init__(self) -> None:
         self.branches: Branches | None = None
         self.fan_outs = FanOuts()
-        self._numbers: dict[tuple[int, int, int, int, int], int] = {}  # of the branches, by key
+        self._numbers: dict[tuple[int, int, int, int, int], int] = {}  # key → index of branch
 
     def clear(self) -> None:
-        """Drops all branches, so that every outcome misses."""
+        """Empties the cache, so that every outcome is a miss."""
         self.branches = None
         self._numbers = {}
 
@@ -203,7 +207,8 @@ class SpeculationCache:
         self, identity: Ints, speculation: Speculation, branches: Branches, fan_outs: FanOuts
     ) -> None:
         """Replaces the contents by `branches`, grown for outcomes of verifying `speculation`.
-        identity: the ids and epochs of the batch's sequences (Batch.identity)."""
+        identity: (request id, epoch, …) of each sequence of the batch, [b, 5]. fan_outs: how many
+        branches were grown for each number of accepted tokens."""
         self.branches = branches
         self.fan_outs = fan_outs
         names = identity[:, :2].tolist()
@@ -215,8 +220,8 @@ class SpeculationCache:
         }
 
     def lookup(self, outcome: Outcome, count: int) -> list[int | None]:
-        """Returns, for each of the `count` live sequences, the index of the branch that was grown
-        for the sequence's outcome, or None (a miss)."""
+        """Looks up the outcome of every sequence that goes on. Returns, for each of these `count`
+        sequences, the index of the branch that was grown for its outcome, or None (a miss)."""
         if not self._numbers:
             return [None] * count
         get = self._numbers.get
@@ -228,8 +233,8 @@ class SpeculationCache:
         ]
 
     def keep(self, found: Sequence[int | None]) -> Branches | None:
-        """Keeps only the branches that were hit and returns them, or None if all outcomes missed.
-        found: the result of `lookup`."""
+        """Drops the branches that were not hit and returns the others, or None if none was hit.
+        found: by batch row, the index of the branch that was hit, or None (a miss)."""
         rows = [row for row, branch in enumerate(found) if branch is not None]
         if not rows or self.branches is None:
             return None

@@ -1,8 +1,9 @@
-"""The draft's round: answers an outcome with draft tokens, then drafts ahead for the next outcome.
+"""The draft's round: answers an outcome of the target's verification with drafted tokens, then
+drafts ahead for the next outcome.
 
-`serve` is the loop in the order of Saguaro's algorithm, and `Drafter` has the steps. In SD the same
-loop drafts nothing ahead: its cache stays empty, so that every outcome is a miss. A draft for
-several target groups runs the loop in a thread for each group (features.pool).
+`serve` is the loop in the order of Saguaro's algorithm, and `Drafter` has its steps. In SD the same
+loop drafts nothing ahead: the speculation cache stays empty, so that every outcome is a miss. A
+draft for several target groups runs the loop in one thread for each group (features.pool).
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
 
-# While rounds draft nothing, tokens are stored only once there are enough for a forward: more than
-# STORE_AFTER of a sequence, or STORE_ROWS of prompts that are stored in parts.
+# While K = 0, the draft stores K and V of committed tokens only when a sequence lacks more tokens:
 STORE_AFTER = 7
+# While K = 0, it stores prompts, which come in parts, only when so many rows are due together:
 STORE_ROWS = 24
 
 
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
-    """Drafts for one target group, round by round, until the lead stops it.
+    """Drafts for one target group, round by round, until the lead rank stops the loop.
 
-    The link is polled between two steps of the branches, so an outcome waits for at most one step,
-    or two if the device starts steps by itself. refresh: does a unit of other work after a round,
-    such as taking newer weights over, and returns whether there was any.
+    The loop polls the link for the next outcome between two draft forwards, so that an outcome
+    waits for at most one forward, or two if the GPU starts forwards by itself. refresh: called
+    after a round to do some other work, such as loading newer weights; returns whether it did any.
     """
     log = drafter.log
     log.ledger.restart()
@@ -46,14 +47,14 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
         if stop:
             drafter.leave()
             return
-        # Answers v = (k, t*): branches of the cache for hits, the backup for misses.
+        # Answers the outcome (k, t*) by the branch that was hit, or after a miss by the backup.
         answer = drafter.answer(outcome)
         if drafter.is_asked:
             link.send_speculation(answer)
             if rows := proposals(answer):
                 link.send_proposals(answer.round, rows)
         log.mark(DraftPhase.SEND)
-        # Speculates on the outcome of the answer, while the target verifies it.
+        # While the target verifies the answer, drafts ahead for its possible outcomes.
         drafter.start_round(answer)
         drafter.grow(answer, link.outcome_arrived)
         drafter.close_round(answer)
@@ -62,7 +63,8 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
 
 
 def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
-    """Returns the distributions [V] of the tokens with q < 1, sequence after sequence."""
+    """Returns the distributions, float32 [V], from which the drafted tokens with q < 1 were drawn,
+    sequence after sequence."""
     by_row = sorted(speculation.drawn_from.items())
     return [np.asarray(drawn_from) for _, rows in by_row for drawn_from in rows]
 
@@ -71,9 +73,10 @@ def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
 class DraftPolicy:
     """How a draft answers misses and grows branches.
 
-    lookahead: K. fan_outs: how many bonus candidates get a branch after each number of accepted
-    tokens; if empty, no branches are grown (SD). backup, backup_lookahead: what drafts after a
-    miss, and how many tokens. sampled: whether answers have the q of their tokens.
+    lookahead: K, the most tokens (in a tree: levels) of a draft. fan_outs: how many bonus
+    candidates get a branch after each number of accepted tokens; if empty, no branches are grown
+    (SD). backup: what drafts after a cache miss. backup_lookahead: the number of tokens that the
+    backup drafts. sampled: whether a draft is sent with q, the probabilities of its tokens.
     """
 
     lookahead: int
@@ -84,7 +87,8 @@ class DraftPolicy:
 
 
 class AnswerPart(NamedTuple):
-    """The branches of an answer that have the same source, and how many levels they need."""
+    """The part of an answer to an outcome that one source drafts: the cache for hits, the backup
+    for misses. levels: the number of levels that its branches must have when they are sent."""
 
     branches: Branches
     source: Source
@@ -92,10 +96,11 @@ class AnswerPart(NamedTuple):
 
 
 class Drafter:
-    """One draft's state between rounds: the batch, and the branches that it grows.
+    """Runs the steps of the draft's rounds for one target group.
 
-    version: the version of the weights that draft, 0 for those that were loaded. divergence: why
-    newer weights must be dropped, or None.
+    batch: the live sequences. cache: the branches grown for possible outcomes. version: the version
+    of the draft's weights, 0 for those loaded at the start. divergence: the reason why newer
+    weights must be dropped, or None.
     """
 
     def __init__(
@@ -106,7 +111,8 @@ class Drafter:
         waiter: Waiter,
         log: DraftLog | None = None,
     ) -> None:
-        """capacity: the most live sequences. log: records the rounds (None: a new one does)."""
+        """Opens an empty batch. worker: runs the forwards. policy: what and how much is drafted.
+        capacity: the most live sequences. log: records the rounds (None: a new log)."""
         self.worker = worker
         self.policy = policy
         self.waiter = waiter
@@ -115,25 +121,26 @@ class Drafter:
         self.cache = SpeculationCache()
         self.version = 0
         self.divergence: str | None = None
-        self._control = Control()  # the lead's decisions for the round that is answered now
-        self._due = 0  # rows of prompts in parts that the target has stored, but not this draft
+        self._control = Control()  # the lead's limits (K, width, …) for the coming round
+        self._due = 0  # prompt rows that the target has stored since this draft last stored some
 
     @property
     def levels(self) -> int:
-        """The most levels of the next speculation: K, or less by the lead's decision."""
+        """The most levels to draft in the coming round: K, or less if the lead has limited it."""
         limit = self._control.lookahead
         return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the lead waits for an answer, as it does unless it has set K = 0."""
+        """Whether the lead waits for drafted tokens. It does not if it has set K = 0."""
         return self.levels > 0
 
     # ── answer ──
 
     def answer(self, outcome: Outcome) -> Speculation:
-        """Returns the speculation of the round after an outcome: the branch that was hit, drafted
-        to its end, or after a miss a draft of the backup. All other branches are dropped."""
+        """Returns the drafted tokens for the round after `outcome`: of each sequence the branch
+        that was hit, completed if it is too short, or after a miss a new draft by the backup. All
+        other branches are dropped."""
         self.take(outcome)
         found = self._resolved(outcome)
         parts = self._completed(found)
@@ -143,19 +150,19 @@ class Drafter:
         return speculation
 
     def take(self, outcome: Outcome) -> None:
-        """Applies an outcome to the batch."""
+        """Applies an outcome to the batch, whose sequences get their accepted and bonus tokens."""
         self.worker.enter(self.batch, self.batch.apply(outcome))
         self._control = outcome.control
         self.log.mark(DraftPhase.COMMIT)
 
     def _resolved(self, outcome: Outcome) -> list[int | None]:
-        """Returns, by batch row, the index of the branch in the cache that was grown for the
-        outcome, or None (a miss). Waits for steps that run ahead."""
+        """Looks the outcome up. Returns, by batch row, the index of the branch that was grown for
+        it, or None (a miss). Also waits for draft forwards that the GPU has started by itself."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
                 found[row] = None
-        for row, tokens in self.batch.forced.items():  # a branch must begin with these, too
+        for row, tokens in self.batch.forced.items():  # a branch must also begin with these tokens
             if len(tokens) >= self.levels or not self.batch.shape.is_chain:
                 found[row] = None
         if self.log.ranks is not None:
@@ -165,8 +172,9 @@ class Drafter:
         return found
 
     def _completed(self, found: Sequence[int | None]) -> list[AnswerPart]:
-        """Returns the branches of an answer, complete: K levels after a hit, backup_lookahead after
-        a miss. They grow in shared forwards. found: the result of _resolved."""
+        """Returns the branches of an answer after growing them to their full length: K levels after
+        a hit, backup_lookahead after a miss. Hits and misses share forwards. found: by batch row,
+        the index of the branch that was hit, or None (a miss)."""
         parts = list[AnswerPart]()
         self.log.missed(0, 0.0)
         if self.levels:
@@ -191,14 +199,15 @@ class Drafter:
         return parts
 
     def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
-        """Returns whether the model drafted K tokens for every sequence after its outcome."""
+        """Returns whether all outcomes missed and the draft model drafted K tokens after each, so
+        that the time is that of a whole draft."""
         branches, source, levels = parts[0] if parts else (None, Source.NONE, 0)
         is_whole = source == Source.JIT and levels == self.policy.lookahead
         return is_whole and branches is not None and len(branches) == len(self.batch)
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
-        """Returns branches for batch rows `rows`, whose outcomes missed the speculation cache. The
-        policy's backup drafts them."""
+        """Returns new branches for batch rows `rows`, whose outcomes missed the speculation cache.
+        Tokens of the fast backup are there already; those of the draft model are still to grow."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:
@@ -207,7 +216,7 @@ class Drafter:
             masks = len(self.worker.masks)
             a_step = len(self.batch) * (1 + masks)
             room = self.worker.stepper.most_rows - a_step if forced else 0
-            spare = max(1 + masks, room // len(rows))  # a sequence's tokens for the first step
+            spare = max(1 + masks, room // len(rows))  # as many lacking tokens fit the first step
             stored = self._catch_up(rows, spare)
             self.log.missed(len(rows), perf_counter() - start if stored else 0.0)
         branches = self.worker.oracle.restart(self.batch, rows, policy.backup)
@@ -216,13 +225,14 @@ class Drafter:
         return AnswerPart(branches, policy.backup, levels)
 
     def _is_complete(self, part: AnswerPart) -> bool:
-        """Returns whether branches need no further step: they have all levels, or grammars allow
-        only one token at each of the remaining places."""
+        """Returns whether the branches of `part` need no further forward: they have all levels, or
+        grammars allow only one token at each of the remaining places."""
         lacking = part.levels - part.branches.steps
         return lacking <= 0 or self.worker.oracle.is_decided(part.branches, lacking)
 
     def assembled(self, round_: int, parts: Sequence[AnswerPart]) -> Speculation:
-        """Returns the speculation of a round from `parts`; rows in no part get no tokens."""
+        """Returns the speculation (drafted tokens of all sequences) of round `round_`, made from
+        the branches of `parts`. Sequences in no part get no tokens."""
         head = Speculation.HEAD
         count = len(self.batch)
         sampled = self.policy.sampled
@@ -255,9 +265,11 @@ class Drafter:
         return speculation
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
-        """Drops the tokens that grammars forced meanwhile from branches that were hit. Returns, by
-        batch row, how many of `nodes` tokens remain: 0 if the branch began with other tokens. That
-        still counts as a hit, because the outcome was in the cache."""
+        """Drops, from the branches that were hit, the first tokens that grammars forced meanwhile.
+
+        Returns, by batch row, how many of a branch's `nodes` tokens remain, 0 if the branch begins
+        otherwise than the forced tokens. That still counts as a hit: the outcome was in the cache.
+        """
         left = dict[int, int]()
         for branch, row in enumerate(branches.rows.tolist() if self.batch.forced else ()):
             if forced := self.batch.forced.get(row):
@@ -268,14 +280,14 @@ class Drafter:
     # ── speculate ahead ──
 
     def start_round(self, speculation: Speculation) -> None:
-        """Notes that the target now verifies `speculation`."""
+        """Records in the batch that the target now verifies the tokens of `speculation`."""
         self.batch.serve(speculation)
         if self.log.ranks is not None:
             self.log.ranks.served(speculation)
 
     def grow(self, speculation: Speculation, is_over: Callable[[], bool]) -> None:
-        """Grows branches for outcomes of `speculation`, then stores parts of prompts, until nothing
-        is left to do or is_over() returns True."""
+        """Grows branches for possible outcomes of verifying `speculation`, then stores parts of
+        prompts. Ends when nothing is left to do, or when is_over() returns True."""
         if self.begin_growth(speculation):
             while self.growing and not is_over():
                 self.grow_step()
@@ -283,13 +295,14 @@ class Drafter:
             self._store_opened()
 
     def begin_growth(self, speculation: Speculation) -> bool:
-        """Scores the served tokens in one forward, and fills the cache with branches that have no
-        tokens yet. Returns whether there are any branches to grow."""
+        """Runs the draft's forward over the tokens that the target verifies, chooses candidates for
+        the bonus token, and fills the cache with a branch for each, which has no tokens yet.
+        Returns False if no branches are wanted in this round."""
         policy = self.policy
         rows = range(len(self.batch))
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
         if not (grows and self.levels and rows):
-            if not self.levels:  # so that drafting can begin again
+            if not self.levels:  # else drafting could not begin again
                 self._catch_up(rows, STORE_AFTER)
             return False
         ends = self.batch.shape.ends
@@ -297,7 +310,7 @@ class Drafter:
         fan_outs = policy.fan_outs.within(self._control.width, served)
         trunk_rows = len(rows) * (ends[policy.lookahead] + 1)
         if not self.batch.forced or self.worker.is_short(self.batch, trunk_rows):
-            self._catch_up(rows)  # others come with the scoring forward
+            self._catch_up(rows)  # else the scoring forward stores the tokens
         self.log.growth_begins()
         self.worker.launch_scoring(self.batch, speculation, fan_outs, self.levels)
         self.worker.wait(self.waiter)
@@ -309,12 +322,12 @@ class Drafter:
 
     @property
     def growing(self) -> bool:
-        """Whether the branches in the cache need further steps."""
+        """Whether the branches in the cache lack levels, which further forwards can add."""
         branches = self.cache.branches
         return branches is not None and len(branches) > 0 and branches.steps < self.levels
 
     def grow_step(self) -> None:
-        """Adds one level to every branch."""
+        """Adds one level to every branch in the cache by one forward."""
         assert self.cache.branches is not None, "grow_step() without growth"
         self._step([self.cache.branches])
         if self.divergence is not None:
@@ -324,8 +337,8 @@ class Drafter:
         self.log.mark(DraftPhase.GROW)
 
     def _store_opened(self) -> None:
-        """Stores as many rows of prompts in parts as the target does, so that a sequence can join
-        as soon as the target has stored its prompt."""
+        """Stores as many tokens of prompts that are stored in parts (chunked prefill) as the target
+        does, so that a sequence can join as soon as the target has stored its prompt."""
         self._due += self._control.prefill_rows
         if self.levels or self._due >= STORE_ROWS:
             rows = self._due
@@ -334,29 +347,29 @@ class Drafter:
                 self.log.mark(DraftPhase.PREFILL)
 
     def close_round(self, speculation: Speculation) -> None:
-        """Records the times of the round that verifies `speculation`."""
+        """Ends the draft's round and records its times. speculation: the round's drafted tokens."""
         self.log.close_round(speculation.round)
 
     def leave(self) -> None:
-        """Frees the KV caches of all sequences, at the end of a run of the loop."""
+        """Frees the KV caches of all sequences when the loop ends."""
         self._settle()
         self.worker.leave(self.batch)
 
     # ── forwards ──
 
     def _catch_up(self, rows: Sequence[int], spare: int = 0) -> int:
-        """Stores the tokens that batch rows lack in the KV cache, except rows that lack at most
-        `spare`. Returns how many tokens were stored."""
+        """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
+        `rows` that lacks more than `spare`. Returns how many tokens were stored."""
         if stored := self.worker.catch_up(self.batch, rows, self.waiter, spare):
             self.log.mark(DraftPhase.PREFILL)
         return stored
 
     def _step(self, growing: Sequence[Branches]) -> None:
-        """Grows branches by one level; sets `divergence` if newer weights give logits that are not
-        finite.
+        """Grows branches by one level in one forward, and checks its logits.
 
-        No token is drawn from such logits. The token that replaces it has q = 1, so that decoding
-        stays lossless. Raises DivergedError if the weights are those that were loaded.
+        If newer weights give logits that are not finite, sets `divergence`. No token is drawn from
+        these logits: a filler with q = 1 takes its place, so that decoding stays lossless. Raises
+        DivergedError if the weights loaded at the start give logits that are not finite.
         """
         self.worker.launch_step(self.batch, growing)
         self.worker.wait(self.waiter)
@@ -370,13 +383,14 @@ class Drafter:
             self.divergence = "draft: a logit is not finite: its weights overflow"
 
     def _settle(self) -> None:
-        """Waits for steps of branches that the device runs ahead, before any other forward."""
+        """Waits for draft forwards that the GPU has started by itself, if there are any."""
         if self.worker.settle(self.waiter):
             self.log.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
-        """Notes, between two rounds, that the model's weights are now those of `version`. Drops
-        the branches of older weights, so that tokens and their q come from one version."""
+        """Called after weights of version `version` were loaded, between two rounds. Drops the
+        branches of the older weights, so that the tokens of a draft and their q come from one
+        version."""
         self.cache.clear()
         self.worker.forget(self.batch)
         self.version = version

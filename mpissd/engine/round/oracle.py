@@ -1,10 +1,10 @@
-"""The two protocols that decide tokens: TargetOracle, which ones the target emits, and DraftOracle,
-which ones the draft proposes.
+"""The interfaces of the objects that decide tokens: a TargetOracle decides which tokens the target
+emits, a DraftOracle which tokens the draft proposes.
 
-Workers (round.rows) run a model's forwards; an oracle decides their tokens. Imposed distributions,
-a recording, a known language model and the forwards' own logits are oracles (engine.oracle). Every
-rank's oracle sees the same batch, because every rank applies the same outcomes. Oracles send no
-messages and read no clock.
+Workers (round.rows) run a model's forwards; an oracle decides tokens from their logits, or ignores
+them and reads given distributions, a recording or a known language model (engine.oracle). The
+oracles of all ranks see equal batches, because every rank applies the same outcomes. Oracles send
+no messages and read no clock.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.sequence import Batch, LiveSequence
 
 Logits = NDArray[np.float32]
-# (batch row, i) → float32 [V]: the distribution from which uncertain token i was drawn.
+# (batch row, i) → the distribution, float32 [V], of the row's i-th drafted token that has q < 1
 Proposals = Callable[[int, int], NDArray[np.float32]]
-# Gathers the T target ranks' shares of the logits [rows, V/T] on the lead: float32 [T, rows, V/T].
+# Each of T target ranks passes its logits [rows, V/T]; the lead gets all, float32 [T, rows, V/T].
 LogitsGather = Callable[[Logits, Waiter], Logits]
 OpenGather = Callable[[], LogitsGather]
 _NO_LOGPROBS: Mapping[int, list[Logprob]] = {}
@@ -34,11 +34,11 @@ _NO_TOKENS: Mapping[int, list[int]] = {}
 
 
 class Oracle:
-    """Base class of both oracles.
+    """Base class of TargetOracle and DraftOracle, which decide tokens.
 
-    shape: the shape of a draft, a chain of any length by default. reads_tokens: whether the oracle
-    needs the batch to keep tokens. reads_forwards: whether it decides by the results of forwards.
-    chains: whether a device may decide rounds in place of the oracle (features.device_rounds).
+    shape: the shape of a draft, by default a chain of any length. reads_tokens: whether the oracle
+    needs the sequences' tokens, which the batch then keeps. reads_forwards: whether it needs the
+    results of forwards. chains: whether the GPU may decide whole rounds without the oracle.
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -49,58 +49,64 @@ class Oracle:
         self.shape = shape
 
     def prompt(self, request: Request) -> Sequence[int]:
-        """Returns the tokens of a request's prompt, up to its first_token."""
+        """Returns the prompt's tokens. The last one is the request's first_token."""
         return request.prompt
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Computes the first tokens of sequences before the rounds that admit them, while no
-        sequence is live. The default does nothing."""
+        """Computes the first tokens of these requests' sequences in advance, before any sequence is
+        live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Prepares what the coming round needs, after an outcome was applied to the batch. started:
-        the sequences whose first round comes. The default does nothing."""
+        """Prepares the coming round, after the outcome of the last one was applied to the batch.
+        started: the sequences whose first round it is. The default does nothing."""
 
 
 class TargetOracle(Oracle, ABC):
     """Decides which drafted tokens the target accepts, and the token that follows them."""
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        """Collects what `judge` needs from the other target ranks, after a forward of `rows` rows.
-        Collective over the target ranks. The default does nothing."""
+        """Collects what `judge` needs from the other target ranks, such as logits, after a forward
+        of `rows` rows. All target ranks call it together. The default does nothing."""
 
     @abstractmethod
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule to the finished forward.
+        """Decides after the target's forward which drafted tokens are accepted.
 
-        Returns (num_accepted, bonus), the columns of an Outcome, both int32 [b]. proposals: returns
-        the distribution of a drafted token; called only for a rejected token that has q < 1.
+        Returns (num_accepted, bonus), both int32 [b]: of each sequence, the number of accepted
+        tokens and the token that the target emits after them. proposals: returns the distribution
+        from which a token was drafted; called only for a rejected token that has q < 1.
         """
 
     def truth(self) -> Ints | None:
-        """Returns the tokens that the target emits from now on, int32 [b, K + 1], if they are known
-        before its forward, or None."""
+        """Returns the next K + 1 tokens that the target emits for each sequence, int32 [b, K + 1],
+        if they are known before its forward; else None."""
         return None
 
     def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
-        """Returns, by batch row, the only tokens that a grammar allows after a judged round's bonus
-        token. They are committed without a forward. The default returns none."""
+        """Returns, by batch row, the tokens after the bonus token at places where a grammar allows
+        only one token. These are committed without a forward. accepted, bonus: the result of
+        `judge`. The default returns none."""
         return _NO_TOKENS
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the tokens that a judged round emitted,
-        for sequences that asked for them (Sampling.logprobs). The default returns none."""
+        """Returns, by batch row, the log-probabilities of the tokens that a round emitted, for
+        requests that ask for them. accepted, bonus: the result of `judge`. The default returns
+        none."""
         return _NO_LOGPROBS
 
     def logits_of(self, row: int) -> Logits:
-        """Returns the target's logits [V] in a row of the finished forward."""
+        """Returns the target's logits [V] in row `row` of the last forward."""
         raise NotImplementedError("logits of a workload without them")
 
 
 class DraftOracle(Oracle, ABC):
-    """Decides which tokens a draft proposes, and for which bonus tokens it drafts ahead. lookahead:
-    K. is_sound: False if replaced weights gave logits that are not finite in the last step."""
+    """Decides which tokens a draft proposes, and for which bonus tokens it drafts ahead.
+
+    lookahead: K, the number of tokens drafted in a round. is_sound: False if the last forward gave
+    logits that are not finite, after newer weights were loaded.
+    """
 
     is_sound = True
 
@@ -110,28 +116,30 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each candidate of the bonus token t*, which is the branch's `first`.
-        Called after the draft's forward over the served tokens.
+        """Chooses candidates for the next bonus token t*, and returns a branch that continues each.
 
-        After k accepted tokens there are fan_outs.after_hit[k] candidates if the served tokens were
-        a cache hit, else after_miss[k]. The served token that follows the k accepted ones (in a
-        tree: a child of node k) is no candidate.
+        Called after the draft's forward over the drafted tokens that the target now verifies. For
+        each possible number k of accepted tokens there are fan_outs.after_hit[k] candidates if the
+        drafted tokens were a cache hit, else after_miss[k]. The drafted token after the k accepted
+        ones (in a tree: a child of node k) is no candidate: t* is emitted only if it is rejected.
         """
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue the last committed tokens of batch rows `rows`.
-        source: what drafts them after a cache miss, JIT or FAST."""
+        """Returns new branches that continue the committed tokens of batch rows `rows`, whose
+        outcomes missed the cache. source: what drafts, JIT (the draft model) or FAST (the fast
+        backup)."""
 
     @abstractmethod
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
-        """Stores the tokens of the finished step in the branches. Their rows follow one another in
-        the forward, from row `first_row` on. Raises DivergedError if a token is sampled from logits
-        that are not finite; branches that got no tokens then keep their `steps`."""
+        """Reads the tokens of the finished draft forward and appends them to the branches `grown`,
+        whose rows in the forward follow one another from row `first_row` on. Raises DivergedError
+        if a token is sampled from logits that are not finite; branches that have got no token yet
+        are then left unchanged."""
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
         """Returns whether grammars allow only one token at each of the next `levels` places of all
-        branches, so that a draft of them is useless. The default returns False."""
+        branches, so that drafting them is useless. The default returns False."""
         return False
 
     def forget(self) -> None:

@@ -1,9 +1,10 @@
 """The workers of the target and the draft, which choose the rows (tokens) of a model's forwards.
 
-A forward reads the trunk (each sequence's last committed token and its served tokens, which the
-target verifies), or one step of a draft's branches. It may also read committed tokens only to store
-their K and V: prompts or parts of them, and other tokens that the KV cache lacks. The loops use a
-model only through a worker; an oracle decides tokens. Workers send no messages and read no clock.
+A forward computes either the trunk (each sequence's last committed token and the drafted tokens
+that the target verifies), or one step of a draft's branches. It may also compute committed tokens
+only to store their K and V: prompts or parts of them, and other tokens that the KV cache lacks. The
+loops use a model only through a worker; an oracle decides tokens. Workers send no messages and read
+no clock.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 
 
 class Worker(Generic[AnyOracle]):
-    """Base class of both workers: runs forwards, and fills the KV cache of a batch.
+    """Base class of TargetWorker and DraftWorker: runs a model's forwards, and fills its KV cache.
 
-    num_rows: the rows of the last forward over a trunk. adopted: by request id, for sequences that
-    took a slot with the last outcome, how many tokens they take over from other sequences' pages.
+    num_rows: the rows of the last forward that verified or scored drafted tokens. adopted: by
+    request id, for the sequences that joined in this round, how many of their tokens are stored in
+    KV pages of other sequences, which they share.
     """
 
     def __init__(
         self, stepper: Forwards, oracle: AnyOracle, placement: Placement | None = None
     ) -> None:
-        """stepper: the model's forwards. placement: how sequences use its KV cache, or None."""
+        """stepper: runs the model's forwards. oracle: decides tokens. placement: how sequences use
+        the model's KV cache (None: there is no cache)."""
         self.stepper = stepper
         self.oracle = oracle
         self.placement = placement
@@ -50,7 +53,7 @@ class Worker(Generic[AnyOracle]):
         return (make or Batch)(capacity, placement, prompt, self.oracle.shape)
 
     def launch(self) -> None:
-        """Starts the forward over the uploaded rows (collective over the target ranks)."""
+        """Starts the forward over the uploaded rows. All ranks that share the model call it."""
         self.stepper.launch()
 
     def wait(self, waiter: Waiter) -> None:
@@ -62,8 +65,9 @@ class Worker(Generic[AnyOracle]):
         return self.stepper.elapsed_s()
 
     def enter(self, batch: Batch, change: Change) -> None:
-        """Begins a round: frees the caches of sequences that left, and lets new sequences take over
-        pages in which others have stored the same tokens. change: the result of Batch.apply."""
+        """Begins a round: frees the KV caches of sequences that left, and lets new sequences share
+        pages in which other sequences have stored the same tokens. change: the sequences that left
+        or joined with the last outcome."""
         if self.adopted:
             self.adopted = {}
         for lane, gap in change.moves:
@@ -72,7 +76,7 @@ class Worker(Generic[AnyOracle]):
             pages = self._kept_pages
             self._free(change.left)
             if pages is not None:
-                for sequence in change.started:  # others may use the prompt that it has stored
+                for sequence in change.started:  # its stored prompt can be shared now
                     pages.keep(sequence.slot, batch.stored_of(sequence))
                 self.adopted = {
                     sequence.request.request_id: pages.adopt(sequence.slot, sequence.tokens[:-1])
@@ -83,14 +87,14 @@ class Worker(Generic[AnyOracle]):
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
-        """Frees the cache of every sequence, at the end of a run of the loop."""
+        """Frees the KV cache of every sequence when the loop ends."""
         if self.placement is not None:
             left = [*batch.sequences, *batch.opened.values()]
             self._free([(sequence.slot, batch.stored_of(sequence)) for sequence in left])
 
     def _free(self, left: Sequence[tuple[int, list[int]]]) -> None:
-        """Frees the caches of slots, but keeps their pages for later sequences that begin with the
-        same tokens. left: (slot, tokens that it stores)."""
+        """Frees KV cache slots, but keeps their pages for later sequences that begin with the same
+        tokens. left: a (slot, tokens stored in it) for each slot."""
         if not left:
             return
         if (pages := self._kept_pages) is not None:
@@ -104,19 +108,21 @@ class Worker(Generic[AnyOracle]):
         return getattr(self.stepper, "pages", None) if keeps else None
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
-        """Stores the committed tokens that batch rows `rows` lack in the cache, except rows that
-        lack at most `spare`. Returns how many were stored. Collective over the target ranks."""
+        """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
+        `rows` that lacks more than `spare`. Returns how many tokens were stored. All ranks that
+        share the model call it."""
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
     def store_opened(self, batch: Batch, rows: int, waiter: Waiter) -> int:
-        """Stores up to `rows` tokens of prompts in parts by a forward of their own. Returns how
-        many were stored."""
+        """Stores K and V of up to `rows` tokens of prompts that are stored in parts (chunked
+        prefill), by a forward only for them. Returns how many tokens were stored."""
         gaps = batch.opened_gaps(min(rows, self.stepper.most_rows)) if rows else []
         return self._store(batch, gaps, waiter)
 
     def _store(self, batch: Batch, gaps: Sequence[Gap], waiter: Waiter) -> int:
-        """Stores the tokens of gaps by forwards of at most `most_rows` rows. Returns how many."""
+        """Runs forwards that only store K and V of the tokens in `gaps`, ranges of positions that
+        the KV cache lacks. Returns the number of tokens."""
         if not gaps:
             return 0
         tokens = np.concatenate([batch.committed(gap) for gap in gaps])
@@ -130,8 +136,8 @@ class Worker(Generic[AnyOracle]):
         return len(tokens)
 
     def is_short(self, batch: Batch, rows: int) -> bool:
-        """Returns whether a forward of `rows` rows has no room for the tokens that the cache lacks
-        because grammars forced them."""
+        """Returns whether the next forward, of `rows` rows, has no room for the tokens that
+        grammars forced, which the KV cache still lacks."""
         if not batch.forced:
             return False
         lacking = sum(gap.size for gap in batch.gaps(range(len(batch))))
@@ -146,11 +152,13 @@ class Worker(Generic[AnyOracle]):
         *,
         lists: bool = False,
     ) -> int:
-        """Uploads each sequence's last token and its served tokens, and returns their number.
+        """Uploads the last committed token and the drafted tokens of each sequence as the rows of
+        the next forward. Returns their number.
 
-        rows: the rows of the forward with padding (None: no padding). After them come tokens that
-        are only stored: those that grammars forced, and up to `fill` tokens of prompts in parts.
-        lists: whether several likeliest tokens of each row are read, or only the first.
+        rows: the number to which these rows are padded (None: no padding). Rows that are only
+        stored in the KV cache follow: tokens that grammars forced, and up to `fill` tokens of
+        prompts that are stored in parts. lists: whether the caller will read several of each row's
+        likeliest tokens, or only the first one.
         """
         tokens = verify_rows(batch.last_tokens, speculation)
         count = len(tokens)
@@ -178,59 +186,63 @@ class Worker(Generic[AnyOracle]):
 class TargetWorker(Worker[TargetOracle]):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
-    _verified = 0  # rows of the last verification, without rows that only store tokens
+    _verified = 0  # the number of rows that the last forward verified
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
-        """Uploads the tokens that the next launch verifies: each sequence's last committed token
-        and its num_draft drafted tokens. The same forward stores up to `fill` tokens of prompts in
-        parts."""
+        """Uploads the tokens that the next forward verifies: the last committed token and the
+        drafted tokens of each sequence. The same forward also stores up to `fill` tokens of prompts
+        that are stored in parts (chunked prefill)."""
         batch.serve(speculation)
         self._verified = self._upload_trunk(batch, speculation, fill=fill)
 
     def wait(self, waiter: Waiter) -> None:
-        """Waits until the forward is over, and collects what judging needs from other ranks."""
+        """Waits until the forward is over. Then collects what judging needs from other ranks."""
         self.stepper.wait(waiter)
         self.oracle.gather(self._verified, waiter)
 
     def verified(self, speculation: Speculation) -> Speculation:
-        """Returns the speculation that the finished forward verified: the uploaded one, unless the
-        device has drafted its tokens meanwhile."""
+        """Returns the drafted tokens that the finished forward verified: `speculation` as it was
+        uploaded, except in a subclass whose GPU drafts the tokens itself."""
         return speculation
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule; returns (num_accepted, bonus), both int32 [b]."""
+        """Applies the acceptance rule to the drafted tokens of `speculation`. Returns for each
+        sequence (number of accepted tokens, bonus token), both int32 [b]. proposals: returns the
+        distribution from which a token was drafted."""
         return self.oracle.judge(batch, speculation, proposals)
 
 
 class DraftWorker(Worker[DraftOracle]):
     """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
 
-    _first_row = 0  # the first row of the last step that belongs to a branch
+    _first_row = 0  # the row of the last forward at which the branches' rows begin
 
     @property
     def masks(self) -> Sequence[int]:
-        """The mask tokens after the last token of a branch in each step of a parallel draft."""
+        """The mask tokens that a parallel draft reads after the last token of a branch; else ()."""
         return () if self.placement is None else self.placement.masks
 
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
     ) -> None:
-        """Starts the forward that scores the served tokens, N + 1 rows a sequence, and gives the
-        bonus candidates. fan_outs, levels: the branches that will grow and their levels, for
-        workers that launch steps together with this forward (features.joined_growth)."""
+        """Starts the draft's forward over the last committed token and the N drafted tokens of each
+        sequence, which the target verifies now. Its logits give candidates for the bonus token.
+        fan_outs, levels: how many branches will grow and to how many levels, for subclasses that
+        launch their growth together with this forward."""
         rows = len(batch) * (self.oracle.shape.ends[self.oracle.lookahead] + 1)
         self._upload_trunk(batch, speculation, rows, lists=True)
         self.stepper.launch()
 
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch to grow for each bonus candidate, after the scoring forward."""
+        """Returns a new branch for each candidate of the bonus token, read from the forward that
+        `launch_scoring` started."""
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
-        """Starts one forward that grows branches by one level, and stores the committed tokens that
-        the cache lacks."""
+        """Starts one forward that grows branches by one level, and also stores K and V of committed
+        tokens that the cache lacks before them."""
         tokens = [self._inputs(branches) for branches in growing]
         self._first_row = 0
         places = None
@@ -252,24 +264,25 @@ class DraftWorker(Worker[DraftOracle]):
         self.stepper.launch()
 
     def _inputs(self, branches: Branches) -> Ints:
-        """Returns the tokens that the next step of these branches reads, int32 [rows]. A parallel
-        draft reads its mask tokens after each branch's token, and so drafts all levels at once."""
+        """Returns the tokens that the next forward of these branches reads, int32 [rows]. A
+        parallel draft reads its mask tokens after each branch's token, and so drafts all levels at
+        once."""
         if not self.masks:
             return branches.inputs
         masks = np.array(self.masks, np.int32)
         return np.column_stack([branches.inputs, np.tile(masks, (len(branches), 1))]).reshape(-1)
 
     def collect_step(self, growing: Sequence[Branches]) -> None:
-        """Stores the tokens of the finished step in the branches."""
+        """Appends the tokens that the finished forward drafted to the branches."""
         self.oracle.collect(growing, self._first_row)
 
     def settle(self, waiter: Waiter) -> bool:
-        """Waits for steps that were launched ahead, and returns whether there were any. Called
-        before any other forward. The default launches none ahead."""
+        """Waits for draft forwards that a subclass has launched ahead, and returns whether there
+        were any. Called before any other forward. The default returns False."""
         return False
 
     def forget(self, batch: Batch) -> None:
-        """Counts no token as stored, because the weights have changed. Committed tokens are stored
-        again before the next forward that attends to them."""
+        """Marks the K and V of all tokens as invalid, because the weights have changed. Committed
+        tokens are stored again before the next forward that attends to them."""
         batch.fill(slice(None), 0)
         self.oracle.forget()

@@ -1,7 +1,7 @@
-"""Schedules requests: decides which ones wait, join and end, by the pages of the KV cache.
+"""Schedules requests: decides which requests wait, join and end, by the free pages of the KV cache.
 
-The scheduler reads no clock and knows no model. The caller asks `turn` between two rounds which
-sequences leave and join, and passes each round's result to `take`; `step` does both for a run.
+The scheduler reads no clock and knows no model. Between two rounds the caller asks `turn` which
+sequences leave and join; it passes each round's result to `take`. In a run `step` calls both.
 
 Requests are admitted in the order of their arrival. The queue waits until its first request fits,
 so that no request waits for ever. If pages run out, the sequence that arrived last is preempted: it
@@ -22,16 +22,19 @@ from mpissd.common.records import RoundRecords
 from mpissd.common.rounds import Logprob, Request
 from mpissd.engine.round.target import RoundResult, TargetLoop
 
-UNLIMITED = 1 << 62
+UNLIMITED = 1 << 62  # a number of tokens or pages that is never reached
 _ORDER = attrgetter("arrived_s", "request_id")
 
 
 class Endings:
-    """Decides where sequences end: at a stop token, or when there is no room for more tokens. A
-    subclass may remember tokens, so that each run of the loops needs a new object."""
+    """Decides where sequences end: at a stop token, or when there is no room for more tokens.
+
+    A subclass may remember the tokens of sequences, so that each run needs a new object.
+    """
 
     def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
-        """room: returns how many tokens the request with an id may emit (None: any number)."""
+        """stop_tokens: the ids that end a sequence. room: maps a request id to the number of tokens
+        that the request may emit (None: any number)."""
         self._stop = frozenset(stop_tokens)
         self._room = room
 
@@ -54,11 +57,11 @@ class Endings:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the ranks have room for; by default only the number of sequences is limited.
+    """How many sequences and tokens the ranks have room for. By default only sequences are limited.
 
     sequences: the most sequences that run at once. context: the most tokens of a sequence with its
-    prompt. ahead: how many positions a round may write after the last token. page: the positions in
-    a page of the KV cache. pages: the number of pages.
+    prompt. ahead: how many KV positions a round may write after a sequence's last token. page: the
+    number of positions in a page of the KV cache. pages: the number of pages.
     """
 
     sequences: int
@@ -68,7 +71,7 @@ class Capacity:
     pages: int = UNLIMITED
 
     def pages_of(self, tokens: int) -> int:
-        """Returns the pages that a sequence of `tokens` tokens needs for its next round."""
+        """Returns how many KV pages a sequence of `tokens` tokens needs for its next round."""
         return -(-(tokens + self.ahead) // self.page)
 
 
@@ -76,11 +79,12 @@ class Capacity:
 class Task:
     """A request and its progress. Times are seconds of the caller's clock.
 
-    request: the request as it arrived. max_tokens: the most tokens of its answer. deadline_s: when
-    it ends at the latest (None: never). tokens: its answer so far. epoch: how often it was
-    preempted. drafted, accepted: numbers of tokens. rejected: rounds that rejected a drafted token.
-    hits: rounds whose draft was ready in the speculation cache. cached: how many tokens of the
-    prompt other sequences had stored. forced: how many tokens its grammar forced.
+    request: the request as it arrived. max_tokens: the most tokens of its answer. deadline_s: the
+    time when it ends at the latest (None: never). tokens: its answer so far. epoch: how often it
+    was preempted. drafted, accepted: how many tokens were drafted and accepted. rejected: in how
+    many rounds a drafted token was rejected. hits: in how many rounds the speculation cache held
+    the draft. cached: how many prompt tokens other sequences had stored in the KV cache. forced:
+    how many tokens its grammar forced.
     """
 
     request: Request
@@ -108,10 +112,9 @@ class Task:
         return self.request.request_id
 
     def count(self, drafted: int, accepted: int, hit: int, *, is_judged: bool) -> None:
-        """Counts a round: its drafted and accepted tokens, and whether the cache was hit (0 or 1).
-
-        is_judged: False if the tokens could not be verified (Speculation.is_lost).
-        """
+        """Counts one round of the request. drafted, accepted: its numbers of drafted and accepted
+        tokens. hit: 1 if the speculation cache was hit, else 0. is_judged: False if the drafted
+        tokens could not be verified, because their distributions were lost with the draft rank."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -119,16 +122,17 @@ class Task:
         self.hits += hit
 
     def emit(self, tokens: Sequence[int], forced: int) -> None:
-        """Appends a round's tokens, of which a grammar forced the last `forced`."""
+        """Appends a round's tokens to the answer. A grammar forced the last `forced` of them."""
         self.tokens += tokens
         self.forced += forced
 
     def preempt(self) -> None:
-        """Begins a new epoch: the sequence will be computed again."""
+        """Counts a preemption: the sequence has lost its KV pages and will be computed again."""
         self.epoch += 1
 
     def reuse(self, count: int) -> None:
-        """Notes that other sequences have stored `count` tokens of the prompt."""
+        """Records that other sequences had stored `count` tokens of the prompt in the KV cache,
+        except after a preemption, when these may be the request's own."""
         if not self.epoch:
             self.cached = count
 
@@ -137,8 +141,8 @@ class Task:
         self.max_tokens = min(self.max_tokens, most)
 
     def admitted(self) -> Request:
-        """Returns the request to admit. After a preemption its prompt ends with the tokens that it
-        had emitted."""
+        """Returns the request as it is passed to the loop. After a preemption its prompt is
+        followed by the tokens that it had emitted, which are computed again as a prompt."""
         prompt = (*self.request.prompt, *self.tokens)
         if not prompt:
             return self.request
@@ -150,9 +154,10 @@ class Task:
 class Emitted(NamedTuple):
     """The tokens that a request emitted in one round; none if it ended between two rounds.
 
-    ended: "stop", "length", "cancelled" or "deadline" if the request is over. accepted: how many of
-    the tokens were drafted, by `source` (rounds.Source); the target emitted the others. logprobs:
-    the tokens' log-probabilities. stop: the length of the answer where `Endings` end it, or None.
+    task: the request. ended: why the request is over: "stop", "length", "cancelled" or "deadline";
+    None if it goes on. accepted: how many of the tokens, the first ones, were drafted. source: what
+    drafted them (rounds.Source). logprobs: the tokens' log-probabilities. stop: the number of the
+    answer's tokens up to its end, if a stop token or a limit of `Endings` ends it; else None.
     """
 
     task: Task
@@ -165,8 +170,8 @@ class Emitted(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What changes before the next round: requests that ended since the last turn, ids of sequences
-    that leave the batch, and requests that join it."""
+    """The changes before the next round. ended: the requests that ended since the last turn. leave:
+    the ids of sequences that leave the batch. join: the requests that join it."""
 
     ended: list[Emitted]
     leave: list[int]
@@ -174,18 +179,20 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """The requests of a server, or the prompts of a run: a queue, and those that run."""
+    """Holds the requests of a server, or the prompts of a run: a queue of those that wait, and
+    those that run. Decides which of them join and leave the batch."""
 
     def __init__(self, room: Capacity, endings: Endings | None = None) -> None:
-        """endings: decides where sequences end (None: only their limits do)."""
+        """room: how many sequences and tokens fit. endings: decides where sequences end (None: only
+        max_tokens, a deadline or a cancellation ends one)."""
         self.room = room
         self._endings = endings
         self._waiting: list[Task] = []  # in order of _ORDER
         self._running: dict[int, Task] = {}
-        self._leaving: list[int] = []  # running in the last round, released before the next one
+        self._leaving: list[int] = []  # ids of sequences that leave before the next round
         self._ended: list[Emitted] = []
-        self._can_end = endings is not None  # or a request is limited
-        self._deadlines: list[tuple[float, int]] = []  # rising (time, request id), until it ends
+        self._can_end = endings is not None  # False: no request can end, so that none is checked
+        self._deadlines: list[tuple[float, int]] = []  # (time, request id) of each, rising by time
         self.num_preempted = self.num_rounds = 0
 
     @property
@@ -195,21 +202,22 @@ class Scheduler:
 
     @property
     def running(self) -> Collection[Task]:
-        """The requests that hold pages, in the order in which they were admitted."""
+        """The requests that hold KV pages, in the order in which they were admitted."""
         return self._running.values()
 
     @property
     def free_pages(self) -> int:
-        """The number of pages that no running request has or needs next."""
+        """The number of KV pages that running requests neither hold nor need for the next round;
+        negative if they need more than there are."""
         pages_of = self.room.pages_of
         return self.room.pages - sum(pages_of(task.length) for task in self._running.values())
 
     def tasks(self, ids: Iterable[int]) -> list[Task]:
-        """Returns the running requests among these ids, in their order."""
+        """Returns those of the requests with these ids that run, in the order of `ids`."""
         return [self._running[n] for n in ids if n in self._running]
 
     def submit(self, task: Task) -> None:
-        """Queues a request; raises ConfigError for one that can never be decoded."""
+        """Queues a request; raises ConfigError if its prompt and max_tokens can never fit."""
         room = self.room
         count = len(task.request.prompt)
         if not 0 < count < room.context:
@@ -229,14 +237,15 @@ class Scheduler:
         self.queue(task)
 
     def queue(self, task: Task) -> None:
-        """Queues a request for which the ranks have room, with a prompt or without."""
+        """Queues a request, with a prompt or without, which must fit (`submit` checks that)."""
         insort(self._waiting, task, key=_ORDER)
         self._can_end = self._can_end or task.max_tokens < UNLIMITED
         if task.deadline_s is not None:
             insort(self._deadlines, (task.deadline_s, task.request_id))
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
-        """Ends a waiting or running request, for a reason of Emitted.ended; ignores others."""
+        """Ends a waiting or running request; does nothing for another id. reason: what the caller
+        gets as Emitted.ended, "cancelled" or "deadline"."""
         task = self._running.pop(request_id, None)
         if task is not None:
             self._leaving.append(request_id)
@@ -260,8 +269,8 @@ class Scheduler:
         join = list[Request]()
         before = self.num_preempted
         while self.free_pages < 0:
-            # The sequence that arrived last goes back until the others have the pages that they
-            # need. The first one always stays: the pool holds at least one whole sequence.
+            # The sequence that arrived last goes back to the queue until enough pages are free.
+            # One sequence always remains, because the pages suffice for any single sequence.
             last = max(self._running.values(), key=_ORDER)
             del self._running[last.request_id]
             self._leaving.append(last.request_id)
@@ -271,8 +280,7 @@ class Scheduler:
         if self.num_preempted == before:
             while self._waiting and len(self._running) < room.sequences:
                 task = self._waiting[0]
-                # Each running sequence may need a page soon; taking it from a new one would be
-                # wasted work.
+                # One page for each running sequence stays free, so that a new one is not preempted.
                 spare = self.free_pages - len(self._running)
                 if self._running and room.pages_of(task.length) > spare:
                     break
@@ -284,7 +292,8 @@ class Scheduler:
         return turn
 
     def take(self, result: RoundResult) -> list[Emitted]:
-        """Counts a round, and returns the tokens of each request that ran in it."""
+        """Adds a round's result to the requests that ran in it. Returns the tokens of each, and
+        whether it has ended."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
             if (task := self._running.get(request_id)) is not None:
@@ -294,7 +303,7 @@ class Scheduler:
         emitted = list[Emitted]()
         for row, ((request_id, epoch, _, accepted, bonus), drafted) in enumerate(rows):
             task = self._running.get(request_id)
-            if task is None or task.epoch != epoch:  # cancelled in this round
+            if task is None or task.epoch != epoch:  # ended during the round
                 continue
             source, hit, count = drafted[:3]
             task.count(count, accepted, hit, is_judged=not speculation.is_lost)
@@ -321,8 +330,8 @@ class Scheduler:
         return emitted
 
     def step(self, loop: TargetLoop, records: RoundRecords) -> RoundResult:
-        """Decodes one round of a run's prompts and adds it to `records`. Then sequences that have
-        ended leave the loop, and the next prompts join it."""
+        """Decodes one round of a run and adds it to `records`. Then sequences that have ended leave
+        the loop, and the next prompts join it. Returns the round."""
         result = loop.step()
         if self._can_end:
             for emitted in self.take(result):

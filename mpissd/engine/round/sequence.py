@@ -1,14 +1,15 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
-Every rank keeps a Batch of its own. All batches are equal, because all ranks apply the same
+Every rank keeps a Batch. The batches of all ranks are equal, because all ranks apply the same
 outcomes. An oracle, which decides tokens, only reads the batch, and keeps grammars in `constraint`.
 
-A sequence has a *slot* of the KV cache. Its committed tokens have positions 0, 1, … there, of which
-the first `filled` ones are stored and valid, so that a rollback is a smaller number. The forward
-that reads a token stores its K and V. The *trunk* is the committed tokens and the served tokens,
-which the target verifies now; trunk rows write the slot. *Branches*, which a draft grows for
-possible outcomes, write *lanes*: scratch memory of the cache. A hit copies nothing, because the
-draft's next forward over the trunk writes the slot. features.trees stores drafts that are trees.
+A sequence has a *slot* of the KV cache for its committed tokens, at positions 0, 1, …. The first
+`filled` positions are stored and valid, so that a rollback only lowers this number. The forward
+that reads a token stores its K and V. The *trunk* is the committed tokens and the *served* tokens
+(the drafted tokens that the target verifies now); its K and V are stored in the slot. *Branches*,
+which a draft grows for possible outcomes, are stored in *lanes*, scratch memory of the cache. A
+cache hit copies no K and V, because the draft's next forward over the trunk writes the slot.
+features.trees stores drafts that are trees.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ from mpissd.engine.model.forwards import Places
 from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
-Prompt = Callable[[Request], Sequence[int]]  # returns a request's tokens up to its first_token
-_DRAWS = 512  # random draws reserved for a round, which drafts at most 256 tokens
-_ROUNDS = 1 << 32  # a sequence decodes fewer rounds than this in an epoch
-_ALL = 1 << 30
+Prompt = Callable[[Request], Sequence[int]]  # maps a request to its prompt's tokens
+_DRAWS = 512  # random draws reserved for each round, which has at most 256 drafted tokens
+_ROUNDS = 1 << 32  # rounds whose draws are reserved between two preemptions; more than any run has
+_ALL = 1 << 30  # a number of tokens larger than any prompt has
 
 
 @dataclass(frozen=True)
 class Placement:
     """How sequences use a model's KV cache.
 
-    context: the positions before a sequence without a prompt. They are never computed: attention
-    reads their bytes, and no token depends on them. window: the committed tokens after which the
-    positions of such a sequence begin again, so that a run of any length fits (None: never). keeps:
-    whether the model has no keys and values, so that the cache never lacks a token. lag: K of a
-    draft that reads the target's hidden states, else 0. Up to `lag` accepted tokens may be missing,
-    because the draft's next step computes them again from these states; and no part of a prompt is
-    stored before the target has computed it. masks: the mask tokens that follow the last token of a
-    branch in a step of a parallel draft; their keys and values are scratch. batches: makes a batch
-    that stores drafts otherwise than chains (features.trees); None: Batch.
+    context: the number of positions before a sequence without a prompt. They are never computed:
+    attention reads their bytes, and no token depends on them. window: the number of committed
+    tokens after which a sequence without a prompt reuses its positions, so that a run of any length
+    fits (None: never). keeps: whether pages are kept for later sequences that begin with the same
+    tokens. stateless: whether the model has no K and V, so that the cache never lacks a token. lag:
+    K of a draft that reads the target's hidden states, else 0. Up to `lag` accepted tokens may be
+    missing, because the draft's next step computes them again from these states; and no part of a
+    prompt is stored before the target has computed it. masks: the mask tokens that a parallel draft
+    reads after the last token of a branch; their K and V are scratch. batches: makes a batch that
+    stores draft trees (features.trees); None: Batch.
     """
 
     context: int = 0
@@ -60,7 +62,7 @@ class Placement:
 
 
 class Gap(NamedTuple):
-    """Committed tokens that a slot of the cache lacks, at positions start … stop − 1."""
+    """Committed tokens that a slot of the KV cache has not stored: positions start … stop − 1."""
 
     slot: int
     start: int
@@ -68,7 +70,7 @@ class Gap(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of lacking tokens."""
+        """The number of tokens that are not stored."""
         return self.stop - self.start
 
 
@@ -76,10 +78,10 @@ class Gap(NamedTuple):
 class LiveSequence:
     """One sequence on this rank.
 
-    slot: the sequence's part of this rank's KV cache. tokens: the committed tokens, with the
+    slot: the index of the sequence's part of the KV cache. tokens: the committed tokens, with the
     prompt. served: the drafted tokens that the target verifies now. rounds: the number of committed
-    rounds. These three are kept only if the oracle reads tokens. constraint: the grammar and its
-    state, which the oracle makes (None: no grammar, or not made yet).
+    rounds. tokens, served and rounds are kept only if the oracle, which decides tokens, reads them.
+    constraint: the grammar and its state, made by the oracle (None: no grammar, or not made yet).
     """
 
     request: Request
@@ -88,20 +90,20 @@ class LiveSequence:
     served: list[int] = field(default_factory=list)
     rounds: int = 0
     constraint: Any = None
-    _lookups: dict[str, Lookup] = field(default_factory=dict)  # by kind, each indexes the tokens
+    _lookups: dict[str, Lookup] = field(default_factory=dict)  # {--lookup value: lookup}
 
     @property
     def name(self) -> tuple[int, int]:
-        """(request id, epoch)."""
+        """The sequence's identity: (request id, epoch, which counts its preemptions)."""
         return self.request.request_id, self.request.epoch
 
     @property
     def answer(self) -> list[int]:
-        """The committed tokens of the answer, which may begin before the last preemption."""
+        """The committed tokens of the answer, also those emitted before a preemption."""
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
     def path(self, columns: Sequence[int]) -> list[int]:
-        """Returns the served tokens at `columns`, which are a path in the draft's shape."""
+        """Returns the tokens being verified at `columns`, a path in the draft's chain or tree."""
         return [self.served[column] for column in columns]
 
     def serve(self, tokens: list[int]) -> None:
@@ -109,29 +111,30 @@ class LiveSequence:
         self.served = tokens
 
     def commit(self, columns: Sequence[int], bonus: int) -> None:
-        """Appends the accepted ones of the served tokens, at `columns`, and the bonus token."""
+        """Appends the accepted tokens (the drafted ones at `columns`) and the bonus token."""
         self.tokens += self.path(columns)
         self.tokens.append(bonus)
         self.served = []
         self.rounds += 1
 
     def first_draw(self, later: int = 0) -> int:
-        """Returns the index, in the sequence's random streams, of the first draw of the round that
-        follows `later` rounds after this one. Rounds share no draw, also across preemptions."""
+        """Returns the index, in the sequence's stream of random numbers, of the first draw of the
+        round that comes `later` rounds after this one. No two rounds share a draw, not even after a
+        preemption."""
         return (self.request.epoch * _ROUNDS + self.rounds + later) * _DRAWS
 
     def stream(self, seed: int) -> tuple[int, int]:
-        """Returns (seed, number), which key the sequence's random draws. They are the job's `seed`
-        and the request's id, or the request's own seed and 0."""
+        """Returns the key of the sequence's random draws: (the job's `seed`, request id), or (the
+        request's seed, 0) if the request has one."""
         given = self.request.sampling.seed
         return (seed, self.request.request_id) if given is None else (given, 0)
 
     def looked_up(
         self, count: int, kind: str = "prompt", longest: int = LONGEST, filler: int | None = None
     ) -> list[int]:
-        """Returns `count` tokens that a lookup copies from after an earlier occurrence of the last
-        tokens. kind: a value of --lookup. longest: the most last tokens that it compares. filler:
-        the token that replaces missing ones (None: the last token)."""
+        """Drafts `count` tokens without a model: copies the tokens that followed an earlier
+        occurrence of the sequence's last tokens. kind: a value of --lookup. longest: the most last
+        tokens to compare. filler: the token in missing places (None: the last token)."""
         if kind not in self._lookups:
             self._lookups[kind] = make_lookup(kind, longest)
         lookup = self._lookups[kind]
@@ -140,11 +143,12 @@ class LiveSequence:
 
 
 class Change(NamedTuple):
-    """The changes that an outcome made to a batch.
+    """The changes that an outcome of a round made to a batch.
 
     left: (slot, tokens that the slot stores) of each sequence that left. placed: the sequences that
     took a slot. started: the sequences whose first round comes next. moves: for each accepted path
-    that lies in scratch memory, (its lane, the gap in the slot to which it must be copied).
+    of a tree whose K and V are in scratch memory, (number of the scratch memory, the positions of
+    the slot to which they must be copied).
     """
 
     left: Sequence[tuple[int, list[int]]] = ()
@@ -157,13 +161,14 @@ _UNCHANGED = Change()
 
 
 class Batch:
-    """The live sequences of a rank, in the order of the messages' rows ("batch rows").
+    """The live sequences of a rank. A sequence's index, its "batch row", is the same in messages.
 
-    By batch row: sequences, ids, slots, lengths (the committed tokens, the prompt counted as one),
-    last_tokens, and identity, the rows [b, 5] of an outcome without its decisions. filled: by slot,
-    how many positions the cache holds. opened: by slot, the sequences whose prompts are stored in
-    parts (chunked prefill) before they join. digest: a CRC-32 of the applied outcomes, which ranks
-    compare. forced: by batch row, the tokens that a grammar forced after the last bonus token.
+    Indexed by batch row: sequences; ids, the request ids; slots, of the KV cache; lengths, the
+    numbers of committed tokens, with the prompt counted as one; last_tokens; identity, [b, 5], the
+    rows of an outcome with k and t* left at 0; forced, the tokens that a grammar forced after the
+    last bonus token. Indexed by slot: filled, how many positions the KV cache holds; opened, the
+    sequences whose prompts are stored in parts (chunked prefill) before they join. digest: a CRC-32
+    of the applied outcomes, which ranks compare.
     """
 
     def __init__(
@@ -173,9 +178,10 @@ class Batch:
         prompt: Prompt | None = None,
         shape: Shape = CHAIN,
     ) -> None:
-        """capacity: the most sequences. placement: how they use the KV cache (None: there is none).
-        prompt: returns the tokens of a request (None: tokens are not kept). shape: the shape of a
-        draft; for a tree in a KV cache features.trees.TreeBatch is needed."""
+        """Makes an empty batch. capacity: the most sequences. placement: how sequences use the KV
+        cache (None: there is none). prompt: maps a request to its prompt's tokens (None: tokens are
+        not kept). shape: the chain or tree of drafted tokens; a tree in a KV cache needs TreeBatch.
+        """
         self.capacity = capacity
         self.placement = placement
         self.shape = shape
@@ -190,21 +196,22 @@ class Batch:
         self.forced: dict[int, list[int]] = {}
         self.filled = np.zeros(capacity, np.int64)
         self._prompt = prompt
-        self._by_slot: dict[int, LiveSequence] = {}  # the last sequence in each slot
-        self._steady = b""  # bytes of columns 0 to 2 of an outcome that changes no sequence
-        self._base = np.zeros(capacity, np.int64)  # by slot, the position of length 1
+        self._by_slot: dict[int, LiveSequence] = {}  # the latest sequence of each slot
+        self._steady = b""  # the bytes of columns 0–2 of an outcome with which none joins or leaves
+        self._base = np.zeros(capacity, np.int64)  # by slot, the prompt's last position
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Change:
-        """Commits the tokens of an outcome, lets sequences join and leave, and returns the changes.
-        Raises ProtocolError if the outcome's sequences differ from the batch's."""
+        """Applies the outcome of a round: commits accepted and bonus tokens, lets sequences join
+        and leave, and returns the changes. Raises ProtocolError if the outcome names other
+        sequences than the batch holds."""
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = () if self.placement is None else self._moves(outcome)
         self.forced = {}
-        if outcome.rows[:, :3].tobytes() != self._steady:  # ten times as fast as comparing arrays
+        if outcome.rows[:, :3].tobytes() != self._steady:  # ten times faster than comparing arrays
             change = self._apply_changes(outcome)
         else:
             nodes = outcome.num_accepted
@@ -212,7 +219,7 @@ class Batch:
             self.lengths += 1
             self.last_tokens = outcome.bonus
             self._commit(self.sequences, outcome.rows)
-        if self.placement is not None:  # positions after the last committed token become invalid
+        if self.placement is not None:  # rejected tokens' positions become invalid
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         if change is not _UNCHANGED:
             self._force(outcome)
@@ -226,7 +233,7 @@ class Batch:
                 sequence.commit(paths[row[3]], row[4])
 
     def _force(self, outcome: Outcome) -> None:
-        """Appends the tokens that grammars forced."""
+        """Appends the tokens that grammars forced, which the outcome lists in rows of their own."""
         names = self.identity[:, :2].tolist()
         for request_id, epoch, event, _, token in outcome.rows.tolist():
             if event == Event.FORCED:
@@ -239,8 +246,8 @@ class Batch:
                 self.last_tokens[row] = token
 
     def _moves(self, outcome: Outcome) -> Sequence[tuple[int, Gap]]:
-        """Returns Change.moves of an outcome, and counts the moved tokens as stored. A chain needs
-        no moves."""
+        """Returns the copies from scratch memory to slots that an accepted path of a tree needs,
+        and counts the copied tokens as stored. Chains, as here, need no copy."""
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
@@ -255,7 +262,7 @@ class Batch:
         kept = [self.sequences[row] for row in np.flatnonzero(stays)]
         gone = [self.sequences[row] for row in np.flatnonzero(~stays)]
         started = list[LiveSequence]()
-        for request_id, epoch, event, *_ in others:  # opened sequences that join or are released
+        for request_id, epoch, event, *_ in others:  # sequences in `opened` join or leave
             if event not in (Event.ADMIT, Event.PREFILL, Event.FORCED):
                 name = request_id, epoch
                 slots = [slot for slot, opened in self.opened.items() if opened.name == name]
@@ -281,8 +288,8 @@ class Batch:
         return Change(left, placed, started)
 
     def _placed(self, outcome: Outcome, used: set[int]) -> list[LiveSequence]:
-        """Gives free slots to the new sequences of an outcome, and returns these sequences. used:
-        the slots of live sequences."""
+        """Gives a free KV slot to each new sequence of an outcome, and returns the new sequences.
+        used: the slots of live sequences."""
         free = sorted(set(range(self.capacity)) - used - self.opened.keys())
         added = outcome.fresh
         if len(added) > len(free):
@@ -332,15 +339,15 @@ class Batch:
             sequence.serve(tokens[:count])
 
     def committed(self, gap: Gap) -> Ints:
-        """Returns the tokens of a gap, int32. They are zeros if the sequence has no prompt or its
-        tokens are not kept, because then no decision depends on them."""
+        """Returns the committed tokens at the positions of `gap`, int32. Returns zeros if the
+        sequence has no prompt or its tokens are not kept: then no decision depends on them."""
         sequence = self._by_slot[gap.slot]
         if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
         return np.array(sequence.tokens[gap.start : gap.stop], np.int32)
 
     def last(self) -> Index:
-        """Returns the position of each sequence's last committed token, [b]."""
+        """Returns the KV position of each sequence's last committed token, int64 [b]."""
         assert self.placement is not None, "positions without a cache"
         later = self.lengths - 1
         if self.placement.window is not None:
@@ -349,8 +356,9 @@ class Batch:
         return position
 
     def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
-        """Returns the gap of each of the batch rows `rows` whose cache lacks more than `spare`
-        committed tokens. The last committed token is in no gap: the next forward reads it."""
+        """Returns the positions that are not stored in the KV cache, as one Gap for each batch row
+        of `rows` that lacks more than `spare` committed tokens. The last committed token never
+        counts as lacking, because the next forward reads it."""
         if self.placement is None or self.placement.stateless or not len(rows):
             return []
         chosen = np.asarray(rows, np.int64)
@@ -361,8 +369,8 @@ class Batch:
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
-        """Returns the next gaps, of at most `most` tokens together, of prompts that are stored in
-        parts (`opened`). The last token of a prompt is in no gap: its first round stores it."""
+        """Returns the next positions to store, at most `most` tokens together, of prompts that are
+        stored in parts (chunked prefill). The last token of a prompt is left to its first round."""
         gaps: list[Gap] = []
         if self.placement is None or self.placement.lag:
             return gaps
@@ -375,27 +383,29 @@ class Batch:
         return gaps
 
     def stored_of(self, sequence: LiveSequence) -> list[int]:
-        """Returns the tokens of a sequence that the cache holds, or none if no tokens are kept."""
+        """Returns the tokens of a sequence whose K and V are stored; [] if tokens are not kept."""
         return sequence.tokens[: int(self.filled[sequence.slot])]
 
     def stored(self) -> list[Request]:
-        """Returns the requests in `opened` whose prompts are completely stored."""
+        """Returns the requests, among those stored in parts, whose whole prompts are stored now."""
         short = {gap.slot for gap in self.opened_gaps()}
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
     def store(self, gaps: Sequence[Gap]) -> Places:
-        """Returns the places of a forward's rows over these gaps, and counts them as stored."""
+        """Returns where a forward over the tokens of these gaps stores its rows in the KV cache,
+        and counts the tokens as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
 
     def fill(self, slots: Index | int | slice, stored: Index | int) -> None:
-        """Sets how many positions of these slots count as stored and valid."""
+        """Sets how many positions of the KV cache slots `slots` count as stored and valid."""
         self.filled[slots] = stored
 
     def trunk(self, num_draft: Ints) -> Places:
-        """Returns the places of the rows that verify or score a draft, and counts them as stored:
-        each sequence's last token and its num_draft [b] served tokens."""
+        """Returns where the forward that verifies (or, on the draft, scores) drafted tokens stores
+        its rows in the KV cache, and counts them as stored. The rows are each sequence's last token
+        and its drafted tokens, as many as num_draft [b] gives."""
         if len(num_draft) == 1:
             return self._trunk_of_one(int(num_draft[0]) + 1)
         counts = num_draft + 1
@@ -406,16 +416,16 @@ class Batch:
         return self._served_places(self.slots[rows], last[rows], ahead)
 
     def _served_places(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of n rows of a trunk, and counts them as stored. slots, last: the slot
-        and the position of the last committed token of the row's sequence. nodes: 0 for that token,
-        and n for the n-th served token. All are [n]."""
+        """Returns the KV places of rows that verify drafted tokens, and counts them as stored.
+        slots, last: by row, the sequence's slot and the position of its last committed token.
+        nodes: 0 for the row of that token, i for that of the i-th drafted token."""
         positions = last + nodes
         self.filled[slots] = positions + 1  # of equal slots the last row counts
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
-        """Returns the places of `trunk` for a batch of one sequence with count = num_draft + 1. It
-        takes a third of the time of the general case, and every round waits for it."""
+        """Returns what `trunk` returns for a batch of one sequence and `count` rows. It takes a
+        third of the time of the general case, and every round waits for it."""
         assert self.placement is not None, "a trunk without a cache"
         slot = int(self.slots[0])
         later = int(self.lengths[0]) - 1
@@ -437,11 +447,11 @@ class Batch:
         tokens: Ints,
         states: list[Any] | None = None,
     ) -> Branches:
-        """Returns branches for possible outcomes of this round, with places in the cache. The
-        parameters are those of Branches.
+        """Returns branches for possible outcomes of this round, with places in the KV cache. The
+        parameters are the attributes of Branches.
 
-        Imposed tokens (oracle.imposed) also have branches after more tokens than are served, which
-        no outcome can hit. They begin after the served tokens, so that they read stored positions.
+        With imposed tokens (oracle.imposed), branches may follow more tokens than are verified. No
+        outcome can hit these; they begin after the verified tokens, to read stored positions.
         """
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
@@ -456,8 +466,8 @@ class Batch:
     def restarted(
         self, rows: Sequence[int] | Index, tokens: Ints, states: list[Any] | None = None
     ) -> Branches:
-        """Returns branches that continue the committed tokens of batch rows `rows`, and store their
-        tokens in the slots. tokens, states: the attributes of Branches."""
+        """Returns branches that continue the committed tokens of batch rows `rows`. Their K and V
+        are stored in the sequences' slots. tokens, states: the attributes of Branches."""
         chosen = np.asarray(rows, np.int64)
         zeros = np.zeros(len(chosen), np.int32)
         places = None
@@ -470,14 +480,15 @@ class Batch:
         )
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
-        """Returns the places of the rows of the next draft step. places: those of the branches,
-        which have `steps` levels. A parallel draft has its mask tokens' rows after each row."""
+        """Returns where the next draft forward stores its rows in the KV cache. places: where the
+        branches begin. steps: the levels that they have. In a parallel draft the rows of the mask
+        tokens follow each branch's row."""
         assert self.placement is not None, "places without a cache"
         slots, starts, lanes = places
         positions = starts + steps
         in_trunk = lanes == TRUNK
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1
-        if count := len(self.placement.masks):  # their keys and values are not counted as stored
+        if count := len(self.placement.masks):  # their K and V do not count as stored
             ahead = np.tile(np.arange(1 + count), len(slots))
             columns = (slots, starts, lanes, positions)
             slots, starts, lanes, positions = (np.repeat(column, 1 + count) for column in columns)
@@ -486,18 +497,18 @@ class Batch:
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
-    """Returns the places of a forward's rows over the tokens of these gaps."""
+    """Returns where a forward over the tokens of these gaps stores its rows in the KV cache."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 
 
 def trunk_places(slots: Index, positions: Index) -> Places:
-    """Returns the places of rows that are stored in slots, and in no lane."""
+    """Returns the KV places of rows that are stored in slots, and not in scratch memory."""
     return int32_places(slots, positions, np.full(len(slots), TRUNK), positions)
 
 
 def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
-    """Returns Places with these columns as int32."""
+    """Returns the KV places with these columns, converted to int32."""
     return Places(
         slots.astype(np.int32),
         positions.astype(np.int32),

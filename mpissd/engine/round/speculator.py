@@ -1,7 +1,8 @@
-"""The sources of a round's draft tokens: none (AR), this rank (inline SD), or a draft rank.
+"""The lead rank's sources of drafted tokens: none (AR), this rank (inline SD), or a draft rank.
 
-SD and SSD on a draft rank use the same speculator; only the draft knows whether its answer was
-drafted ahead. A speculator is asked with the outcome of the last round, and then answers.
+A round asks its speculator by sending the outcome of the last round, and then receives the answer:
+the drafted tokens. SD and SSD on a draft rank use the same speculator, because only the draft knows
+whether it drafted an answer ahead.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from mpissd.engine.round.draft import Drafter
 
 
 class Speculator:
-    """The source of a round's draft tokens, asked once a round. This class drafts nothing (AR).
+    """The source of the drafted tokens, asked once a round. This base class drafts nothing (AR).
 
-    lost_round: the first round without draft tokens after the draft rank was lost; None while the
-    draft is present. stored_s: the seconds of the last answer in which a draft on the lead's device
+    lost_round: the first round without drafted tokens after the draft rank was lost, or None.
+    stored_s: for a draft on the lead's device, the seconds of the last answer in which the draft
     stored committed tokens that its KV cache lacked.
     """
 
@@ -26,37 +27,39 @@ class Speculator:
     stored_s = 0.0
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """lookahead, sampled: the columns that empty speculations have (Speculation.empty)."""
+        """Sets the layout of empty answers. lookahead: the most drafted tokens of a sequence.
+        sampled: whether answers have columns for the tokens' probabilities q."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:
         """Asks for the speculation of the round after `outcome`, without waiting for it."""
 
     def answer(self, round_: int, count: int) -> Speculation:
-        """Returns the speculation of round `round_` for the `count` live sequences."""
+        """Returns the drafted tokens of round `round_` for the `count` live sequences."""
         return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        """Returns the distribution [V] from which a token of the last answer was drawn: number
-        `index` of the tokens with q < 1 of batch row `row`. May wait for its arrival."""
+        """Returns the distribution [V] from which a token of the last answer was drawn. May wait
+        until the draft has sent it. index: counts the tokens with q < 1 of batch row `row`."""
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:
-        """Called while the target verifies the last answer. The default does nothing."""
+        """Does the speculator's work that can wait until the target verifies, and is called then.
+        The default does nothing."""
 
     def confirm(self, speculation: Speculation) -> bool:
-        """Returns whether the distributions of the last answer's tokens exist, so that the target
-        may judge the tokens. Called after the target's forward; may wait."""
+        """Returns whether the distributions of the drafted tokens are available, so that the target
+        can judge the tokens of `speculation`. Called after the target's forward; may wait."""
         return True
 
     def stop(self, outcome: Outcome) -> None:
-        """Ends the draft's loop. outcome: the outcome of the last round."""
+        """Tells the draft to end its loop. outcome: the outcome of the last round."""
 
 
 class InlineSpeculator(Speculator):
-    """The speculator of SD whose draft runs on the lead's device, before the target verifies.
+    """The speculator of inline SD: the draft runs on the lead's device, before the target verifies.
 
-    A round without drafting costs no time: the draft applies the outcome while the target verifies,
+    In a round with K = 0 the draft costs no time: it applies the outcome while the target verifies,
     and stores the tokens that its KV cache lacks only before it drafts again.
     """
 
@@ -66,7 +69,7 @@ class InlineSpeculator(Speculator):
         self._drafter = drafter
         self._outcome: Outcome
         self._answer: Speculation
-        self._applies_later = False  # whether the draft has not taken the outcome yet
+        self._applies_later = False  # whether the draft applies the outcome during verification
 
     def ask(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -82,7 +85,7 @@ class InlineSpeculator(Speculator):
 
     def _drafted(self) -> Speculation:
         drafter = self._drafter
-        drafter.log.ledger.restart()  # time that the lead spent elsewhere is not draft time
+        drafter.log.ledger.restart()  # the lead's other work is no draft time
         self._answer = drafter.answer(self._outcome)
         self.stored_s = drafter.log.stored_s
         drafter.start_round(self._answer)
@@ -98,15 +101,15 @@ class InlineSpeculator(Speculator):
 
 
 class RemoteSpeculator(Speculator):
-    """The speculator of SD and SSD with a draft rank at the other end of a link."""
+    """The speculator of SD and SSD whose draft runs on a rank of its own, reached by a link."""
 
     def __init__(self, link: LeadEnd) -> None:
         super().__init__(link.lookahead, sampled=link.sampled)
         self._link = link
-        self._answers = True  # whether the draft answers the round that was asked for
+        self._answers = True  # False in a round with K = 0, which the draft does not answer
         self._served: Speculation
-        self._waiting = 0  # PROPOSALS rows of the last answer that are still to be received
-        self._rows: NDArray[np.float32] | None = None  # the PROPOSALS received, [rows, V]
+        self._waiting = 0  # how many distributions of the last answer's tokens are still to come
+        self._rows: NDArray[np.float32] | None = None  # the distributions received, [n, V]
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0

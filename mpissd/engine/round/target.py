@@ -1,7 +1,8 @@
-"""The target's round, in the order of Saguaro's algorithm: ask, plan, verify, judge.
+"""The target's round, in the order of Saguaro's algorithm: obtain drafted tokens, send them to the
+other target ranks, verify them, and decide which are accepted.
 
-`TargetLoop.step` is the lead's round. `follow` runs the same forwards on the other target ranks.
-Modes differ only in the speculator.
+`TargetLoop.step` is the round of the lead rank. `follow` runs the same forwards on the other target
+ranks. AR, SD and SSD differ only in the Speculator, the source of the drafted tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import Speculator
 
-# Sends outcome r-1, speculation r, and whether to stop, from the lead to the other target ranks.
+# The lead sends the other target ranks outcome r−1, the drafted tokens of round r, and "stop".
 Publish = Callable[[Outcome, Speculation, bool], None]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One verified round: its speculation, its outcome, and the device seconds of its forward.
+    """One verified round.
 
-    logprobs: by batch row, the log-probabilities of the emitted tokens, if the request asked for
-    them. num_rows: the forward's rows, with those of prompts. wait_s: the seconds of waiting for
-    the draft after the outcome was applied, without stored_s, in which a draft on the lead's device
-    stored tokens that its cache lacked. adopted: by id of a sequence placed in this round, how many
-    tokens of the prompt other sequences had stored. forced: by batch row, the tokens that a grammar
-    forces after the bonus token.
+    speculation: its drafted tokens. outcome: the accepted and bonus tokens. t_target_s: the device
+    seconds of the target's forward. logprobs: by batch row, the log-probabilities of the emitted
+    tokens, if the request asked for them. num_rows: the rows of the forward, with those of prompts.
+    wait_s: the seconds of waiting for the draft, without stored_s. stored_s: the seconds in which a
+    draft on the lead's device stored tokens that its KV cache lacked. adopted: by id of a new
+    sequence, how many tokens of its prompt other sequences had stored in the KV cache. forced: by
+    batch row, the tokens that a grammar forces after the bonus token.
     """
 
     speculation: Speculation
@@ -53,21 +55,24 @@ class RoundResult:
 
 
 class RoundObserver:
-    """Work beside the rounds, which it should not lengthen. The base class does nothing."""
+    """Is called in each round to do other work, in time when the ranks wait for a device or for
+    another rank. The base class does nothing."""
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Called with the decisions of a round, both int32 [b], after its outcome was sent, while
-        the draft works, and before another forward overwrites the logits."""
+        """Called after a round's outcome was sent, while the draft works and before the next
+        forward overwrites the logits. accepted, bonus: for each sequence the number of accepted
+        tokens and the token emitted after them, int32 [b]."""
 
     def verifying(self) -> None:
         """Called while the target verifies."""
 
 
 class TargetLoop:
-    """The lead's rounds. The caller runs each by step(), and makes sequences join or leave.
+    """Runs the target's rounds on the lead rank. The caller runs each round by step(), and makes
+    sequences join or leave between two rounds.
 
-    round: the number of the next round. control: the decisions for the next round. prefill_s: the
-    seconds spent on prompts so far. observers: called in every round.
+    round: the number of the next round. control: limits of the next round, such as its K.
+    prefill_s: the seconds spent on prompts so far. observers: are called in every round.
     """
 
     def __init__(
@@ -79,8 +84,8 @@ class TargetLoop:
         waiter: Waiter,
         ledger: Ledger | None = None,
     ) -> None:
-        """publish: sends rounds to the other target ranks (None: there are none). capacity: the
-        most sequences that are live at once."""
+        """Opens an empty batch. publish: sends each round to the other target ranks (None: there
+        are none). capacity: the most sequences that are live at once."""
         self.batch = worker.open_batch(capacity)
         self.round = 0
         self.prefill_s = 0.0
@@ -91,16 +96,16 @@ class TargetLoop:
         self._speculator = speculator
         self._publish = publish
         self._waiter = waiter
-        self._unobserved: tuple[Ints, Ints] | None = None  # outcome of the round judged last
+        self._unobserved: tuple[Ints, Ints] | None = None  # outcome that observers have not seen
         self._decided: Ints = self.batch.identity  # outcome rows of the last round
-        self._forced: Mapping[int, list[int]] = {}  # tokens after them, by batch row
-        # What changes with the next outcome: new sequences, and ids of those that end.
+        self._forced: Mapping[int, list[int]] = {}  # grammar-forced tokens, by row
+        # The next outcome lets the sequences in _new join, and those with ids in _leaving end.
         self._new: list[tuple[Event, Request]] = []
         self._leaving: set[int] = set()
 
     def step(self) -> RoundResult:
-        """Runs round r: sends outcome r-1, receives speculation r from the draft, verifies it, and
-        decides outcome r."""
+        """Runs round r: sends outcome r−1 to the draft, receives the drafted tokens of round r,
+        verifies them, and decides outcome r, the accepted and bonus tokens."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator
@@ -112,7 +117,7 @@ class TargetLoop:
         worker.enter(self.batch, change)
         mark(LeadPhase.COMMIT)
         is_alone = self._publish is None
-        if change.started and is_alone:  # while the draft stores the same prompts
+        if change.started and is_alone:  # while the draft stores these prompts
             self._prefill()
         asked = perf_counter()
         speculation = speculator.answer(self.round, len(self.batch))
@@ -123,7 +128,7 @@ class TargetLoop:
             self._publish(outcome, speculation, False)
         mark(LeadPhase.BROADCAST)
         is_short = worker.is_short(self.batch, speculation.num_rows)
-        if is_short or (change.started and not is_alone):  # the other target ranks do so, too
+        if is_short or (change.started and not is_alone):  # followers know the round now
             self._prefill()
         speculation = self._verified(speculation, outcome.control.prefill_rows)
         accepted, bonus = worker.judge(self.batch, speculation, speculator.proposal)
@@ -150,7 +155,8 @@ class TargetLoop:
         )
 
     def _verified(self, speculation: Speculation, prefill_rows: int) -> Speculation:
-        """Runs the target's forward; returns the speculation that it verified."""
+        """Runs the target's forward over the drafted tokens and over up to `prefill_rows` tokens of
+        prompts. Returns the drafted tokens that it verified, none if their q are lost."""
         mark = self.ledger.mark
         worker = self._worker
         worker.upload(self.batch, speculation, prefill_rows)
@@ -166,8 +172,8 @@ class TargetLoop:
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
 
     def _outcome(self) -> Outcome:
-        """Returns outcome r-1 as it is sent: the decisions of the last round, and the sequences
-        that join and leave."""
+        """Returns outcome r−1 as the lead sends it: the accepted and bonus tokens of the last
+        round, and the sequences that join or leave."""
         joining = self._joining
         if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)
@@ -193,7 +199,8 @@ class TargetLoop:
 
     @property
     def _joining(self) -> list[Request]:
-        """The requests whose prompts in parts are completely stored, and which do not leave."""
+        """The requests that join now, because all parts of their prompts are stored (chunked
+        prefill)."""
         if not self.batch.opened:
             return []
         stored = self.batch.stored()
@@ -201,7 +208,7 @@ class TargetLoop:
 
     @property
     def draft_lost_round(self) -> int | None:
-        """The first round without the draft, or None while the draft is present."""
+        """The first round without drafted tokens after the draft rank was lost, or None."""
         return self._speculator.lost_round
 
     @property
@@ -217,26 +224,27 @@ class TargetLoop:
 
     @property
     def unstored(self) -> int:
-        """The number of tokens of prompts in parts that are still to be stored."""
+        """How many prompt tokens are still to be stored in the KV cache in parts."""
         coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
         return coming + sum(gap.size for gap in self.batch.opened_gaps())
 
     @property
     def most_rows(self) -> int:
-        """The rows of the target's largest forward."""
+        """The most rows (tokens) that a forward of the target can compute."""
         return self._worker.stepper.most_rows
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Lets sequences join at the next round."""
+        """Lets sequences join at the next round, which first stores their whole prompts."""
         self._new += [(Event.ADMIT, request) for request in requests]
 
     def open(self, requests: Sequence[Request]) -> None:
-        """Lets sequences join once their prompts are stored, control.prefill_rows rows a round."""
+        """Lets sequences join later, once their prompts are stored in parts (chunked prefill):
+        control.prefill_rows tokens a round."""
         self._new += [(Event.PREFILL, request) for request in requests]
 
     def finish(self, request_ids: Sequence[int]) -> None:
         """Ends sequences before the next round."""
-        # Other ranks do not know a sequence admitted since the last round, so it is just dropped.
+        # A sequence admitted since the last round is dropped, because other ranks do not know it.
         self._new = [
             (event, request)
             for event, request in self._new
@@ -245,8 +253,9 @@ class TargetLoop:
         self._leaving.update(request_ids)
 
     def tell(self) -> None:
-        """Calls the observers with the decisions of the last round, once. A step calls this before
-        its forward overwrites the logits; the caller does so after the last step."""
+        """Calls the observers with the outcome of the last round, unless that was done already.
+        Each step calls this before its forward overwrites the logits; the caller of the loop does
+        so after the last step."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:
@@ -254,8 +263,7 @@ class TargetLoop:
                 observer.judged(self.batch, *judged)
 
     def _prefill(self) -> None:
-        """Stores the prompts of admitted sequences in the cache. Collective over the target
-        ranks."""
+        """Stores K and V of the prompts of admitted sequences. All target ranks run it together."""
         start = perf_counter()
         if self._worker.catch_up(self.batch, range(len(self.batch)), self._waiter):
             self.prefill_s += perf_counter() - start
@@ -280,9 +288,10 @@ def follow(
     ledger: Ledger | None = None,
 ) -> int:
     """Runs the forwards of the lead's rounds on another target rank, in the same order, until the
-    lead stops it. Returns the digest of the outcomes (Batch.digest).
+    lead stops it. Returns a checksum of all outcomes, which ranks compare (Batch.digest).
 
-    plan: waits for round r's plan: outcome r-1, speculation r, and whether to stop.
+    plan: waits for the lead's message of round r; returns (outcome r−1, drafted tokens of round r,
+    whether to stop). capacity: the most live sequences.
     """
     batch = worker.open_batch(capacity)
     ledger = ledger or NullLedger(FollowPhase)
