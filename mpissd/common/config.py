@@ -311,7 +311,7 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_text(self) -> str:
-        """The acceptance model as text, or its default if no flag gives one."""
+        """The acceptance model as text, from --acceptance, --laws or --alpha (default .8)."""
         if self.acceptance is not None:
             return self.acceptance
         if self.laws is not None and self.alpha is None:
@@ -354,7 +354,7 @@ class WorkloadFlags(Checked):
 
 @dataclass(frozen=True)
 class MachineFlags(Checked):
-    """Flags of devices and communication. Each has one value in a whole job."""
+    """Flags of devices and communication. Each has one value in all runs of a job or sweep."""
 
     backend: str = flag(
         "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
@@ -454,7 +454,8 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds the flags that a prompt or pair implies, and measured values of the shipped pair."""
+        """Adds flags that a prompt or pair implies, and the shipped pair's measured K and F on
+        CPUs."""
         return with_measured(with_text(super().completed(flags)))
 
     @property
@@ -474,7 +475,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of a sequence; 256 for text without another limit, None for no limit."""
+        """The most tokens to decode in a sequence (None: all); 256 for text with no other limit."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None
         return _ANSWER_TOKENS if unlimited else self.num_tokens
 

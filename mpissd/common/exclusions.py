@@ -17,9 +17,10 @@ from mpissd.common.errors import ConfigError
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Two features that cannot be used together. feature, other, allowed (what to use instead),
-    why: format strings over the values that `refuse` gets; they make the error message. is_asked: a
-    function of these values that returns whether a configuration asks for both features."""
+    """Two features that cannot be used together. feature, other: their names. allowed: what to use
+    instead. why: the reason, or "". These format strings over the arguments of `refuse` make the
+    error message. is_asked: a function of these arguments that returns whether both features are
+    asked for."""
 
     feature: str
     other: str

@@ -69,7 +69,7 @@ def ranks_or_switch(name: str, text: str) -> bool | int:
 
 
 def words(name: str, text: str) -> str:
-    """Returns `text`. Raises ConfigError if it is "" or "True", as for a flag without a value."""
+    """Parses a text, which stays as it is. Raises ConfigError for "" and "True" (no value)."""
     if text in ("", "True"):
         raise ConfigError(f"{name}: needs a value")
     return text
@@ -89,8 +89,8 @@ def mapped(kind: type[Config], text: str | None, name: str) -> Config:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on another flag, such as `mode=sd|ssd` or `temperature>0`; `target` alone means
-    that this flag must be given."""
+    """A condition on another flag: `mode=sd|ssd` allows two values, `temperature>0` a range, and
+    `target` alone any value that is given."""
 
     name: str
     allowed: str
@@ -130,10 +130,11 @@ def flag(
     needs: str | Mapping[Any, str] = "",
     neutral: Any = None,
 ) -> Any:
-    """Makes a dataclass field that is a flag. text: its help. modes: the modes in which it has an
-    effect; in others a sweep measures only one of its values. workloads: those that use the flag
-    ("": all); others refuse it. needs: conditions on other flags (Condition), separated by spaces,
-    that hold for every value but the default and `neutral`; a mapping gives conditions by value."""
+    """Makes a dataclass field that is a command-line flag. parse: checks and converts its text.
+    text: its help. modes: the decoding modes in which it has an effect; in other modes a sweep
+    measures only one of its values. workloads: those that use the flag ("": all); others refuse it.
+    needs: conditions on other flags (see Condition), separated by spaces, under which the flag may
+    have a value other than the default and `neutral`; a mapping has conditions by value."""
     of_value = needs if isinstance(needs, Mapping) else {ANY: needs}
     return field(
         default=default,
@@ -214,7 +215,7 @@ class Checked:
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns the given flags, and in subclasses those that they imply; all values are text."""
+        """Returns {flag: text} of the given flags; a subclass adds those that they imply."""
         return dict(flags)
 
 
@@ -259,7 +260,7 @@ def read(
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Makes a checked configuration, and contained ones, from {flag: text}. Raises ConfigError."""
+    """Makes a `kind`, and the configurations in it, from {flag: text}. Raises ConfigError."""
     fields = flags_of(kind)
     for name in flags:
         if name not in fields:

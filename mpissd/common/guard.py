@@ -88,9 +88,9 @@ def join(
     rank: int, size: int, *, deadline_s: float, may_lose: Sequence[int] = (), hint: str = ""
 ) -> None:
     """Connects this rank to its host's watchdog process, before MPI starts; starts the watchdog if
-    there is none. rank, size: in MPI's world. deadline_s: the longest time without progress.
-    may_lose: the ranks without which the job can go on during measured rounds. hint: ends the line
-    that the watchdog prints if a signal such as Ctrl-C ended all ranks."""
+    there is none. rank, size: of this process, in MPI's world. deadline_s: the longest time without
+    progress, in seconds. may_lose: the ranks without which the job can go on in measured rounds.
+    hint: ends the line that the watchdog prints if a signal such as Ctrl-C ended all ranks."""
     global _guard
     if not sys.platform.startswith("linux"):
         return
@@ -162,8 +162,9 @@ def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -
 
 
 def _at_exit() -> None:
-    """At exit, ends a process that has not called `leave` with exit code 5 at once. MPI_Finalize
-    would block, since it waits for the other ranks, and they wait for messages of this one."""
+    """Runs at exit: if this process has reported neither a fault nor its end, ends it with exit
+    code 5 at once. MPI_Finalize would block: it waits for other ranks, which wait for messages of
+    this one."""
     if _guard is not None and not _guard.has_spoken:
         failed("sys.exit, while the others still need it")
         sys.stdout.flush()
@@ -190,7 +191,8 @@ def failed(text: str, kind: str = "failed") -> bool:
 
 
 def hangs(rank: int, text: str) -> None:
-    """Reports that `rank` does not answer. The watchdog kills it if the job can do without it."""
+    """Reports that `rank` does not answer. The watchdog kills it if the job can go on without
+    it."""
     if _guard is not None:
         _guard.tell("hangs", rank=rank, text=text[:_MOST])
 

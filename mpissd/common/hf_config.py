@@ -40,8 +40,9 @@ _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of presets.ModelShape; for a multi-modal model those of its text_config.
-    Raises ConfigError with file and key if it is unreadable, incomplete or refused."""
+    """Returns {field: value} of presets.ModelShape; for a multi-modal model, of its text model.
+    Raises ConfigError with file and key if the file is unreadable or incomplete, or the model is
+    refused."""
     config = load(path)
     # Refuse layers that are not softmax attention and one dense feed-forward block.
     experts = ((key, config.get(key)) for key in _EXPERTS)

@@ -33,7 +33,7 @@ _UNREAD = 128 + signal.SIGPIPE  # exit code 141, which shells give to a program 
 
 
 def check_output(out: str) -> None:
-    """Raises ConfigError if the output folder cannot be made or written; leaves no file."""
+    """Raises ConfigError if the output folder cannot be made or written; leaves no file there."""
     check_folder(f"out={out!r}", Path(out).absolute())
 
 

@@ -122,8 +122,8 @@ def _find(text: str) -> Path:
 
 
 def split_pair(text: str) -> tuple[str, str]:
-    """Returns (target, draft) of a pair: of its name, or of TARGET/DRAFT split at the first '/'
-    that gives two known models. Raises ConfigError if there is none."""
+    """Returns the names (target, draft) of a pair. text: a pair's name ("toy"), or TARGET/DRAFT,
+    split at the first '/' that gives two known models. Raises ConfigError otherwise."""
     text = text.strip()
     pairs = {**PAIRS, **model_files.PAIRS}
     if text.lower() in pairs:
@@ -148,7 +148,8 @@ def _splits(text: str) -> list[tuple[str, str]]:
 
 
 def target_of(text: str) -> str:
-    """Returns a pair's target; its models may be absent. Raises ConfigError for an unknown pair."""
+    """Returns the name of a pair's target; its files may be absent. Raises ConfigError if
+    unknown."""
     sides = missing_pair(text)
     return sides[0] if sides else split_pair(text)[0]
 
@@ -162,8 +163,9 @@ def is_missing(name: str) -> bool:
 
 
 def missing_pair(text: str) -> tuple[str, ...]:
-    """Returns (target, draft) of a pair TARGET/DRAFT of which a model's files are missing here.
-    Returns () if some split at a '/' gives two models that are here, or none gives two names."""
+    """Returns the names (target, draft) of a pair TARGET/DRAFT if files of one of its models are
+    not on this machine. Returns () if both models are here, or if no '/' splits `text` into two
+    model names."""
     splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()

@@ -68,7 +68,7 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
 
 
 def is_front(pid: int) -> bool:
-    """Returns whether the process is the launcher that the user started, not one of its daemons."""
+    """Returns whether the process is mpirun or mpiexec itself, not one of its daemons."""
     return name(pid).startswith(("mpirun", "mpiexec", "prterun", "orterun"))
 
 

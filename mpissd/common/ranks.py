@@ -43,7 +43,7 @@ class TextFlags(Checked):
 
 @dataclass(frozen=True)
 class DraftConfig(TextFlags):
-    """Flags of `draft`, which drafts for another engine: its models, its rounds and its socket."""
+    """Flags of `draft`, which drafts for another engine: its models, rounds and socket."""
 
     run: RunConfig = contained(
         RunConfig,

@@ -16,8 +16,8 @@ _PACKED_ROUNDS = 512  # how many rounds are converted to compact arrays at a tim
 
 
 class RoundRecords:
-    """Stores the measured rounds. A row is one sequence in one round; rounds may differ in their
-    number of rows, as sequences end."""
+    """Stores the results of measured rounds. A row is one sequence in one round; rounds may differ
+    in their number of rows, as sequences end."""
 
     def __init__(self, lookahead: int) -> None:
         self.lookahead = lookahead
@@ -103,11 +103,12 @@ class RoundRecords:
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Returns {request id: emitted tokens}: of each round the accepted drafts and the bonus."""
+        """Returns {request id: emitted tokens}: in each round the accepted drafts, then the
+        bonus."""
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
-        """Returns {request id: its emitted tokens} as `tokens` does, with arrays for lists."""
+        """Returns {request id: emitted tokens, as an array}: accepted drafts and bonus tokens."""
         _, outcomes, speculations = self._read()
         drafted = speculations[:, Speculation.HEAD :][:, : self.lookahead]
         return self._emitted(outcomes, drafted, outcomes[:, 4])
@@ -119,8 +120,9 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
-        """Returns {request id: values of its emitted tokens}: in each round those of the accepted
-        `drafted` tokens [n, K], then that of the `bonus` [n]. Values are tokens or their Source."""
+        """Returns {request id: one value for each emitted token}: in each round the values of the
+        accepted `drafted` tokens [n, K], then that of the `bonus` token [n]. A value is a token or
+        Source."""
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])
         table[np.arange(len(table)), accepted] = bonus
@@ -144,8 +146,9 @@ def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:
-    """Returns 16 hex digits of SHA-256 over the columns (round, id, k, t*); two runs with the same
-    decisions have equal digests. sequences: int64 [n, 8], from RoundRecords.sequences."""
+    """Returns 16 hex digits of SHA-256 over each row's round, id, accepted tokens and bonus token,
+    which are equal for runs with the same decisions. sequences: from RoundRecords.sequences, int64
+    [n, 8]."""
     decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
     return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
 

@@ -32,12 +32,13 @@ class Purpose(IntEnum):
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
-    """Returns U(purpose, sequence, p), p = start … start+count-1, float64 [count] in [0, 1)."""
+    """Returns random numbers in [0, 1) for the `count` positions from `start` on, float64
+    [count]."""
     return stream(seed, (int(purpose) << 32) | sequence, start, count)
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns numbers start … start+count-1 of the random stream (seed, word), in [0, 1)."""
+    """Returns numbers start … start+count-1, in [0, 1), of the stream with key (seed, word)."""
     first = start // _WORDS
     bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS

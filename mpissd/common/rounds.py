@@ -57,8 +57,9 @@ class Logprob(NamedTuple):
 class Control(NamedTuple):
     """What the lead rank decided about the next round, for all ranks. lookahead: the most draft
     tokens of a sequence (None: K of the flags). width: the most candidates for the bonus token,
-    after each number of accepted tokens, for which branches are drafted ahead (None: as the flags
-    say; 0: none). prefill_rows: prompt tokens (Event.PREFILL) that the verification also stores."""
+    after each number of accepted tokens, from which the draft drafts ahead (None: as the flags say;
+    0: none). prefill_rows: prompt tokens (Event.PREFILL) that the verification's forward also
+    stores."""
 
     lookahead: int | None = None
     width: int | None = None
@@ -121,7 +122,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, values: Any) -> Sampling:
-        """Makes a Sampling from the mapping that `to_dict` returns; raises ValueError else."""
+        """Makes a Sampling from a mapping that `to_dict` returned; raises ValueError otherwise."""
         kinds = cls.__annotations__
         try:
             return cls(**{name: _read(kinds[name], value) for name, value in values.items()})
@@ -266,7 +267,7 @@ class Speculation:
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """For each row, the number of its tokens with q < 1, whose distributions are sent, [b]."""
+        """How many sampled draft tokens (q < 1) each row has; their distributions are sent. [b]."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]

@@ -77,7 +77,8 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row(Mapping[str, Any]):
-    """One measured run; also a mapping that is equal to its line of runs.jsonl, flattened."""
+    """The result of one run. As a mapping it has all keys of its line in runs.jsonl, at one
+    level."""
 
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")
@@ -373,7 +374,7 @@ def fault_of(line: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Returns {key or dotted path into `provenance`: the type of its value}."""
+    """Returns {key, or dotted path such as provenance.commit: the type of its value}."""
     hints = get_type_hints(Row)
     return {**{name: hints[name] for name in KEYS}, **_OTHER_KEYS}
 

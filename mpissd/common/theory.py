@@ -40,5 +40,5 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
-    """Returns `width` numbers, one for each k: a single value repeated, or the given sequence."""
+    """Returns one number for each number of accepted tokens: `value` repeated, or itself."""
     return [value] * width if isinstance(value, (int, float)) else value
