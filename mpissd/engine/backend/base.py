@@ -25,7 +25,7 @@ COLUMN_PRIME = 0x85EBCA77
 MIX_1 = 0x85EBCA6B
 MIX_2 = 0xC2B2AE35
 _SQRT_12 = np.float32(12.0**0.5)  # A uniform variable on [-½, ½) has standard deviation 1/√12.
-_CACHED = 1 << 17  # elements that are made at once, few enough for a core's cache
+_CACHED = 1 << 17  # random elements made at once, which fit in a core's cache
 
 
 def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -124,9 +124,9 @@ class Cost:
     num_all_reduces: int
     all_reduce_bytes: int  # the bytes of each all-reduce
     tp: int
-    key: ForwardKey | None = None  # the forward's key in measured tables; None for a lone product
+    key: ForwardKey | None = None  # the key in measured tables; None for a single matrix product
     most_rows: int | None = None  # rows of the job's largest forward (None: rows); selects kernels
-    params: int = 0  # the number of weights that the forward reads; 0 for a lone product
+    params: int = 0  # the weights that the forward reads; 0 for a single matrix product
     candidates: int = 1  # k of the top-k token ids that are returned for each row
     columns: int = 0  # the logits of a row on this rank, from which top-k chooses; 0: no LM head
 
@@ -151,7 +151,8 @@ class Program(ABC):
         """Returns the seconds that the last launch took on the device; it must have finished."""
 
     def after_s(self, earlier: Program) -> float:
-        """Returns the seconds from the end of `earlier`'s last launch to the start of its own."""
+        """Returns the seconds from the end of the last launch of `earlier` to the start of this
+        program's last launch."""
         raise NotImplementedError(f"{type(self).__name__} keeps no clock")
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
@@ -167,8 +168,8 @@ class Backend(ABC):
     info: DeviceInfo
     itemsize: int  # bytes of an element of a weight or an activation
     dtype_name: str
-    chains: bool = False  # whether the device can run several rounds without the host
-    few_rows: int = 0  # weights of jobs with at most so many rows get a special layout; 0: none do
+    chains: bool = False  # whether the device can run decoding rounds without the host
+    few_rows: int = 0  # most rows of a job with specially stored weights; 0: none are
     capture: bool = False  # whether programs are captured as CUDA graphs and replayed
 
     def use_here(self) -> None:  # noqa: B027  (few have a current device)
@@ -179,11 +180,12 @@ class Backend(ABC):
         unknown), by which a backend may choose their layout."""
 
     def kernel(self, weight: Array) -> str:
-        """Returns the name of the kernel that multiplies by `weight` in programs."""
+        """Returns the name of the kernel that computes products with `weight`."""
         return self.name
 
     def weight(self, parts: Sequence[WeightPart]) -> Array:
-        """Returns the parts side by side as one weight [in, Σout], in this backend's layout."""
+        """Makes a random weight matrix [inputs, outputs] in this backend's layout. parts: slices of
+        random matrices, with the same inputs, whose outputs are joined."""
         return None
 
     def activation(self, rows: int, width: int) -> Array:
@@ -209,8 +211,8 @@ class Backend(ABC):
         """Sets out = x @ weight, accumulated in float32; x may be a view of some columns."""
 
     def read(self, num_bytes: int) -> Callable[..., None]:
-        """Returns an operation that reads memory as a forward reads its KV cache: num_bytes, or as
-        many bytes as its argument says."""
+        """Returns a function that reads num_bytes of memory, as a forward reads its KV cache; its
+        optional argument is a smaller number of bytes."""
         return lambda count=num_bytes: None
 
     def top_k(  # noqa: B027
@@ -229,7 +231,8 @@ class Backend(ABC):
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
         """Compiles a body into a program. All ranks must call this if the body has an all-reduce.
-        cost: of this forward. capturable: whether a CUDA graph may capture the body."""
+        cost: what the forward costs, from which an emulated device derives its time. capturable:
+        whether a CUDA graph may capture the body."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Waits until all launched work has finished."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE = 16  # weight columns in a tile
-PAIR = 32  # weight rows that two steps of 16 rows read
+PAIR = 32  # the weight rows in a pair of steps of 16 rows
 ROW_TILE = 8
 MAX_ROWS = 4 * ROW_TILE  # the most rows of x in one product of the kernel
 _WARPS = 8
@@ -25,9 +25,9 @@ PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-# The sizes of a packed weight's axes after (tile, pair): h, r, c, half of four rows, block, row.
-# A row's number within its pair has the digits (c, h, half, row); h is the step.
-# A column's number within its tile has the digits (block, r); thread (r, c) of a warp reads it.
+# Sizes of a packed weight's axes after (column tile, row pair): h, r, c, half, block, row.
+# A row's number within its pair of 16-row steps h is made of the digits (c, h, half, row).
+# A column's number within its tile is made of (block, r); thread (r, c) of a warp reads it.
 _PACKED = (2, 8, 4, 2, 2, 2)
 _ROW_AXES = (1, 4, 2, 5, 7)
 _COLUMN_AXES = (0, 6, 3)
@@ -35,9 +35,10 @@ _COLUMN_AXES = (0, 6, 3)
 
 @dataclass(frozen=True)
 class ChainGeometry:
-    """The macros with which chain.cu is compiled for a number of row tiles (8 rows of x each).
-    tiles: column tiles that a block computes at once. slots: of the ring buffer of weights. ahead:
-    slots for which x is prefetched. flying: weight copies in flight."""
+    """Compile-time sizes of the kernel chain.cu for inputs x of up to `row_tiles` tiles of 8 rows.
+    tiles: tiles of 16 weight columns that a thread block computes at once. slots: slots of a
+    block's ring buffer of weights. ahead: for how many slots x is prefetched. flying: weight copies
+    in flight."""
 
     row_tiles: int
     tiles: int
@@ -100,7 +101,7 @@ class Multiplication(NamedTuple):
     summed: bool = False
 
     def depends_on(self, other: Multiplication) -> bool:
-        """Returns whether the product must wait for `other`, which comes before it."""
+        """Returns whether the product must wait for `other`, which comes earlier in the chain."""
         reads = self.x.meets(other.out)
         return reads or self.out.meets(other.x) or self.out.meets(other.out)
 
@@ -115,7 +116,8 @@ class Multiplication(NamedTuple):
 
 
 def suits(rows: int, columns: int) -> bool:
-    """Returns whether a weight [rows, columns] can be packed: multiples of 32 and of 16."""
+    """Returns whether a weight [rows, columns] can be packed for the kernel: whether its rows are a
+    multiple of 32, and its columns of 16."""
     return rows > 0 and rows % PAIR == 0 and columns > 0 and columns % TILE == 0
 
 

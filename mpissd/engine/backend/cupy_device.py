@@ -67,8 +67,9 @@ class Launcher:
     """Compiles CUDA kernels at their first use, and launches them on one stream.
 
     early: whether the blocks of a kernel may start while the kernel before it still runs
-    (programmatic dependent launch). It must then call wait_for_last (ampere.cu) before it reads
-    what others wrote. Below compute capability 9.0, or without cuda-bindings, none starts early.
+    (programmatic dependent launch). Such a kernel must call wait_for_last (ampere.cu) before it
+    reads what earlier kernels wrote. Below compute capability 9.0, or without cuda-bindings, no
+    kernel starts early.
     """
 
     def __init__(self, stream: Any, device_id: int, *, early: bool) -> None:
@@ -118,7 +119,7 @@ class Launcher:
         self._stream.synchronize()
 
     def copy(self, source: Any, to: Any) -> None:
-        """Copies a device array, or a scalar, to an array in the stream's order; waits for that."""
+        """Copies a device array, or a scalar, to the device array `to`, and waits for the copy."""
         with self._stream:
             to[...] = source
         self._stream.synchronize()

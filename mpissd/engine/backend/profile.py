@@ -146,7 +146,8 @@ def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
 
 
 def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[Forward, ...]]:
-    """Returns a table's forwards by key, by rising most_rows; of duplicates the last counts."""
+    """Returns the forwards in a profile's table by key. A value has one forward for each kernel, by
+    rising most_rows; of two entries with equal key and most_rows the last one counts."""
     by_key: dict[ForwardKey, dict[float, Forward]] = {}
     for entry in entries:
         tp, kv_tokens, params = (int(entry[name]) for name in ("tp", "kv_tokens", "params"))
@@ -160,7 +161,8 @@ def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[
 
 
 def _number(value: Any, *, is_rate: bool = False) -> float:
-    """Returns seconds, at least 0, or a positive rate; raises ValueError for other numbers."""
+    """Returns `value` as a float. Raises ValueError unless it is finite and at least 0 (seconds),
+    or positive if is_rate is set."""
     if not 0 <= float(value) < math.inf or (is_rate and not float(value)):
         allowed = "rates must be positive" if is_rate else "seconds, at least 0"
         raise ValueError(f"{value!r}: allowed: {allowed}")
@@ -207,13 +209,14 @@ class Profile:
 
     @property
     def few_rows(self) -> int:
-        """The most rows of jobs for which a special kernel was measured; 0 if there is none."""
+        """The most rows (tokens of a forward) of a job that runs a special kernel for few rows, as
+        the profile measured it; 0 if it measured no such kernel."""
         kernels = (kernel for kernels in self.forwards.values() for kernel in kernels)
         return max((kernel.most_rows or 0 for kernel in kernels), default=0)
 
     def joined(self, other: Profile) -> Profile:
-        """Returns this profile, completed by what only `other` measured; raises ConfigError unless
-        both are of the same kind of device."""
+        """Returns this profile, to which `other` adds what only it has measured; raises ConfigError
+        unless both are of the same kind of device."""
         if other.kind != self.kind:
             unlike = f"profile {other.name!r} is of {other.device_name}"
             raise ConfigError(f"{unlike}: allowed with {self.name!r}: {self.device_name}")
@@ -240,7 +243,8 @@ class Profile:
         return None
 
     def lists_s(self, cost: Cost) -> float:
-        """Returns the seconds that a top-k of cost.candidates adds to an argmax; 0 if unknown."""
+        """Returns by how many seconds a top-k of cost.candidates tokens takes longer than an
+        argmax; 0 if unknown."""
         curves = self.candidates(cost)
         if cost.key is None or cost.candidates == 1 or not curves:
             return 0.0
@@ -286,8 +290,9 @@ class Profile:
         return max(moved, cost.flops / self.peak_flops_per_s)
 
     def all_reduce_s(self, ranks: int, num_bytes: int) -> float:
-        """Returns the seconds of one all-reduce over `ranks` ranks. An unmeasured number counts as
-        the next larger one, else as the largest. Raises ConfigError if none is known."""
+        """Returns the seconds of one all-reduce over `ranks` ranks. A number of ranks that was not
+        measured counts as the next larger one that was, or else as the largest. Raises ConfigError
+        if no all-reduce was measured."""
         latencies = self.all_reduce_latency_s
         rates = self.all_reduce_bytes_per_s
         if ranks == 1:

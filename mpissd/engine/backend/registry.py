@@ -49,7 +49,8 @@ def visible_gpus() -> int:
 
 
 def unopened(name: str) -> str:
-    """Resolves "auto" to "numpy" if CuPy is not installed; returns other names unchanged."""
+    """Resolves "auto" to "numpy" if CuPy is not installed; returns any other name, and "auto" with
+    CuPy, unchanged. Does not look for a GPU."""
     return "numpy" if name == "auto" and not _has_cupy() else name
 
 

@@ -39,7 +39,8 @@ class Group(ABC):
 
 
 class SoloGroup(Group):
-    """The collectives of a single rank, or of emulated ranks: both operations do nothing."""
+    """The collectives of a single rank, or of emulated ranks: all_reduce and all_gather do
+    nothing."""
 
     name = "solo"
 

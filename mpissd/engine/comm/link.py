@@ -31,11 +31,11 @@ from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm import wire
 from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
 
-MOST_PROMPTS = 1 << 15  # most prompt tokens of one message; Linux limits a packet to 208 KiB
+MOST_PROMPTS = 1 << 15  # most prompt tokens in a message: Linux limits packets to 208 KiB
 _DRAFT_WAIT = int(Doing.DRAFT_WAIT)
 _VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
-_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # the largest values of HELLO's four numbers
+_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # limits of the four numbers in HELLO
 _HELLO = LinkShape(0, 1, 0)
 
 
@@ -50,7 +50,8 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts to send the first `size` int32 of `message` (None: its kind's usual number)."""
+        """Starts to send the first `size` int32 of `message` (None: as many as messages of this
+        kind usually have)."""
 
     def close(self) -> None:  # noqa: B027
         """Finishes a send that is still in progress."""
@@ -125,20 +126,23 @@ class LeadEnd:
         return speculation
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
-        """Waits for the draft's `count` distributions of round `round_`: float32 [count, V]."""
+        """Waits for the `count` distributions from which the draft sampled the tokens of round
+        `round_`; returns them, float32 [count, V], for a vocabulary of V tokens."""
         inbox = self.wait_for_proposals()
         rows = wire.read_proposals(inbox.message, round_, count)
         self._release_proposals(inbox, count)
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions of round `round_`, and drops them unread."""
+        """Waits for the `count` distributions from which the draft sampled the tokens of round
+        `round_`, and drops them unread."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Waits for the draft's distributions; returns their inbox."""
+        """Waits for the distributions from which the draft sampled its tokens; returns their
+        inbox."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self.waiter.until(self._proposals.arrived, "draft: proposals")
         return self._proposals
@@ -157,8 +161,9 @@ class LeadEnd:
 
 
 class DraftEnd:
-    """The draft rank's end of the link to the lead, which receives outcomes and sends drafted
-    tokens. Its arguments are those of LeadEnd."""
+    """The draft rank's end of the link to the lead: it receives outcomes and sends drafted tokens.
+    waiter: waits for messages with a deadline. outbox, inbox: functions that make the sender and
+    the receiver of one kind of message."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -188,7 +193,8 @@ class DraftEnd:
         self._speculations.send()
 
     def send_proposals(self, round_: int, rows: Sequence[NDArray[np.float32]]) -> None:
-        """Starts to send the distribution [V] from which each sampled token was drawn."""
+        """Starts to send the distributions from which the tokens of round `round_` were sampled,
+        one for each token, float32 [V], for a vocabulary of V tokens."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self._proposals.ready()
         self._proposals.send(wire.write_proposals(self._proposals.message, round_, rows))
@@ -303,7 +309,8 @@ class SocketWaiter(Waiter):
 
 
 def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
-    """Sends HELLO: the limits `shape` of a draft's messages, and the size of its vocabulary."""
+    """Sends HELLO, the draft's first message on a socket: the limits `shape` of a draft's messages,
+    and the size of its vocabulary."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     sizes = shape.batch, shape.lookahead, shape.prompt_tokens, vocab
     message.write(0, 1, [np.array(sizes, np.int32)])
@@ -311,8 +318,9 @@ def send_hello(connected: socket.socket, shape: LinkShape, vocab: int) -> None:
 
 
 def received_hello(connected: socket.socket) -> tuple[LinkShape, int] | None:
-    """Receives HELLO without blocking. Returns (the limits of the draft's messages, its vocabulary
-    size), or None if HELLO has not arrived. Raises ProtocolError if a number is out of bounds."""
+    """Receives HELLO, the draft's first message on a socket, without blocking. Returns (the limits
+    of the draft's messages, its vocabulary size), or None if HELLO has not arrived. Raises
+    ProtocolError if a number is out of bounds."""
     message = Message(Kind.HELLO, _HELLO, len(_LIMITS))
     if not _received(connected, message):
         return None

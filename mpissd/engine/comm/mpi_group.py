@@ -46,7 +46,7 @@ PEERS = np.dtype(  # the layout of struct Peers in kernels/inbox.cu
         ("capacity", np.int64),
     ]
 )
-_SUM = 0  # The kernel `exchange` has these two modes.
+_SUM = 0  # number of a mode of the kernel `exchange`
 _GATHER = 1
 _TRIAL_S = 20.0
 # Numbers of float16 in the test sums: from less than a thread block to more than one exchange.
@@ -63,9 +63,9 @@ class GpuPlace(NamedTuple):
 
 
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
-    """Resolves --all_reduce to "oneshot", "nccl" or "staged", the same on every rank.
-    choice: the flag's value. places: the host and GPU of every rank. oneshot: whether `auto` may
-    give it. Raises ConfigError for a choice that these ranks cannot use."""
+    """Resolves --all_reduce to "oneshot", "nccl" or "staged", the same on every rank. choice: the
+    flag's value. places: the host and GPU of every rank. oneshot: whether `auto` may choose
+    oneshot. Raises ConfigError for a choice that these ranks cannot use."""
     first: dict[tuple[str, str], int] = {}
     shared = no_nccl = ""  # reasons against NCCL: two ranks share a GPU; a rank's CuPy lacks NCCL
     for rank, place in enumerate(places):
@@ -107,7 +107,9 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the collectives of ranks with a GPU each; arguments and errors as in open_group."""
+    """Opens the collectives of the target ranks of `comm`, which have a GPU each. Collective.
+    choice: the value of --all_reduce. Raises ConfigError if the devices or the MPI library cannot
+    do it."""
     device: Any = backend
     info = backend.info
     has_nccl = False
@@ -328,7 +330,7 @@ class OneshotGroup(Group):
         """Allocates this rank's inbox and maps the other ranks'. Collective. Returns None, or the
         reason why it failed here."""
         reason = handle = None
-        size = self._inbox_bytes + 4 * BLOCKS  # each block counts its exchanges after the inbox
+        size = self._inbox_bytes + 4 * BLOCKS  # each block has a counter after the inbox
         try:
             import cupy
             from cupy.cuda import runtime
@@ -362,8 +364,9 @@ class OneshotGroup(Group):
         return None
 
     def _trial(self) -> str | None:
-        """Compares sums of random numbers with sums by MPI. Collective. Returns None, or as text
-        the relative error if it exceeds TOLERANCE."""
+        """Tests all_reduce: compares its sums of random numbers with MPI's sums. Collective.
+        Returns None if they agree; returns the largest relative error as text if it exceeds
+        TOLERANCE."""
         limit = self._limit
         self._limit = np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
@@ -383,7 +386,8 @@ class OneshotGroup(Group):
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:
-        """Collective; raises ConfigError on all ranks if one passes a reason why `what` failed."""
+        """Raises ConfigError on all ranks if any rank passes a reason why `what` failed.
+        Collective."""
         for rank, why in enumerate(self._comm.allgather(reason)):
             if why is not None:
                 raise ConfigError(

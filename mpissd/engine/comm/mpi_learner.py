@@ -42,7 +42,7 @@ class LearnerComms:
         self.world = self._all.Split(int(self.is_learner), rank)
         self.outlet = ExampleOutlet(self._all, self._learner) if self.is_lead else None
         self.inbox = PieceInbox(self._all, self._learner, piece_bytes) if self.is_draft else None
-        self._stop: MPI.Request | None = None  # the send of the stop message, which it keeps alive
+        self._stop: MPI.Request | None = None  # keeps the send of the stop message alive
 
     def stop(self) -> dict[str, Any] | None:
         """On the lead: ends the learner and returns its report, or None if it does not answer."""
@@ -77,7 +77,8 @@ class LearnerComms:
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
         """On the learner, at its end: tells the draft rank that no more weights follow, and sends
-        the report to the lead. last: the send of the last piece of weights, finished before."""
+        the report to the lead. last: the send of the last piece of weights, which is awaited
+        first."""
         if last is not None:
             last.Wait()
         self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
@@ -101,7 +102,8 @@ class ExampleOutlet:
         self._sending: list[tuple[MPI.Request, Bytes]] = []
 
     def has_room(self) -> bool:
-        """Returns whether fewer than _MOST messages are in flight."""
+        """Returns whether fewer than _MOST messages are in flight, so that another one may be
+        sent."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
         return len(self._sending) < _MOST
 

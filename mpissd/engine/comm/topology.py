@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mpissd.engine.backend.base import DeviceInfo
 
-# The variables with (number of ranks, rank) of Open MPI, of MPICH and its derivatives, of srun.
+# Environment variables with (number of ranks, rank), as set by Open MPI, MPICH and srun.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -81,8 +81,9 @@ class Topology:
 
     def waiter(self, deadline_s: float) -> Waiter:
         """Returns a Waiter for this rank's waits for messages and devices, with this deadline. With
-        two or more cores a rank, it polls without pause. With one it does so only briefly, because
-        any other process on the core would stretch the polling by a time slice of 4 ms."""
+        two or more cores a rank, it polls without pause. With one core a rank it polls only
+        briefly, because any other process on the core would stretch the polling by a time slice of
+        4 ms."""
         if self.cores_a_rank >= 2:
             return Waiter(deadline_s, spin=True)
         if self.cores_a_rank >= 1:

@@ -36,7 +36,7 @@ VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
 _FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
-# int32 before a prompt's tokens: their number, how many are of the answer, and its Sampling's size.
+# number of int32 before a prompt's tokens: their count, how many are answered, Sampling's size
 _PROMPT_HEAD = 3
 
 
@@ -220,8 +220,9 @@ class Message:
 def write_outcome(
     message: Message, outcome: Outcome, stop: bool = False, speculation: Speculation | None = None
 ) -> int | None:
-    """Writes an outcome; with a speculation, a plan: the outcome that the other target ranks apply
-    and the tokens that they verify next. Returns its size in int32, or None for the usual one."""
+    """Writes an outcome into the message; with a speculation, writes a plan: the outcome that the
+    other target ranks apply and the tokens that they verify next. Returns its size in int32, or
+    None for the usual one."""
     parts = [outcome.rows, *([] if speculation is None else [speculation.rows])]
     count = len(outcome.rows)
     end = message.write(outcome.round, count, parts, stop=stop, control=outcome.control)

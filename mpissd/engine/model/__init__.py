@@ -1,1 +1,1 @@
-"""Models on one rank: shards and costs, bare matrix products, transformers, and the stepper."""
+"""What one rank runs of a model: its shard and costs, its forward, and the compiled forwards."""

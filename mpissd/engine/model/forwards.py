@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
-# Places.lanes encodes a range of lanes as first + SPAN · (count − 1); no cache has SPAN lanes.
+# A range of lanes (scratch KV memory) is encoded as first + SPAN · (count − 1), first < SPAN.
 SPAN = 1 << 20
-MOST_SPAN = (1 << 31) // SPAN  # the longest range of lanes that an int32 can encode
+MOST_SPAN = (1 << 31) // SPAN  # the most lanes in a range, so that its code fits an int32
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,10 @@ class Forwards(Protocol):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
-        """Sets the inputs of the next forward, of `rows` rows. tokens: the input tokens of its
-        first n rows, int32 [n]; the others are padding. places: where these n rows lie in the KV
-        cache. lists: whether ForwardOptions.top_k candidates are read per row, instead of one."""
+        """Sets the inputs of the next forward, of `rows` rows. tokens: the input tokens of the
+        first n rows, int32 [n]; further rows are padding. places: where these n rows lie in the KV
+        cache. lists: whether the top_k likeliest next tokens of each row (ForwardOptions.top_k)
+        will be read, instead of the likeliest one."""
 
     def launch(self) -> None:
         """Starts the forward whose inputs were uploaded last."""
@@ -110,12 +111,14 @@ class Forwards(Protocol):
         lane (a branch's scratch memory) become positions start … stop − 1 of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the KV cache of these slots, because their sequences have ended."""
+        """Frees the KV cache of these slots (one sequence's part each), because their sequences
+        have ended."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
     """Merges the k best candidates of each of T vocabulary shards into the k best of all, [heads,
-    n, k]. ids, values: [heads, T, n, k]. Among equal logits the lower token id comes first."""
+    n, k]. ids, values: the candidates' token ids and logits for n rows, [heads, T, n, k]. Among
+    equal logits the lower token id comes first."""
     heads, shards, count, k = ids.shape
     tokens = ids.swapaxes(1, 2).reshape(heads, count, shards * k)
     scores = values.swapaxes(1, 2).reshape(heads, count, shards * k)
@@ -167,7 +170,7 @@ class Judging:
 class Judgement:
     """The target's verdict on a drafted token. token: the accepted token, its replacement, or the
     target's own sample if nothing was drafted. is_replaced: whether `token` replaces a rejected
-    one. needs_row: whether the token was rejected, but not replaced because Judging.kept was
+    token. needs_row: whether the token was rejected, but not replaced because Judging.kept was
     missing."""
 
     token: int

@@ -18,25 +18,26 @@ from mpissd.common.presets import ModelShape
 from mpissd.engine.backend.base import Cost, ForwardKey
 from mpissd.engine.model.transformer.config import TransformerConfig
 
-_BLOCKS = (64, 32, 16, 8, 4, 2)  # sizes of a block of columns; kernels prefer the larger ones
-_BALANCED = 16  # With so many blocks a rank, one block more unbalances the ranks little.
-_SPLIT = 128  # A GPU's attention is split into ranges of so many positions.
+_BLOCKS = (64, 32, 16, 8, 4, 2)  # columns of a block, the unit in which ranks share a matrix
+_BALANCED = 16  # With 16 blocks a rank, an extra block is at most 1/16 of a rank's load.
+_SPLIT = 128  # positions of a split, the unit of attention on a GPU
 WEIGHT_BYTES = 2  # bytes of a weight on a GPU: 16-bit floats
 CPU_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """Options of a forward that decide its products, its inputs and its results."""
+    """Options of a model's forward: which matrix products it has, what it reads from the KV cache,
+    and what it returns."""
 
     fuse: bool = False  # compute q, k, v as one product, and gate, up as another
     lm_head: bool = False
     context: int = 0  # cached tokens that all rows of a sequence read; 0: no KV is read
     top_k: int = 1
-    own_tokens: int = 1  # further cached tokens that each row reads alone, itself included
-    values: bool = False  # return the candidates' logits beside their ids
+    own_tokens: int = 1  # cached tokens after the context that each row reads alone
+    values: bool = False  # return the logits of the top-k tokens beside their ids
     # The next four fields size the KV cache, and stay 0 for a model without one.
-    capacity: int = 0  # the most tokens that a sequence may have
+    capacity: int = 0  # the most tokens that one sequence may have in the cache
     lanes: int = 0  # number of lanes, scratch KV buffers of speculative branches
     steps: int = 0  # the most tokens of a lane (a branch's KV buffer)
     pool: int = 0  # the most tokens of all sequences together; 0: each may have `capacity`
@@ -78,7 +79,7 @@ class _Costs:
         )
 
     def scratch_bytes(self, rows: int, options: ForwardOptions, itemsize: int) -> int:
-        """Returns the bytes of partial attention sums of a forward; bare products have none."""
+        """Returns 0: a model of bare matrix products keeps no partial attention sums."""
         return 0
 
     @property
@@ -87,7 +88,8 @@ class _Costs:
         return int(self.shape.num_layers)
 
     def kv_bytes(self: Any, context: int, sequences: int, itemsize: int = 2) -> int:
-        """Returns the bytes of `sequences` sequences' keys and values, `context` tokens each."""
+        """Returns the bytes on this rank of the keys and values of `sequences` sequences, each of
+        which has `context` tokens."""
         return int(sequences * context * self.kv_layers * 2 * self.kv_width * itemsize)
 
     def weight_bytes(self: Any, options: ForwardOptions, itemsize: int) -> int:
@@ -98,9 +100,9 @@ class _Costs:
 @dataclass(frozen=True)
 class Shard(_Costs):
     """The share that rank `rank` of `tp` ranks holds of a model of bare matrix products. q_width,
-    kv_width, ffn, vocab: this rank's columns of q, of k (and of v), of gate (and of up), and of the
-    LM head. Raises ConfigError if `tp` does not divide the heads or the FFN, and for a head-sized
-    draft with tp > 1."""
+    kv_width, ffn, vocab: the number of this rank's columns of q, of k (and of v), of gate (and of
+    up), and of the LM head. Raises ConfigError if `tp` does not divide the heads or the FFN, and
+    for a head-sized draft with tp > 1."""
 
     shape: ModelShape
     tp: int = 1
@@ -147,15 +149,18 @@ class Shard(_Costs):
         return layer * self.shape.num_layers + around
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) size of the product that joins an EAGLE or MTP draft's inputs."""
+        """Returns a list with the (in, out) size of the product that joins an EAGLE or MTP draft's
+        inputs; empty for other models."""
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) size of each head's product in Medusa and MLPSpeculator."""
+        """Returns the (in, out) size of each head's product in Medusa and MLPSpeculator drafts;
+        empty for other models."""
         return [(self.shape.hidden, width) for width in self.shape.head_widths]
 
     def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:
-        """Returns the (in, out) size of this rank's part of each LM head, in drafting order."""
+        """Returns the (in, out) size of this rank's part of each LM head, in the order in which
+        heads draft; empty without options.lm_head."""
         return [(width, self.vocab) for width in self.shape.lm_head_inputs] * options.lm_head
 
     def num_params(self, options: ForwardOptions) -> int:
@@ -197,11 +202,12 @@ class Shard(_Costs):
 
 @dataclass(frozen=True)
 class TransformerShard(_Costs):
-    """The share of a transformer that rank `rank` of `tp` ranks holds. kv, q, ffn, vocab_range: the
-    ranges of rows (outputs) that this rank holds of k_proj and v_proj, of q_proj, of gate_proj and
-    up_proj, and of the LM head; q and ffn are also its ranges of columns of o_proj and down_proj.
-    q_width, kv_width, ffn_width, vocab: the lengths of these ranges. heads, kv_heads: the query
-    heads and KV heads on this rank. Raises ConfigError if there are fewer KV heads than ranks."""
+    """The share of a transformer that rank `rank` of `tp` ranks holds. kv, q, ffn, vocab_range:
+    slices of the outputs (rows of the weights) that this rank computes: kv of k_proj and of v_proj,
+    q of q_proj, ffn of gate_proj and of up_proj, vocab_range of the LM head. The slices q and ffn
+    also select its inputs (columns) of o_proj and of down_proj. q_width, kv_width, ffn_width,
+    vocab: the lengths of the slices. heads, kv_heads: the query heads and KV heads on this rank.
+    Raises ConfigError if there are fewer KV heads than ranks."""
 
     config: TransformerConfig
     tp: int = 1

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
-Find = Callable[[int, Any, Any], None]  # given (k, ids, values), writes each row's k best tokens
+Find = Callable[[int, Any, Any], None]  # find(k, ids, values) writes each row's k likeliest tokens
 
 
 class Stack(ABC):
@@ -63,7 +63,8 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets where the next forward's rows lie in the KV cache; None: they do not use one."""
+        """Sets the places of the next forward's rows (tokens) in the KV cache; None: no row uses
+        it."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the KV cache of these slots, because their sequences have ended."""
@@ -85,14 +86,15 @@ class Stack(ABC):
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's share of the last forward's logits of some rows, float32 [n, …]."""
+        """Returns this rank's share of the last forward's logits of some rows, float32 [len(rows),
+        columns]."""
 
 
 @dataclass(frozen=True)
 class Best:
     """Device buffers for the k likeliest tokens of each row. ids, values: their ids (int32) and
-    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: on all ranks, [T · max_rows,
-    k]."""
+    logits (float32) on this rank, [max_rows, k]. all_ids, all_values: those of all T ranks, rank
+    after rank, [T · max_rows, k]."""
 
     ids: Any
     values: Any
@@ -129,8 +131,9 @@ class ReadOut:
         self.values = backend.host_ints(length).view(np.float32) if values else None
 
     def issue(self, find: Find, rows: int, k: int, head: int = 0) -> None:
-        """Enqueues `find`, which writes this rank's k likeliest tokens of each row, and the copy of
-        all ranks' tokens to the host. head: the number of the LM head."""
+        """Enqueues the call of `find`, which writes this rank's k likeliest tokens of each row, and
+        then copies of all ranks' tokens to the host. head: the number of the LM head that made the
+        logits."""
         view = self._backend.view
         memory = self.by_k[k]
         total = self._group.size * rows
@@ -157,11 +160,11 @@ class ReadOut:
 
 TABLE_ENTRIES = 1024
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(_MATRICES := 7)
-# Keys of random weights: LM head n has _HEAD_KEY − 2n; the Medusa head below it, one less.
+# Seeds of random weights: LM head n has _HEAD_KEY − 2n, and the Medusa head before it 1 less.
 _HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
 _FUSION_KEY = 0x7FFF0002
-Columns = tuple[str, int, int]  # part of a buffer: (its name, first column, stop column)
+Columns = tuple[str, int, int]  # part of a buffer: (buffer's name, first column, end)
 
 
 class Product(NamedTuple):
@@ -175,10 +178,10 @@ class Product(NamedTuple):
 
 class GemmWeights:
     """One rank's random weights of a model of bare matrix products, and its embedding table.
-    layers: the products of each layer; with ForwardOptions.fuse, q, k, v are one product, and gate,
-    up another. fusion: the product that joins an EAGLE or MTP draft's inputs; empty for other
-    models. heads, lm_heads: for each output its head's product (Medusa) and its LM head. Stacks
-    with different buffers may share these weights."""
+    Several stacks, each with its own buffers, may share them. layers: the products of each layer;
+    with ForwardOptions.fuse, q, k, v are one product, and gate, up another. fusion: the product
+    that joins an EAGLE or MTP draft's inputs; empty for other models. heads: the product of each
+    Medusa head. lm_heads: each LM head."""
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int
@@ -247,17 +250,18 @@ class GemmWeights:
                 weight = self.backend.weight(group)
                 products.append(Product(weight, (x, 0, hidden), (inner, start, stop)))
                 start = stop
-            width = next(iter(widths.values()))  # width of q or gate, as nothing reads k, v and up
+            width = next(iter(widths.values()))  # the width of q or gate: nothing reads k, v and up
             rows = (rank * width, (rank + 1) * width)
-            scale = (width * shard.tp) ** -0.5  # keeps the variance: depth over all ranks
+            scale = (width * shard.tp) ** -0.5  # 1/√(inputs on all ranks) keeps the variance
             part = WeightPart(self.key(n * _MATRICES + last + 1), *rows, 0, hidden, scale)
             weight = self.backend.weight([part])
             products.append(Product(weight, (inner, 0, width), (out, 0, hidden), summed=True))
         return products
 
     def _product(self, matrix: int, size: tuple[int, int], x: Columns, out: Columns) -> Product:
-        """Makes product number `matrix`, outside the layers: this rank has all rows and a share of
-        columns. size: (rows, columns on this rank)."""
+        """Makes a matrix product outside the layers; this rank has all rows of its weight and a
+        share of the columns. matrix: the number that seeds the weight. size: (rows, columns on this
+        rank). x, out: the columns of buffers that hold the input and the output."""
         rows, width = size
         columns = self.shard.rank * width, (self.shard.rank + 1) * width
         part = WeightPart(self.key(matrix), 0, rows, *columns, rows**-0.5)
@@ -310,7 +314,7 @@ class GemmStack(Stack):
             values=options.values,
         )
         self._max_sequences = max_sequences
-        # Each layer has its own KV buffer: one read twice would come from the device's cache.
+        # Each layer has its own KV buffer: a buffer shared by layers would be read from L2 cache.
         count = shape.num_layers if options.context else 0
         self._read_kv = [backend.read(self._kv_bytes(max_rows)) for _ in range(count)]
 
@@ -320,8 +324,8 @@ class GemmStack(Stack):
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
         """Returns a function that enqueues one forward of `rows` rows. k: candidates read out per
-        row (None: ForwardOptions.top_k). Without an LM head, the candidates are the largest hidden
-        columns."""
+        row (None: ForwardOptions.top_k). Without an LM head, the candidates are the columns of the
+        largest values in the hidden vector."""
         k = k or self.options.top_k
         backend = self.backend
         weights = self.weights

@@ -69,10 +69,11 @@ _PRODUCTS = ModelSource()
 
 
 class Stepper(Forwards):
-    """Runs one model's forwards on one rank, asynchronously and one at a time. buckets: the row
-    counts for which programs are compiled, rising. pages: the page table of the KV cache; None
-    without a cache. draws: samples tokens from the last forward's logits on the device; None if the
-    host samples. current: the program that `launch` and `wait` use."""
+    """Runs one model's forwards on one rank, asynchronously and one at a time. Programs (such as
+    CUDA graphs) are compiled for some row counts, the *buckets*; a forward is padded to the next
+    one. buckets: the row counts, rising. pages: the page table of the KV cache; None without a
+    cache. draws: samples tokens from the last forward's logits on the device; None if the host
+    samples. current: the program that the next `launch` starts and `wait` waits for."""
 
     def __init__(
         self,
@@ -89,10 +90,12 @@ class Stepper(Forwards):
         source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
-        """Allocates the model's buffers and compiles its programs. num_sequences: slots of the KV
-        cache. weights: the model's weights, if another stepper has loaded them already. source: for
-        a draft that reads hidden states, the stepper of its target. compiled: False leaves the call
-        of `compile` to the caller."""
+        """Allocates the model's buffers and compiles its forwards. shard: this rank's share of the
+        model. buckets: the row counts to compile for. num_sequences: how many sequences the KV
+        cache holds. seed: decides random weights. model: where the weights come from. weights:
+        weights that another stepper has loaded (None: loads them from `model`). source: the
+        target's stepper, for a draft that reads its target's hidden states. compiled: whether to
+        compile now; if False, the caller calls `compile` later."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -121,7 +124,8 @@ class Stepper(Forwards):
             self.compile()
 
     def compile(self) -> None:
-        """Compiles the programs of all buckets; all ranks of the group must call it."""
+        """Compiles a program (such as a CUDA graph) for each row count in `buckets`, without and
+        with top-k candidates. Collective over the model's ranks."""
         for rows in self.buckets:
             for k in sorted({1, self.options.top_k}):
                 self._programs[rows, k] = self.backend.program(
@@ -132,8 +136,8 @@ class Stepper(Forwards):
         self.current = self._programs[self.buckets[0], 1]
 
     def only(self, buckets: Iterable[int]) -> Stepper:
-        """Returns a stepper that is limited to some buckets (compiled row counts) of this one. Both
-        use the same programs; only this one closes them."""
+        """Returns a stepper that runs forwards at some of this stepper's row counts (buckets) only.
+        It shares the compiled programs, which this stepper alone closes."""
         part = copy.copy(self)
         part.buckets = sorted(set(buckets))
         part._shares = True

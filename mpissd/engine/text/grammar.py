@@ -27,8 +27,8 @@ from mpissd.engine.text.tokenizer import Tokenizer
 Logits = NDArray[np.float32]
 Bits = NDArray[np.uint8]
 Ends = frozenset[int]
-# The limit of llguidance's work before the first token takes .2 s of a core (its default: 1.3 s).
-# A choice of 10,000 words needs half of this limit.
+# llguidance's limit of work before an answer's first token: .2 s of a core (its default: 1.3 s).
+# A grammar that is a choice of 10,000 words needs half of this limit.
 _FUEL = 200_000
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEVER = np.float32(-np.inf)
@@ -36,8 +36,9 @@ _NEVER = np.float32(-np.inf)
 
 def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
     """Returns the llguidance grammar of `value`: a JSON schema (kind "json"), a regular expression
-    ("regex") or a list of texts ("choice"). Raises ConfigError, whose text begins with `name`, if
-    no answer matches, or if the first masks over the vocabulary (None: all bytes) take too long."""
+    ("regex") or a list of texts ("choice"). tokenizer: gives the vocabulary that is masked (None:
+    single bytes). Raises ConfigError, whose text begins with `name`, if no answer matches, or if
+    the first masks take too long."""
     library = load_library("llguidance", "grammars")
     try:
         if kind == "json":
@@ -81,8 +82,8 @@ def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
 
 
 class _MaskReader:
-    """Reads an answer's tokens into llguidance's matcher, and computes the next token's mask after
-    each.
+    """Reads an answer's tokens into llguidance's matcher, and after each token computes the mask of
+    the tokens that may follow.
 
     Whether llguidance exceeds one of its limits depends on all that a matcher has computed, and its
     masks can be wrong after a rollback. Therefore tokens are always read one at a time and never
@@ -120,7 +121,8 @@ class _MaskReader:
         return tokens[: len(self.tokens)] == self.tokens
 
     def copy(self) -> _MaskReader:
-        """Returns a copy, which shares the lexer: if one exceeds a limit (is_lost), both have."""
+        """Returns a copy, which shares llguidance's lexer: if the copy exceeds a limit of
+        llguidance (is_lost), so has this reader, and vice versa."""
         copied = copy(self)
         copied._is_copy = True
         copied._matcher = self._matcher.deep_copy()
@@ -129,7 +131,7 @@ class _MaskReader:
 
 
 class Grammar:
-    """Masks the tokens that may come next in one answer, by nothing but the answer's tokens.
+    """Says which tokens a grammar allows next in one answer, from nothing but the answer's tokens.
     forces: whether a token that is the only allowed one is committed without a forward."""
 
     forces = False
@@ -143,7 +145,7 @@ class Grammar:
         self._vocab = vocab
         self._ends = ends
         self._reader = _MaskReader(begin())
-        self._root: _MaskReader | None = None  # has read the tokens that a draft's branches share
+        self._root: _MaskReader | None = None  # reader of the tokens that a draft's branches share
 
     def branch(self, tokens: list[int]) -> None:
         """Prepares masks for several drafts that all continue the answer's first `tokens`. The

@@ -81,8 +81,9 @@ def read_prompts(
 
 
 def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
-    """Returns the JSON objects of the JSONL file that `flag` names, without blank lines, each with
-    a name for errors. Raises ConfigError if the file cannot be read, or has no prompt."""
+    """Reads a JSONL file of prompts. Returns for each line that is not blank its name in error
+    messages, and its JSON object. flag: the name of the flag that gave the file. Raises ConfigError
+    if the file cannot be read, or has no prompt."""
     path = Path(file).expanduser()
     name = f"{flag}={str(path)!r}"
     try:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim its space
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning, in order
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for reasoning, first wins
 # The errors that a damaged tokenizer file, or a value of a wrong type in it, raises when read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the single-byte tokens of a byte-fallback vocabulary
@@ -226,8 +226,8 @@ def load_tokenizer(where: str) -> Tokenizer:
 
 
 def tokenizer_digest(where: str) -> str | None:
-    """Returns a digest of the tokenizer's files in the model folder that `where` names; None if
-    there are none."""
+    """Returns a digest of the tokenizer's files in the model folder that `where` names; None if the
+    folder has no such files."""
     path = files_of(where)
     folder = path.parent if path is not None and path.suffix == ".json" else path
     if folder is None or not folder.is_dir():

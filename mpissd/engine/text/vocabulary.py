@@ -136,7 +136,7 @@ def _special(
     for name in _SPECIALS:
         if (token := settings.get(name)) is not None:
             named[name] = by_text.get(str(token), token)
-    for name, token in settings.items():  # Models may name more special tokens, as image_token.
+    for name, token in settings.items():  # Models may name others, such as image_token.
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
     extra = settings.get("extra_special_tokens") or []
@@ -215,7 +215,7 @@ _FOLDER = "allowed: the model's Hugging Face folder"
 _DEFAULT_ID = 11  # llama.cpp's id for BOS and EOS if a byte-pair vocabulary names none
 _CONTROL = 3  # ggml's number for the type of control tokens
 _USER_DEFINED = 4
-_SPELLED = (2, _CONTROL, _USER_DEFINED)  # types whose names are found in texts; 2: unknown token
+_SPELLED = (2, _CONTROL, _USER_DEFINED)  # ggml's types of tokens that are found by name in texts
 
 # By these regular expressions llama.cpp's pre-tokenizers split text before byte pairs are merged.
 # The source is llama-vocab.cpp of llama.cpp, and the models' own tokenizer.json.
@@ -234,7 +234,7 @@ _SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 _NFC = ("qwen2",)  # pre-tokenizers that first normalise text to Unicode's NFC
-_LLAMA3_NAMES = ("llama-bpe", "llama3")  # They add BOS, and keep a word that is itself a token.
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # These add BOS, and never split a word that is a token.
 # llama.cpp recognises control tokens by their texts. The tokens below end an answer.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
@@ -323,9 +323,9 @@ def from_gguf(path: Path) -> Vocabulary:
 def _kinds(
     where: str, numbers: Mapping[str, int], keys: Mapping[str, Any], eos: int | None
 ) -> tuple[list[int], set[int]]:
-    """Returns (ggml's type of each token, the tokens that end an answer), determined as by
-    llama.cpp. where: names the file in errors. numbers: the id of each token text. keys: the
-    tokenizer's metadata in the file. eos: the id of EOS."""
+    """Returns (ggml's type of each token, the tokens that end an answer), as llama.cpp determines
+    them. where: names the file in errors. numbers: the id of each token text. keys: the tokenizer's
+    metadata in the file. eos: the id of EOS."""
     kinds: list[int] = list(keys.get("token_type") or [1] * len(numbers))
     if len(kinds) != len(numbers):
         raise ConfigError(f"{where}: token_type has {len(kinds)} values for {len(numbers)} tokens")

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import SPAN, Places
 
-_START = 0  # stands for the page before a sequence's first page
-_Key = tuple[int, bytes]  # (name of the page before, the page's tokens as bytes)
+_START = 0  # the name (serial number) of "no page", before a first page
+_Key = tuple[int, bytes]  # (serial number of the page before, the page's tokens)
 PADDING = -1  # slot number of a padding row, which writes and attends nothing
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Sizes of one rank's KV cache. slots: sequences at once. capacity: the most tokens of a
-    sequence. page: positions of a page. lanes, steps: the number of lanes (scratch memory of
+    """Sizes of one rank's KV cache. slots: the most sequences at once. capacity: the most tokens of
+    a sequence. page: positions of a page. lanes, steps: the number of lanes (scratch memory of
     branches), and the tokens that each has room for. pool: the most tokens of all sequences
     together (0: each may have `capacity`)."""
 
@@ -53,7 +53,8 @@ class CacheSizes:
 
     @property
     def num_positions(self) -> int:
-        """The number of possible positions, including drafted tokens behind the last page."""
+        """The number of possible positions, including those of drafted tokens beyond the last
+        page."""
         return self.pages_per_slot * self.page + self.steps
 
 
@@ -67,8 +68,8 @@ class RowPlaces:
     def __init__(
         self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes
     ) -> None:
-        """Allocates the buffer, with padding in all rows. host_ints: returns so many zeros in
-        memory that the device can read (Backend.host_ints)."""
+        """Allocates the buffer, with padding in all rows. host_ints: a function that allocates so
+        many zeros in memory that the device can read (Backend.host_ints)."""
         self.ints = host_ints(4 * max_rows + sizes.slots * sizes.pages_per_slot)
         self.rows = self.ints[: 4 * max_rows].reshape(4, max_rows)
         self.pages = self.ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
@@ -93,17 +94,18 @@ class PageTable:
         self.held = [0] * sizes.slots
         self._blank = list(
             range(sizes.num_pages - 1, -1, -1)
-        )  # free pages without a name; the last one is taken first
-        self._kept: dict[int, None] = {}  # named pages that no sequence holds, oldest first
+        )  # free pages that no later sequence can reuse; pages are taken from the end
+        self._kept: dict[int, None] = {}  # reusable pages that no sequence holds, oldest first
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)
         self._keys: dict[int, _Key] = {}  # by page
         self._serial = counted(_START + 1)
 
     def place(self, places: Places | None) -> int:
-        """Writes to `row_places` where a forward's rows lie, and reserves the pages of those that
-        are stored in their slot, not in a lane. All other rows become padding. Returns the number
-        of rows (None: 0)."""
+        """Prepares the KV cache for a forward: writes where its rows (tokens) lie to `row_places`,
+        whose other rows become padding, and reserves pages for rows that are stored in their
+        sequence's slot, not in a lane (scratch memory). Returns the number of rows; 0 if `places`
+        is None."""
         rows = self.row_places.rows
         sizes = self.sizes
         if places is None:
@@ -126,7 +128,8 @@ class PageTable:
         return count
 
     def hold(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
-        """Reserves pages for each slot up to (and including) its position in `positions`."""
+        """Reserves the pages that slots[i] lacks for its positions up to (and including)
+        positions[i], for each i. slots, positions: [n]."""
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             if position >= self.held[slot] * self.sizes.page:
                 self._grow(slot, position)
@@ -146,8 +149,9 @@ class PageTable:
         self.held[slot] = count
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the pages of these slots. Of a slot's named pages the first ones stay valid
-        longest, because they are the likeliest to be shared."""
+        """Frees the pages of these slots, whose sequences have ended. Pages that are named by their
+        tokens stay reusable until their memory is needed. A sequence's last page is given up first,
+        because its first pages are the likeliest to be shared."""
         for slot in slots:
             for page in reversed(self._pages(slot)):
                 self._holders[page] -= 1
@@ -159,8 +163,8 @@ class PageTable:
             self.held[slot] = 0
 
     def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Lets an empty slot share stored pages that begin with the same tokens; returns how many
-        tokens the shared pages hold."""
+        """Shares stored pages with an empty slot (prefix caching): the longest run of named pages
+        that hold the first of `tokens`. Returns the number of tokens that these pages hold."""
         pages = []
         name = _START
         for part in self._parts(tokens):
@@ -175,12 +179,13 @@ class PageTable:
         return len(pages) * self.sizes.page
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
-        """Names a slot's pages by the tokens that fill them, so that other sequences share them."""
+        """Names a slot's full pages by the tokens in them, so that `adopt` finds them for other
+        sequences. tokens: the sequence's tokens from its first one on."""
         name = _START
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # its name contains a predecessor that is no longer valid
+                if page in self._keys:  # It is named as the successor of an overwritten page.
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key
@@ -198,8 +203,9 @@ class PageTable:
 
 
 def trunk_rows(slot: int, start: int, stop: int, *, reads: bool = True) -> Places:
-    """Returns the places of rows that are stored in one slot (not in a lane) at positions start …
-    stop − 1. reads: whether an output of any of these rows is read."""
+    """Returns where a forward's rows (tokens) for positions start … stop − 1 of one sequence lie:
+    in its slot of the KV cache, not in a lane (scratch memory of a branch). reads: whether an
+    output of any of these rows is read."""
     count = stop - start
     positions = np.arange(start, stop, dtype=np.int32)
     none = np.full(count, -1, np.int32)

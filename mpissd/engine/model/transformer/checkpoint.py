@@ -32,12 +32,12 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 BLOCK = 32  # number of inputs of an int8 weight that share a scale
 Floats = NDArray[np.float32]
 Blocks = tuple[int, NDArray[np.uint8]]  # (ggml's type, bytes [outputs, blocks, bytes of a block])
-PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml's types that a CPU reads unchanged
-INT8_BITS = 8.5  # bits of an int8 weight and of its share of a scale
+PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml type numbers, kept packed on a CPU
+INT8_BITS = 8.5  # bits of an int8 weight, with its share of a 16-bit scale
 Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING = "model.embed_tokens.weight"
-MASKS = "mask_embedding.weight"  # a row for each mask token of a parallel draft
+MASKS = "mask_embedding.weight"  # has a row for each mask token of a parallel draft
 HEAD = "lm_head.weight"
 LAST_NORM = "model.norm.weight"
 # Norms and matrices of a draft that joins a token's embedding with its target's hidden state.
@@ -121,8 +121,8 @@ def dequantize(matrix: NDArray[np.int8], scales: NDArray[np.float16]) -> Floats:
 
 class Tensor:
     """A stored vector [n] or matrix [outputs, inputs], of which methods read only the part that
-    they are asked for. bits: the size of a weight in a CPU's memory. rows, columns: the ranges of a
-    part, slices with a start and a stop; a vector has rows only."""
+    they are asked for. bits: how many bits a weight takes in a CPU's memory. rows, columns: the
+    ranges of a part, slices with a start and a stop; a vector has rows only."""
 
     shape: tuple[int, ...]
     bits = 16.0
@@ -137,12 +137,13 @@ class Tensor:
         raise NotImplementedError
 
     def blocks(self, rows: slice, columns: slice) -> Blocks | None:
-        """Returns these rows and columns of a matrix in ggml's blocks; None if it is not stored so,
-        or if the columns are not whole blocks."""
+        """Returns these rows and columns of a matrix in ggml's quantised blocks; None if the matrix
+        is not stored so, or if the columns are not whole blocks."""
         return None
 
     def recipe(self, rows: slice, columns: slice) -> WeightPart | None:
-        """Returns the rule by which a device makes this part's random weights; None: not random."""
+        """Returns the key and the ranges from which a device generates this part's random weights;
+        None if the weights are not random."""
         return None
 
 
@@ -170,11 +171,12 @@ class Part:
         return self.tensor.read(self.rows, self.columns)
 
     def blocks(self) -> Blocks | None:
-        """Returns the part in ggml's blocks; None if it is not stored in whole blocks."""
+        """Returns the part in ggml's quantised blocks; None if it is not stored in whole blocks."""
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Returns the rule by which a device makes the random weights; None: not random."""
+        """Returns the key and the ranges from which a device generates this part's random weights;
+        None if the weights are not random."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
@@ -182,8 +184,8 @@ class ArrayTensor(Tensor):
     """A tensor in memory, or in a file that is mapped into memory."""
 
     def __init__(self, values: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
-        """values: numbers of any type; uint16 holds the bits of bfloat16. scales: those of int8
-        values, float16 [outputs, ⌈inputs / 32⌉]."""
+        """values: numbers of any type; uint16 holds the bits of bfloat16. scales: the scales of
+        int8 values, float16 [outputs, ⌈inputs / 32⌉]."""
         self.shape = values.shape
         self._values = values
         self._scales = scales
@@ -222,7 +224,8 @@ class LentRows(Tensor):
         self._ids = ids
 
     def _parts(self, rows: slice, columns: slice) -> tuple[Part, Ints | slice]:
-        """Returns a part of the head, in blocks, that has these rows, and their places in it."""
+        """Returns a part of the target's head, in quantised blocks, that contains these rows, and
+        where in that part the rows are."""
         ids = self._ids[rows]
         first, last = (int(ids[0]), int(ids[-1])) if len(ids) else (0, -1)
         span = self._head.part(slice(first, last + 1))
@@ -266,7 +269,7 @@ class Resized(Tensor):
 @dataclass(eq=False)
 class RandomTensor(Tensor):
     """A tensor of random numbers, uniform around `mean` with standard deviation `scale`. An element
-    is a hash of `key` and its place, so that each rank generates only its own part."""
+    is a hash of `key` and of its row and column, so that each rank generates only its own part."""
 
     key: int
     shape: tuple[int, ...]
@@ -289,7 +292,8 @@ class Checkpoint:
     The LM head is the embedding where config.tied. The rotated pairs of q and k are (i, i +
     head_dim / 2), as in Hugging Face's layout. paths: the files that the digest covers; () for
     random or replaced weights. head_ids: int32, the token of each row of the LM head, rising; None
-    where row i is token i. shares_head: whether the LM head consists of the target's rows.
+    where row i is token i. shares_head: whether the LM head consists of rows of the target's LM
+    head.
     """
 
     config: TransformerConfig
@@ -308,7 +312,8 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 of the weights' file, or of sha256sum's list of several; None without files."""
+        """SHA-256 of the weights' file, or of the lines that sha256sum prints for several; None
+        without files."""
         return self._digest[0]
 
     @property
@@ -333,8 +338,8 @@ class Checkpoint:
 
 
 def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
-    """Returns random weights, which `seed` decides. A layer's weights are equal at any number of
-    layers, but for the scale of o and down."""
+    """Returns random weights, which `seed` decides. Models that differ only in their number of
+    layers have the same weights in each common layer, except for the scale of o and down."""
 
     def tensor(name: str, size: tuple[int, ...]) -> RandomTensor:
         key = zlib.crc32(f"{seed} {name}".encode())
@@ -342,7 +347,7 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
         scale = float(size[1] ** -0.5)  # keeps the scale of activations near 1
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            scale *= float((2 * config.shape.num_layers) ** -0.5)  # they add up over layers
+            scale *= float((2 * config.shape.num_layers) ** -0.5)  # o and down add up over layers
         return RandomTensor(key, size, scale)
 
     by_name = {name: tensor(name, size) for name, size in tensors(config)}
@@ -352,8 +357,8 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
 
 
 def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of the tensors that a new version of this model contains: all but the
-    embedding and its mask tokens, and but the LM head if that is the target's."""
+    """Returns {name: shape} of the tensors that a newly trained version of this model contains: all
+    except the embeddings of tokens and mask tokens, and except an LM head that its target lends."""
     lent = {EMBEDDING, MASKS, HEAD} if checkpoint.shares_head else {EMBEDDING, MASKS}
     return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
 
@@ -395,7 +400,8 @@ def packed(arrays: Arrays) -> bytes:
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
-    """Returns the arrays in bytes of the format safetensors; raises ProtocolError for others."""
+    """Returns the arrays in bytes of the format safetensors; raises ProtocolError for other
+    bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -26,8 +26,7 @@ MOST_MASKS = 63  # the most mask tokens of a parallel draft
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
-# Keys of a config.json that change results in other architectures or programs.
-# transformers ignores these keys in the supported families; a file that sets one is refused.
+# A config.json that sets one of these keys is refused: they change the results of other programs.
 CHANGING = """
     text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim
@@ -44,7 +43,7 @@ _ROPE_READ = {
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
 }
 _ROPE_SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Metadata keys of a .gguf, without the architecture's name; the last four are not read.
+# Metadata keys allowed in a .gguf, without the architecture's name; the last four are not read.
 _GGUF_KEYS = """
     block_count embedding_length feed_forward_length context_length attention.head_count
     attention.head_count_kv attention.key_length attention.layer_norm_rms_epsilon rope.freq_base
@@ -112,7 +111,7 @@ class TransformerConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return angles
-        turns = scaling.original * angles / (2 * math.pi)  # in the original context
+        turns = scaling.original * angles / (2 * math.pi)  # over the original context length
         smooth = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
         return np.asarray((1 - smooth) * angles / scaling.factor + smooth * angles)
 
@@ -159,7 +158,8 @@ Rule = tuple[str, Any, bool, str]
 
 
 def _check(path: Path, rules: Sequence[Rule]) -> None:
-    """Raises ConfigError for the first rule whose value is not supported. path: the file read."""
+    """Raises ConfigError for the first rule, the check of one key, whose value is not supported.
+    path: the file that has the keys."""
     for key, value, is_supported, allowed in rules:
         if not is_supported:
             raise ConfigError(
@@ -168,8 +168,8 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 
 def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
-    """Returns a rule for each key that is not in `read`: its value must be null, or the key begin
-    with _. prefix: text before the key in a message."""
+    """Returns a rule (see Rule) for each key that is not in `read`, the keys that the caller reads:
+    its value must be null, or its name begin with "_". prefix: text before the key in a message."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
         for key in sorted(keys.keys() - set(read))

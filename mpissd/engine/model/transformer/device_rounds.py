@@ -46,14 +46,15 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
-SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE: and all after it
-NOT_FINITE = -2  # replaces the accepted node if a logit of the sequence is not finite
-RING = 3  # rounds with their own buffers: the running one, the one before, and the one after it
+SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE is the first of several
+NOT_FINITE = -2  # reported instead of the accepted node if a logit is not finite
+RING = 3  # number of rounds that have buffers: the previous, the running and the next one
 _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
 
 
 class Sheet:
-    """Host arrays that the host and the kernels between forwards (stages) share; NOBODY: no value.
+    """Host arrays that the host and the kernels between forwards (stages) share; −1 (NOBODY) is an
+    absent value.
 
     state: [S, 3 + back], for each of S sequences its cache slot, the position of its last committed
     token, that token, and the `back` tokens before it (NOBODY: the draft has its keys and values);
@@ -107,8 +108,8 @@ class Sheet:
 class Ends:
     """One model's buffers that stages (the kernels between forwards) use: the next forward's input
     and the last one's output. tokens: input tokens, int32 [max_rows] on the host. row_places: where
-    they lie in the KV cache. best: the likeliest tokens of each row on the device, rank after rank;
-    ids count from the first column of each rank's logits."""
+    these tokens lie in the KV cache. best: the likeliest tokens of each row on the device, rank
+    after rank; ids count from the first column of each rank's logits."""
 
     tokens: HostArray
     row_places: RowPlaces
@@ -128,10 +129,10 @@ class RoundStage:
     """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
     run it. number: 0 before the first forward, j = 1 … K after the draft's forward j, K + 1 after
     the target's, PLANT before the target's forward over a dynamic tree. turn: the round modulo
-    RING. draft: None on a rank that does not draft. On the device: table, as Sheet.table; firsts,
-    int32 [T], the first token of each rank's share of the target's vocabulary; ids, the token of
-    each column of the draft's logits (None: column n is token n); shapes, the dynamic trees (None:
-    all rounds have sheet.tree)."""
+    RING, which selects buffers. draft: None on a rank that does not draft. On the device: table,
+    the tree as trees.table_of returns it; firsts, int32 [T], the first token of each rank's share
+    of the target's vocabulary; ids, the token of each column of the draft's logits (None: column n
+    is token n); shapes, the dynamic trees (None: all rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -145,9 +146,9 @@ class RoundStage:
 
     @property
     def level(self) -> tuple[int, int, int, int]:
-        """What the stage handles of one sequence: the first node and the number of nodes of a
-        level, and the number of rows of the draft's forward before the stage, and of that after
-        it."""
+        """What the stage handles of one sequence, as four numbers: the first node of a level of the
+        tree, the number of the level's nodes, the number of rows in the draft's forward before the
+        stage, and that in the draft's forward after the stage."""
         tree = self.sheet.tree
         number = self.number
         if number == 0 or number > tree.depth:
@@ -174,8 +175,9 @@ class RoundStage:
     def _put(
         self, ends: Ends, row: int, s: int, node: int, token: int, slot: int, position: int
     ) -> None:
-        """Sets row `row` of a model's next forward to a tree node of sequence s: its token, and its
-        place in the KV cache. position: the position of the tree's root, node 0."""
+        """Writes a tree node of sequence s into row `row` of a model's next forward: its token, and
+        its place in the KV cache. ends: the model's buffers. slot: the sequence's part of the
+        cache. position: the position of the tree's root (node 0), the last committed token."""
         fields = [trees.LEVEL, trees.LANE, trees.SPANS, trees.FORK]
         level, lane, spans, fork = self._table(s)[fields, node].tolist()
         lane = NOBODY if lane < 0 else slot * self.sheet.lanes + lane + spans
@@ -183,8 +185,9 @@ class RoundStage:
         ends.row_places.rows[:, row] = slot, position + level, lane, position + fork
 
     def _begin(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Stage 0: sets the rows of the draft's first forward for sequence s, and a row of the
-        target's forward for each tree node (`rows`)."""
+        """Begins a round for sequence s (stage 0): writes the input rows of the draft's first
+        forward, and the place of each tree node in `rows`, the sequence's rows of the target's
+        forward."""
         _, _, last, *before = self.sheet.state[s].tolist()
         if self.draft is not None:
             tokens = [*before, last, *self.sheet.masks]
@@ -197,8 +200,8 @@ class RoundStage:
             self._put(self.target, rows.start + node, s, node, token, slot, position)
 
     def _take(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Stages 1 … K: copies the tokens drafted for a level to the target's forward, and those of
-        nodes that have children to the draft's next forward."""
+        """Takes the drafted tokens of one level of sequence s (stages 1 … K): writes them to the
+        target's forward (`rows`), and those of nodes with children to the draft's next forward."""
         assert self.draft is not None
         first, width, reads, puts = self.level
         for node in range(first, first + width):
@@ -212,8 +215,9 @@ class RoundStage:
                 self._put(self.draft, s * puts + row, s, node, token, slot, position)
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Stages 1 … K of a dynamic tree: finds the nodes of a level and puts the likeliest into
-        the draft's next forward; the last of them writes the N chosen tokens to the target's."""
+        """Finds one level of sequence s's draft tree if its shape changes each round (stages 1 …
+        K), and writes the likeliest nodes to the draft's next forward. After the last level, the N
+        chosen tokens are written to the target's forward (`rows`)."""
         level = self.number
         draft = self.draft
         shapes = self.shapes
@@ -239,7 +243,8 @@ class RoundStage:
             shapes.copies[row] = source, lane, level - 1
 
     def _search(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Finds a dynamic tree in a parallel draft's forward, and gives the target's its tokens."""
+        """Finds sequence s's draft tree, whose shape changes each round, in the one forward of a
+        parallel draft, and writes its tokens to the target's forward (`rows`)."""
         assert self.draft is not None
         back = self.sheet.back
         reads = slice((2 * s + 1) * back, (2 * s + 2) * back)
@@ -250,7 +255,8 @@ class RoundStage:
         trees.search(self.draft.best.values[reads], tokens, self.sheet.parents[s], chosen)
 
     def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Sets the target's rows to the chosen nodes of the dynamic tree of sequence s."""
+        """Places the nodes of sequence s's draft tree, whose shape changes each round, in the
+        target's forward (`rows`) and in its KV cache, just before that forward."""
         assert self.shapes is not None
         trees.plant(self.shapes.tables[s], self.sheet.parents[s])
         tokens = [int(self.sheet.state[s, LAST]), *self.target.tokens[rows][1:]]
@@ -269,8 +275,11 @@ class RoundStage:
         return tokens, bool(np.isfinite(values).all())
 
     def _walk(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Stage K + 1: follows the accepted tokens down the tree, writes the outcome of sequence s,
-        and sets its state for the next round."""
+        """Ends a round for sequence s (stage K + 1, after the target's forward): follows the
+        drafted tokens that the target accepts down the tree, writes the accepted node and the bonus
+        token to sheet.decided, and sets the sequence's state for the next round. rows: the
+        sequence's rows of the target's forward. slot: its part of the KV cache. position: that of
+        the tree's root."""
         sheet = self.sheet
         table = self._table(s)
         decided = sheet.decided[self.turn, s]
@@ -300,12 +309,13 @@ class RoundStage:
 
 
 class DeviceRounds:
-    """Compiled programs of greedy rounds that the GPU runs without the host. Two rounds may be
-    under way; the second takes its state from the first. Meanwhile the steppers must not be used
-    otherwise. is_on: whether the GPU runs the present round. nodes, lookahead: the drafted tokens
-    of a round that the host sees, and the levels of the draft's tree; 0 in AR. stored: how many
-    drafted tokens the target stores in the sequence's cache slot, not in scratch memory (a lane).
-    goes_ahead: whether a launch returns before its round is over."""
+    """Runs rounds of greedy decoding (the draft's forwards, then the target's) on the GPU without
+    the host, by compiled programs. Two rounds may be under way, of which the second takes its state
+    from the first; meanwhile the steppers must not be used otherwise. is_on: whether the GPU runs
+    the present round. nodes: how many drafted tokens of a round the host sees. lookahead: the
+    number of levels of the draft's tree; both are 0 in AR. stored: how many drafted tokens the
+    target stores in the sequence's cache slot, not in scratch memory (a lane). goes_ahead: whether
+    a launch returns before its round is over."""
 
     is_on = False
 
@@ -320,7 +330,8 @@ class DeviceRounds:
     ) -> None:
         """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
         draft: None in AR, and on a rank that does not draft. Both models are transformers on one
-        backend. dynamic, masks: like Sheet's."""
+        backend. dynamic: the sizes of a tree that changes shape each round (None: `tree` stays).
+        masks: the ids of a parallel draft's mask tokens."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
@@ -392,25 +403,28 @@ class DeviceRounds:
         return stepper.backend.program(body, stepper.cost(rows, k))
 
     def enter(self, sequences: int) -> None:
-        """Begins a round of so many sequences. The GPU runs it only if all sequences for which the
-        programs were compiled take part."""
+        """Sets is_on for a round of so many sequences: the GPU runs the round only if all sequences
+        for which the programs were compiled take part."""
         self.is_on = sequences == self.sheet.sequences
 
     def begin(self, state: Ints) -> None:
-        """Sets each sequence's slot, last position and last tokens, as columns of Sheet.state."""
+        """Sets the state from which the next launched round starts. state: for each sequence its
+        cache slot, the position of its last committed token, and its last tokens, as in
+        Sheet.state."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 
     def hold(self, slots: Index, positions: Index) -> None:
-        """Reserves the slots' pages in both models' KV caches, up to and including `positions`."""
+        """Reserves pages in both models' KV caches for each slot, up to and including its position
+        in `positions`."""
         for stack in (self._draft, self._target):
             if stack is not None:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches a round behind the rounds under way. forced: int32 [S, N + K + 1], for each of S
-        sequences the prescribed tokens of N drafted nodes and of K + 1 levels of the target
-        (NOBODY: none)."""
+        """Launches round `round_` after the rounds that are under way. forced: int32 [S, N + K +
+        1], for each of S sequences the prescribed tokens of N drafted nodes and of K + 1 levels of
+        the target (NOBODY: none)."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:
@@ -441,7 +455,8 @@ class DeviceRounds:
         return programs
 
     def draft_s(self, round_: int) -> float:
-        """Returns the device time of a finished round before the target's forward, in seconds."""
+        """Returns the device time from the start of a finished round to its target forward, in
+        seconds."""
         programs = self._programs[round_ % RING]
         return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
 

@@ -28,11 +28,11 @@ _IN_FLIGHT = 2  # the most programs that are launched before the host reads the 
 class GrowthSheet:
     """Host arrays through which the kernels between forwards (stages) grow up to R branches by K
     tokens. They are views of `ints`, int32 [1 + R · (8 + K)]. step: [1], the number of the next
-    stage. places: [4, R], the slot, position, lane and trunk of the next step's rows (see
-    forwards.Places). picks: [3, R], for each branch the row of the last forward that gives its next
-    token, the token's rank among that row's candidates, and a candidate that is skipped, because
-    the draft has proposed it there already (NOBODY: none). tokens: [K + 1, R], the branches' first
-    tokens, then those of each step; NOBODY: the stage decides."""
+    stage. places: [4, R], where the next step's rows lie in the KV cache: slot, position, lane and
+    trunk (see forwards.Places). picks: [3, R], for each branch the row of the last forward that
+    gives its next token, the token's rank among that row's candidates, and a candidate that is
+    skipped, because the draft has proposed it there already (NOBODY: none). tokens: [K + 1, R], the
+    branches' first tokens, then those of each step; NOBODY: the stage decides."""
 
     def __init__(self, ints: HostArray, rows: int) -> None:
         self.ints = ints
@@ -70,8 +70,8 @@ class DeviceGrowth:
     launched and not yet read; while it is above 0, the stepper must not be used otherwise."""
 
     def __init__(self, stepper: Stepper, lanes: Collection[int], steps: int) -> None:
-        """Compiles the programs for the transformer of `stepper`. lanes: the numbers of branches
-        that may grow together. steps: K, the most tokens that a branch grows by."""
+        """Compiles the programs for the transformer of `stepper`. lanes: the branch counts to
+        compile for. steps: K, the most tokens that a branch grows by."""
         self._stepper = stepper
         self.left = 0
         stack: Any = stepper.stack
@@ -121,7 +121,8 @@ class DeviceGrowth:
         return True
 
     def launch(self) -> None:
-        """Launches further programs until two are under way, or all are launched."""
+        """Launches further steps (compiled forwards) until two are under way, or all are
+        launched."""
         first = self._collected
         for program in self._programs[first + self.left : first + _IN_FLIGHT]:
             program.launch()
@@ -129,7 +130,8 @@ class DeviceGrowth:
         self._stepper.current = self._programs[first]
 
     def collect(self) -> None:
-        """Appends to the branches the tokens of the older program, which must have finished."""
+        """Appends to the branches the tokens of the older launched program, which must have
+        finished."""
         number = self._collected
         lanes = self._lanes
         tokens = self.sheet.tokens[number, : len(lanes)]

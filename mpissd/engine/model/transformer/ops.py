@@ -44,12 +44,13 @@ class LayerWeights:
 class Ops(Protocol):
     """Interface of the operations of one transformer's forward, over one rank's share of heads."""
 
-    kernel: str  # name of the kernels, which profiles store
+    kernel: str  # name of the product kernels, stored with measured times
     page: int  # positions of a KV page; attention is computed page by page
     computes_padding: bool  # whether padding rows are computed, too, as in a captured graph
 
     def matrix(self, parts: Sequence[Part]) -> Array:
-        """Packs the weight of one matrix product; the outputs of `parts` lie side by side."""
+        """Packs the weight of one matrix product. parts: parts of weights whose outputs are
+        joined."""
 
     def qkv_matrix(self, parts: Sequence[Part]) -> Array:
         """Packs the weights of q, k and v into one matrix, which the operation `qkv` reads."""
@@ -96,7 +97,8 @@ class Ops(Protocol):
         lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Allocates zeros [slots, positions, hidden]: the hidden state before each position."""
+        """Allocates the last hidden state before each position, as zeros [slots, positions,
+        hidden]."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
         """Stores hidden states for a draft that reads them: states[slot][position + 1] = x for each
@@ -108,13 +110,14 @@ class Ops(Protocol):
         branch), and from `draft` after the trunk."""
 
     def begin(self, cache: Array, rows: int) -> None:
-        """Copies to the device where the rows lie in the KV cache, as the first operation."""
+        """Begins a forward: copies to the device where its rows lie in the KV cache."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries]; replayed tokens may have any value."""
+        """Sets hidden[m] = table[tokens[m] mod entries], because tokens of a trace may exceed the
+        table."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
-        """Adds delta (if any) to hidden, the residual stream; x = RMSNorm(hidden) · weight."""
+        """Adds delta (if any) to hidden, the residual stream; sets x = RMSNorm(hidden) · weight."""
 
     def qkv(self, x: Array, layer: LayerWeights, cache: Array, n: int, q: Array, rows: int) -> None:
         """Computes q, k and v of layer `n` from the normalised input x, with biases and norms of
@@ -154,7 +157,10 @@ class Ops(Protocol):
         stage.run()
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
-        """Appends one token to each branch of a draft without the host, as GrowthSheet.run does."""
+        """Makes the input of a draft's next step without the host: appends one token to each
+        speculative branch. sheet: the branches (GrowthSheet, whose `run` does this on a host).
+        rows: their number, padded. draft: the draft's buffers. ids: the token of each column of its
+        logits (None: column n is token n)."""
         sheet.run(rows, draft, ids)
 
     def spread(self, group: Group, ints: HostArray, count: int) -> None:
@@ -190,9 +196,10 @@ def ops_of(
     kv_heads: int,
     page: int | None = None,
 ) -> Ops | None:
-    """Makes the operations of a transformer on this backend; None for the emulated one, which
-    computes nothing. heads, kv_heads: heads on this rank. page: positions of a page of the KV cache
-    (None: the backend's default). Raises ConfigError for a missing library, or another backend."""
+    """Makes the operations of a transformer on this backend; returns None for the emulated backend,
+    which computes nothing. heads, kv_heads: the query heads and KV heads on this rank. page:
+    positions of a page of the KV cache (None: the backend's default). Raises ConfigError for a
+    missing library, or another backend."""
     if backend.name == "emulated":
         return None
     if backend.name not in _MADE_BY:

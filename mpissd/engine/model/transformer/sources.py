@@ -69,7 +69,8 @@ _PIECE = 1 << 17  # elements dequantised at once, so few that they stay in the p
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports the library `name`; raises ConfigError if it is missing. what: what needs it."""
+    """Imports the library `name`; raises ConfigError if it is missing. what: names the feature that
+    needs the library in the message."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -78,7 +79,8 @@ def library(name: str, what: str) -> ModuleType:
 
 def fetch_missing(pair: str | None, *models: str | None) -> None:
     """Downloads those of these models that the Hugging Face hub's local cache lacks. pair: the name
-    of a target and a draft. Raises ConfigError, which says how to go on without a network."""
+    of a pair of a target and a draft. Raises ConfigError, which says how to go on without a
+    network."""
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
         if not is_missing(name):
             continue
@@ -182,7 +184,8 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder of safetensors. unread: the names that no method has returned yet."""
+    """The tensors of a folder of safetensors. unread: the names of tensors that have not been
+    returned yet."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the files' headers; raises ConfigError if a file is missing or damaged."""
@@ -261,7 +264,8 @@ def gguf_name(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _gguf_name(name: str) -> str:
-    """Returns the name in a .gguf of a Hugging Face tensor of layer 0, or of no layer."""
+    """Returns the name in a .gguf of a Hugging Face tensor that belongs to layer 0 or to no
+    layer."""
     gguf = library("gguf", "a .gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all families' tensors
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
@@ -274,8 +278,8 @@ class GgufTensor(Tensor):
         self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
     ) -> None:
         """data: the blocks, [rows, bytes of a row], or [bytes] of a vector. kind: their ggml type.
-        head_dim: that of q or k if the file has llama.cpp's order of rows (rotated pairs adjacent),
-        else 0."""
+        head_dim: the width of a head if the tensor is q or k in llama.cpp's order of rows (rotated
+        pairs adjacent), else 0."""
         self.shape = shape
         self._data = data
         self._kind = kind
@@ -299,7 +303,8 @@ class GgufTensor(Tensor):
         return self._kind, data.reshape(len(data), -1, size)
 
     def _stored(self, rows: slice) -> slice | NDArray[np.int64]:
-        """Returns where the file has these rows; llama.cpp stores q and k in another order."""
+        """Returns which rows of the file hold these rows of the tensor: llama.cpp stores the rows
+        of q and k in another order than Hugging Face."""
         if not (width := self._head_dim):
             return rows
         wanted = np.arange(rows.start, rows.stop)
@@ -307,14 +312,16 @@ class GgufTensor(Tensor):
         return np.asarray(wanted - wanted % width + 2 * pair + half)
 
     def _bytes(self, rows: slice, columns: slice) -> NDArray[np.uint8]:
-        """Returns the bytes of the blocks that hold this part, one row of bytes for each row."""
+        """Returns the stored bytes of a part of the matrix, uint8 [rows, n]: of each row, the
+        quantised blocks that contain the columns."""
         block, size = self._block
         stored = self._stored(rows)
         return self._data[stored, columns.start // block * size : -(-columns.stop // block) * size]
 
 
 class GgufFiles:
-    """The tensors of a .gguf with its shards. unread: the names that `get` has not returned yet."""
+    """The tensors of a .gguf, which may be split into several files. unread: the names of tensors
+    that `get` has not returned yet."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; raises ConfigError if the file is damaged."""
@@ -375,7 +382,7 @@ def _values(data: NDArray[Any], kind: int) -> Floats:
 
 def check_vocabularies(target: str, draft: str) -> None:
     """Raises ConfigError if the vocabularies of two models differ in more than padding. target,
-    draft: names that presets.resolve_model takes; a model without files passes."""
+    draft: names of models (a preset, a folder or a file); a model without files passes."""
     here = files_of(target)
     there = files_of(draft)
     if here is not None and there is not None and here != there:
@@ -393,10 +400,10 @@ def known_ids(draft: Checkpoint, vocab: int) -> Ints | None:
 
 
 def config_of(where: str, target: str | None = None) -> TransformerConfig:
-    """Returns the architecture of a model, from its metadata. where: any name that
-    presets.resolve_model takes. target: the target's name, for a draft: it may read the target's
-    embedding, and is mapped to the target's vocabulary. Raises ConfigError, which names the
-    missing, damaged or unsupported part."""
+    """Returns the architecture of a model from its metadata, without its weights. where: the
+    model's name (a preset, a folder or a file). target: for a draft, the name of its target, to
+    whose vocabulary the draft is cut and whose embedding it may use. Raises ConfigError, which says
+    what is missing, damaged or unsupported."""
     return _config(where, target, _stamp(where), None if target is None else _stamp(target))
 
 
@@ -409,20 +416,22 @@ def _config(where: str, target: str | None, *stamps: Stamp | None) -> Transforme
 
 
 def _stamp(where: str) -> Stamp:
-    """Returns the (name, time, size) of each of a model's files, by which a change is noticed."""
+    """Returns the (name, time, size) of each of a model's files; a change of a file changes
+    them."""
     path = files_of(where)
     if path is None or not os.path.exists(path):
         return ()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     files = list(read_gguf(path).paths) if is_gguf(path) else files
-    stats = [(file, file.stat()) for file in files if file.exists()]  # a link may lead nowhere
+    stats = [(file, file.stat()) for file in files if file.exists()]  # a link may be broken
     return tuple((str(file), at.st_mtime_ns, at.st_size) for file, at in stats)
 
 
 def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Checkpoint:
-    """Opens a model's weights; reads no tensor yet. where: any name that presets.resolve_model
-    takes. seed: decides random weights. target: the target's name, for a draft: its head is cut to
-    the target's vocabulary; tokens that the draft lacks are never drafted. Raises ConfigError."""
+    """Opens a model's weights; reads no tensor yet. where: the model's name (a preset, a folder or
+    a file). seed: decides random weights. target: for a draft, the name of its target: the draft's
+    LM head is cut to the target's vocabulary, and tokens that the draft lacks are never drafted.
+    Raises ConfigError if a file is missing, damaged or unsupported."""
     path = files_of(where)
     shape = resolve_model(where)
     other = None if target is None else open_checkpoint(target)
@@ -450,7 +459,7 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
         if reads_target and other is None:
             raise ConfigError(f"{str(path)!r} reads its target's embedding: allowed: as a draft")
         shares_head = reads_target and ours.get("head") == "target"
-        # A head in the files is used even if config.json says that the embedding is the head.
+        # An LM head in the files is used even if config.json says that the embedding is the head.
         config = replace(config, tied=config.tied and HEAD not in files.unread)
         lender = other if reads_target else None
         opened = open_files(files, config, lender, shares_head=shares_head, depth=depth)
@@ -471,9 +480,9 @@ _ORIGIN_KEYS = "target", "target_sha256", "target_norms_sha256"
 
 
 def origin_of(target: Checkpoint) -> dict[str, str | None]:
-    """Returns the keys by which a draft's config.json names the target it is made for: the target's
-    name, the SHA-256 of its files (None if it has random weights), and that of all its norms'
-    weights as float32, in the order of `tensors` (None if all are 1, as before training)."""
+    """Returns what a draft's config.json stores about its target, by key: the target's name, the
+    SHA-256 of its files (None if it has random weights), and the SHA-256 of the weights of all its
+    norms as float32, in the order of `tensors` (None if all are 1, as before training)."""
     names = (name for name, _ in tensors(target.config) if name.endswith("norm.weight"))
     norms = np.concatenate([np.asarray(target.read(name), "<f4") for name in names])
     digest = hashlib.sha256(norms.tobytes()).hexdigest() if np.any(norms != 1) else None
@@ -481,9 +490,9 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
-    """Returns the name and SHA-256 of the target that a draft's files name (None if they name
-    none), and whether that is `target` (None if unknown). Raises ConfigError for a damaged
-    config.json."""
+    """Returns a tuple: the name and the SHA-256 of the target that a draft's files name (None if
+    they name none), and whether `target` is that model (None if unknown). Raises ConfigError for a
+    damaged config.json."""
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
         return None, None, None

@@ -81,7 +81,7 @@ def load_weights(
     max_rows: int,
     page: int | None = None,
 ) -> TransformerWeights:
-    """Reads and packs one rank's share of a model's weights. shard: the share, and the number of
+    """Reads and packs one rank's share of a model's weights. shard: says which share, and how many
     layers. max_rows: rows of the largest forward. page: positions of a KV page (None: the backend's
     default). Raises ConfigError for a checkpoint that lacks a part, and MemoryError."""
     config = checkpoint.config
@@ -169,7 +169,7 @@ class Buffers:
 class TransformerStack(Stack):
     """A transformer on one rank: weights, buffers, KV cache, and the forward `body(rows)`. states:
     the last hidden state at each position, if a draft reads it (ForwardOptions.states). firsts:
-    int32 [T], the token of the first logit of each rank."""
+    int32 [T], for each of T ranks the token of its first logit."""
 
     pages: PageTable
 
@@ -204,7 +204,7 @@ class TransformerStack(Stack):
         self.pages = PageTable(row_places, sizes)
         self.cache = None if ops is None else ops.cache(sizes, row_places)
         self.buffers = Buffers(backend, shard, ops, max_rows)
-        if ops is not None and group.size == 1:  # With shards of the logits, the host samples.
+        if ops is not None and group.size == 1:  # If ranks share the logits, the host samples.
             self.draws = ops.draws(self.buffers.logits)
         if ops is not None and options.states:
             self.states = ops.states(max_sequences, options.capacity + 1)
@@ -331,8 +331,8 @@ class TransformerStack(Stack):
 
 class StateStack(TransformerStack):
     """An MLP speculator or an EAGLE layer on one rank, a draft that reads its target's hidden
-    states. source_states: the target's states, set before forwards are compiled; `states`: the
-    draft's own."""
+    states. source_states: the target's hidden states, set before forwards are compiled. states: the
+    draft's own hidden states."""
 
     source_states: Array = None
 

@@ -23,27 +23,33 @@ from mpissd.common.rounds import Ints
 from mpissd.engine.law.tree import Index, Shape, lay_out
 from mpissd.engine.model.forwards import SPAN
 
-PLANT = -1  # number of the stage (kernel before the target's forward) that calls `plant`
+PLANT = -1  # stage number of the kernel that runs `plant` before the target's forward
 WIDTH = 4  # the most nodes per level that the draft computes
-CHOICES = 8  # children of each node that the draft computes
+CHOICES = 8  # children (likeliest next tokens) of each node that the draft computes
 MOST_LEVELS = 16
 MOST_NODES = 64
 TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.nodes
 PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT = range(10)  # rows of table_of
-NOBODY = -1  # marks an absent value, such as an empty slot
-_LEAST = np.float32(-1e30)  # the least log probability; a logit that is not finite gets it, too
+NOBODY = -1  # stands for an absent value in arrays, such as no parent
+_LEAST = np.float32(-1e30)  # floor of log probabilities; also replaces those that are not finite
 
 
 def table_of(tree: Shape, masks: int = 0) -> Ints:
-    """Returns a draft tree as the kernels between forwards (stages) read it, int32 [10, N + 1]: a
-    column for the root, the last committed token, then one for each node. masks: the mask tokens of
-    a parallel draft, which computes and stores no node. NOBODY: no value. PARENT, LEVEL, RANK: a
-    node's parent, level, and rank among its siblings. LINE, ROW: among one sequence's rows of a
-    draft's forward, the row that computes the parent, and the row that computes the node. LANE: the
-    scratch KV memory that stores the node (NOBODY: the sequence's slot). SPANS: SPAN times the
-    number of further lanes that store it. FORK: the level at which its path enters a lane.
-    KEPT_LANE, KEPT: the draft's lane that holds the node's path, and how many of the path's nodes
-    are there."""
+    """Returns a draft tree as the kernels between two forwards read it: int32 [10, N + 1], with a
+    column for the root (the last committed token), then one for each of the N drafted nodes. A
+    value that does not exist is −1 (NOBODY). The rows are:
+
+        PARENT, LEVEL, RANK  the node's parent, its level, and its rank among its siblings
+        LINE, ROW            which of one sequence's rows in the draft's forwards computes the
+                             node's parent, and which computes the node
+        LANE, SPANS          the lane (scratch KV memory) that stores the node in the target's
+                             cache, and SPAN · the number of further lanes that store it
+        FORK                 the level at which the node's path enters a lane
+        KEPT_LANE, KEPT      the draft's lane that holds the node's path, and how many of the
+                             path's nodes are there
+
+    masks: the number of mask tokens of a parallel draft, which computes and stores no node.
+    """
     table = np.full((KEPT + 1, len(tree.levels)), NOBODY, np.int32)
     table[PARENT, 1:] = tree.parents
     table[LINE, 1:] = np.concatenate([[], *tree.lines])
@@ -85,13 +91,13 @@ class Size:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The dynamic draft trees of S sequences, in device arrays; NOBODY: no value. nodes: int32 [S,
-    4, size.most_found], the candidate nodes found so far, level by level. Its rows: TOKEN; ABOVE,
-    the parent (NOBODY: the last committed token); SURE, the log probability (float32 bits);
-    NEXT_ROW, the row in the draft's next forward. copies: int32 [S · WIDTH, 3], for each row of
-    that forward its parent's lane (scratch KV memory), its own lane, and how many levels to copy to
-    it. tables: int32 [S, 10, N + 1], the chosen trees as table_of returns them, without RANK, LINE
-    and ROW."""
+    """The draft trees of S sequences in device arrays, if trees change shape each round; −1
+    (NOBODY) is an absent value. nodes: int32 [S, 4, size.most_found], the candidate nodes found so
+    far, level by level. Its rows: TOKEN; ABOVE, the parent (NOBODY: the last committed token);
+    SURE, the log probability (float32 bits); NEXT_ROW, the row in the draft's next forward. copies:
+    int32 [S · WIDTH, 3], for each row of that forward its parent's lane (scratch KV memory), its
+    own lane, and how many levels to copy to it. tables: int32 [S, 10, N + 1], the chosen trees as
+    table_of returns them, without RANK, LINE and ROW."""
 
     size: Size
     nodes: Any
@@ -114,9 +120,10 @@ def likeliest(sure: NDArray[np.float32], count: int) -> Index:
 
 
 def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.float32]) -> Index:
-    """Adds the nodes of one level to sequence s's dynamic tree. Returns the indices of those that
-    the draft computes next, likeliest first. tokens, logits: the likeliest tokens after each node
-    that the draft computed last, [WIDTH, CHOICES]; in level 1 [1, CHOICES]."""
+    """Adds the nodes of one level to sequence s's draft tree, whose shape changes each round.
+    Returns the indices of the nodes that the draft computes next, likeliest first. tokens, logits:
+    the likeliest tokens after each node that the draft computed last, [WIDTH, CHOICES]; in level 1
+    [1, CHOICES]."""
     size = shapes.size
     nodes = shapes.nodes[s]
     first = size.first(level)
@@ -141,8 +148,9 @@ def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.fl
 
 
 def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
-    """Chooses the N likeliest nodes of sequence s's dynamic tree. Writes their `parents` and
-    `tokens`, int32 [N], and writes to shapes.tables which of the draft's lanes hold their paths."""
+    """Chooses the N likeliest of the candidate nodes found for sequence s, which become its draft
+    tree. Writes their `parents` and `tokens`, int32 [N], and writes to shapes.tables which of the
+    draft's lanes (scratch KV memory) hold their paths."""
     size = shapes.size
     nodes = shapes.nodes[s]
     table = shapes.tables[s]
@@ -161,17 +169,19 @@ def choose(shapes: Shapes, s: int, parents: Ints, tokens: Ints) -> None:
 
 
 def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Ints) -> None:
-    """Chooses the N likeliest nodes of a tree from the candidates of its levels (tokens and their
-    logits, [K, CHOICES], the likeliest first), which are the same after every node of a level.
-    Writes the nodes' `parents` and tokens (`chosen`), int32 [N], the likeliest node first.
+    """Chooses the N likeliest nodes of a tree if a level's candidates are the same after every
+    node. logits, tokens: each level's candidates and their logits, [K, CHOICES], the likeliest
+    first. Writes the nodes' `parents` and tokens (`chosen`), int32 [N], the likeliest node first.
 
-    A node is open if its parent and the next likelier sibling are chosen. Of the open nodes, one a
-    chosen node at most and one more, the likeliest is chosen; of equal ones the first.
+    Each chosen node, and the root, offers its likeliest child that is not chosen yet. The likeliest
+    of the offered children is chosen next; of equal ones, the child of the node chosen first.
     """
     logs = _logs(logits)
     count = len(parents) + 1
-    sure, opened = np.full((2, count), -np.inf, np.float32)  # log probabilities; by chosen node
-    above, places = np.zeros((2, count), np.int64)  # of open nodes: parents, and indices in `logs`
+    # For each chosen node: its log probability, and that of the child that it offers.
+    sure, opened = np.full((2, count), -np.inf, np.float32)
+    # For each offered child: the number of its parent, and its index in the flattened `logs`.
+    above, places = np.zeros((2, count), np.int64)
     sure[0] = 0
     for number in range(count):
         if number:
@@ -191,7 +201,8 @@ def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Int
 
 
 def _logs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the log softmax of each row's candidates, at most 0."""
+    """Returns the log softmax over each row's candidates, at most 0. logits: [rows, candidates],
+    the largest first."""
     with np.errstate(invalid="ignore", over="ignore"):
         logs = logits - logits[:, :1]
         logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
@@ -205,8 +216,8 @@ def _sums(before: Any, logs: Any) -> Any:
 
 
 def plant(table: Ints, parents: Ints) -> None:
-    """Fills a draft tree's table (see table_of) from the parents of its nodes 1 … N, int32 [N]. The
-    target stores all these nodes in lanes, scratch KV memory."""
+    """Fills in a draft tree's table (see table_of). parents: int32 [N], the parent of each node 1 …
+    N (0: the root). The target stores all these nodes in lanes, scratch KV memory."""
     depths = np.zeros(len(parents) + 1, np.int64)
     for node, parent in enumerate(parents.tolist(), 1):
         depths[node] = depths[parent] + 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it imports CuPy
 
 _THREADS = 512
 _SHARED_BYTES = 512
-_LISTED = 64  # the largest k of the backend's top_k
+_LISTED = 64  # the largest k that the backend's top_k allows
 _REPLACED = 1
 _UNKNOWN = 2
 _NOT_FINITE = 3
@@ -131,7 +131,8 @@ class CupyDraws:
         return answers
 
     def _new(self, columns: int) -> KeptRow:
-        """Allocates a distribution, whose memory is reused once nobody refers to it."""
+        """Allocates a distribution over so many tokens; its memory is reused once nothing refers to
+        it."""
         free = self._free.setdefault(columns, [])
         values = free.pop() if free else self._launcher.empty((columns,), np.float32)
         row = KeptRow(self._backend, values)

@@ -34,11 +34,11 @@ from mpissd.engine.model.transformer.cupy_ops.ops import (
 )
 
 OPERATIONS = 5  # of a layer
-_LIMIT_NS = 2 * 10**9  # how long blocks of the kernel wait for one another before they give up
+_LIMIT_NS = 2 * 10**9  # longest wait of the kernel's blocks for one another, in nanoseconds
 _NORM_THREADS = 512
-_NORM_BYTES = 4 * 16384 // 16  # memory for the sum of squares of each tile of the widest row
+_NORM_BYTES = 4 * 16384 // 16  # bytes for a float32 per 16 columns of the widest row, 16,384
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
-FFN_NORM = 1  # number of the FFN's norm; 0: attention's or the LM head's
+FFN_NORM = 1  # Operation.norm for the FFN's RMSNorm; 0: attention's or the LM head's
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]
@@ -59,14 +59,15 @@ _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
 _ROW_BYTES = 28
 _SUM_BYTES = 8 * 4 * 129 * 4
-# Per number of 8-row tiles: attention teams in a block, prefetched slots of x, weight copies.
-# More rows have more attention tasks; with one team fewer, two more slots of weights fit.
+# By number of 8-row tiles: a block's teams of 4 warps for attention, x slots, weight copies.
+# More rows have more attention tasks; without one team, two more slots of weights would fit.
 _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
 class MegakernelGeometry(NamedTuple):
-    """Compile-time parameters of the megakernel whole.cu for a number of rows. slots: slots of the
-    ring into which a block loads weights ahead. macros: constants for the preprocessor."""
+    """Compile-time parameters of the megakernel whole.cu for a number of rows. slots: the slots of
+    a thread block's ring buffer, into which weights are loaded ahead. macros: the (name, value) of
+    the preprocessor's constants."""
 
     slots: int
     shared_bytes: int
@@ -157,10 +158,12 @@ class MegakernelCache(GpuCache):
 
 
 class MegakernelOps(CupyOps):
-    """A transformer's operations on one GPU (compute capability 9.0 or more), with the megakernel.
-    least_hidden: narrower models use separate kernels, because all blocks of the megakernel wait
-    for one another five times a layer. wide: narrower models use the megakernel for up to few_rows
-    rows only: 24 rows of Llama 1B (hidden 2,048) took 1.34 ms with it and 1.30 ms without."""
+    """A transformer's operations on one GPU (compute capability 9.0 or more), with one kernel for
+    all layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
+    megakernel, because its blocks all wait for one another five times a layer. wide: the hidden
+    width from which the megakernel computes forwards of up to most_rows rows; in narrower models it
+    computes up to few_rows rows only: 24 rows of Llama 1B (hidden 2,048) took 1.34 ms with it and
+    1.30 ms without."""
 
     kernel = "whole"
     least_hidden = 2048
@@ -175,7 +178,7 @@ class MegakernelOps(CupyOps):
         if heads < shape.num_heads or shape.hidden < cls.least_hidden:
             return False
         # The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
-        # A daemon of CUDA's MPS does not promise that: it gives parts to other processes.
+        # CUDA's MPS shares a GPU among processes, and does not promise to run all blocks at once.
         mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
         is_shared = Path(mps, "control").exists()
         if config.qk_norm or config.kind or capability_of(backend) < 90 or is_shared:
@@ -211,8 +214,9 @@ class MegakernelOps(CupyOps):
     def norm(
         self, hidden: Any, delta: Any | None, weight: Any, x: Normed, rows: int, zeroed: Any = None
     ) -> None:
-        """Adds delta (if any) to the residual stream `hidden`. Sets x to the rows times the norm's
-        weight, with 1 / rms as a factor apart (see Normed). zeroed: counters to set to 0."""
+        """Adds delta (if any) to the residual stream `hidden`. Sets x to the stream times the
+        norm's weight; the factor 1 / rms is stored apart and applied after the next product (see
+        Normed). zeroed: counters that are set to 0."""
         sizes = np.int32(hidden.shape[1]), np.float32(self._config.norm_eps)
         words = np.int32(0 if zeroed is None else zeroed.size)
         args = (hidden, delta, weight, x.values, *x.state, *sizes, zeroed, words)

@@ -30,34 +30,35 @@ if TYPE_CHECKING:  # it imports CuPy
 TILE = 16
 PAIR = 32
 ROW_TILE = 8
-_FEW_ROW_TILES = 4  # The most tiles of 8 rows in a block with few columns.
+_FEW_ROW_TILES = 4  # the most tiles of 8 rows in a thread block, except in _LARGE
 _THREADS = 256
-_STAGES = {  # A block's copies in flight, by (tiles of columns, tiles of rows).
+_STAGES = {  # weight copies in flight of a thread block, by its (tiles of columns, tiles of rows)
     (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
-_WIDE_TILES = 1024  # In weights of so many tiles a block computes two, which halves its reads of x.
+_WIDE_TILES = 1024  # From so many column tiles on, a block computes two, which halves reads of x.
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
-# L2 bandwidth limits then: a block loads (columns + rows) data for (columns · rows) work.
+# Large blocks save L2 bandwidth: they load (columns + rows) data for (columns · rows) work.
 _LARGE = ((4, 8, 3), (2, 8, 4))
-_MIN_BLOCKS = 96  # Fewer large blocks would leave much of a GPU idle.
+_MIN_BLOCKS = 96  # With fewer large blocks, much of a GPU would be idle.
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
-SPLIT = 128  # Attention is split into ranges of so many positions.
-QUERY_TILES = 1  # An attention task holds so many tiles of 16 query rows.
+SPLIT = 128  # the positions of a split, the unit of attention
+QUERY_TILES = 1  # the number of tiles of 16 query rows in an attention task
 _ATTEND_THREADS = 128
 _BEGIN_THREADS = 256
-# The most blocks for a KV head's attention; more would wait for a free multiprocessor.
+# The most thread blocks for a KV head's attention: more would wait for a multiprocessor.
 _BLOCKS = 264
-_STAGING_ELEMENTS = 1 << 26  # Elements of a checkpoint's matrix that are copied at once.
+_STAGING_ELEMENTS = 1 << 26  # the most elements of a matrix that are copied to the GPU at once
 
 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight matrix packed for skinny.cu: `depth` inputs, `columns` outputs in tiles of 16.
-    gated: each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim, if
-    each tile has 8 columns of a head's first half and the 8 that RoPE rotates with them; else 0."""
+    gated: whether each tile has 8 columns of gate and 8 of up, which give 8 outputs. head:
+    head_dim, if each tile has 8 columns of a head's first half and the 8 that RoPE rotates with
+    them; else 0."""
 
     values: Any
     depth: int
@@ -104,7 +105,8 @@ class Normed:
 
 
 def values_and_factors(x: Any) -> tuple[Any, Any]:
-    """Splits a product's input into its array and the factors [rows] on its sums (None: 1)."""
+    """Returns the array of a product's input x, and the factors [rows] by which the product's sums
+    are multiplied (None: by 1)."""
     return (x.values, x.factors) if isinstance(x, Normed) else (x, None)
 
 
@@ -163,7 +165,8 @@ class GpuCache:
 
     @property
     def places(self) -> tuple[Any, Any]:
-        """Kernel arguments: where the rows lie in the cache, and for how many there is room."""
+        """Two kernel arguments: the array that says where a forward's rows lie in the cache, and
+        the most rows that it can hold."""
         return self.words, np.int32(self.row_places.rows.shape[1])
 
 
@@ -177,7 +180,7 @@ def task_bytes(head: int) -> int:
 class CupyOps(Ops):
     """A transformer's operations on one GPU, for this rank's share of heads. Kernels are enqueued
     on the backend's stream, where a graph may capture them. early: whether a kernel may start
-    before the one before it ends. Raises ConfigError for a GPU or a model that the kernels do not
+    before the previous kernel ends. Raises ConfigError for a GPU or a model that the kernels do not
     support."""
 
     kernel = "cuda"
@@ -251,9 +254,9 @@ class CupyOps(Ops):
         shift = step - TILE // 2  # the first column of the tiles' right half
 
         def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            """Returns kernel arguments for `count` outputs: (16-byte units, depth / 32, depth), and
-            (columns from the left half's first on, from the right half's first on, columns per
-            tile)."""
+            """Returns two tuples of kernel arguments for `count` outputs: (number of 16-byte units,
+            depth / 32, depth), and (number of outputs, number of outputs from column `shift` on,
+            outputs per tile)."""
             units = np.int64(ceil_div(count, step) * TILE * depth // 8)
             columns = np.int32(count), np.int32(count - shift), np.int32(step)
             return (units, np.int32(depth // PAIR), np.int32(depth)), columns
@@ -287,7 +290,8 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.PACK, grid, (256,), args)
 
     def _check_widths(self, depth: int, inner_widths: list[int]) -> None:
-        """Raises ConfigError unless 32 divides the depth, and 16 the widths of inner parts."""
+        """Raises ConfigError unless 32 divides the depth, and 16 divides each of `inner_widths`,
+        the outputs of all parts of a matrix but the last."""
         where = f"{self._config.shape.name} on a GPU"
         if depth % PAIR:
             raise ConfigError(f"{where}: a width of {depth}: allowed: multiples of {PAIR}")
@@ -463,7 +467,8 @@ class CupyOps(Ops):
         return self.launcher.uploaded(ids, np.int32)
 
     def run_stage(self, stage: Any) -> None:
-        """Makes the next forward's inputs by chained.cu or dynamic.cu, in page-locked memory."""
+        """Enqueues the kernel between two forwards that writes the inputs of the second one to
+        page-locked memory (chained.cu or dynamic.cu). stage: a device_rounds.RoundStage."""
         sheet = stage.sheet
         target = stage.target
         shapes = stage.shapes
@@ -515,7 +520,8 @@ class CupyOps(Ops):
         self.launcher.launch(name, kernels.STAGES, (blocks,), (threads,), args, shared)
 
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Any) -> None:
-        """Makes the inputs of a draft's next growth step by grow.cu, in page-locked memory."""
+        """Enqueues the kernel grow.cu, which appends a token to each speculative branch of a draft,
+        and writes the inputs of the draft's next forward to page-locked memory."""
         best = draft.best.ids
         host = np.uintp(sheet.ints.ctypes.data)
         sizes = np.int32(rows), np.int32(sheet.places.shape[1])

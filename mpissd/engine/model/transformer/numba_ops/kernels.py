@@ -34,7 +34,7 @@ _C5, _C6, _C7 = map(np.float32, (8.3334519073e-3, 1.3981999507e-3, 1.9875691500e
 _ONE = np.float32(1)
 _SCAN = 64  # `top_k` skips blocks of so many logits if none of them can be among the k best
 _NONE = np.float32(-np.inf)
-_SLOT, _POSITION, _LANE, _TRUNK = range(4)  # rows of RowPlaces.rows
+_SLOT, _POSITION, _LANE, _TRUNK = range(4)  # rows of the argument row_places
 
 
 @njit(**JIT)
@@ -266,8 +266,9 @@ def top_k(logits, width, k, ids, values, rows):
 def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
     """Finishes q, k and v of a layer: adds biases, applies norms and rotary positions, writes k and
     v to the KV cache, and copies q to `q`. qkv: the product's output [n, …]. sizes: (heads,
-    kv_heads, head_dim). norms: (bias, q's norm, k's norm), empty where the model has none. turns,
-    places, caches: the fields turns, places and arrays of ops.CpuCache."""
+    kv_heads, head_dim). norms: (bias, q's norm, k's norm), empty where the model has none. turns:
+    cosines and sines of all positions. places: row_places and the page table. caches: keys and
+    values in pages and in lanes (see ops.CpuCache)."""
     heads, kv_heads, width = sizes
     bias, q_norm, k_norm = norms
     cosines, sines = turns
@@ -306,7 +307,8 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
 
 @njit(**JIT)
 def attend(q, out, sizes, layer, places, caches, rows):
-    """Sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for padding."""
+    """Computes the attention of one layer: sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for
+    padding. The other arguments are explained in `store`."""
     row_places = places[0]
     start = np.int64(0)
     while start < rows:
@@ -323,7 +325,8 @@ def attend(q, out, sizes, layer, places, caches, rows):
 
 @njit(**JIT)
 def attend_head(q, out, sizes, layer, places, caches, head, span):
-    """Computes one KV head's attention for the rows `span` (start, stop) of one sequence."""
+    """Computes the attention of KV head `head`, and of its query heads, for the rows `span` (start,
+    stop), which belong to one sequence."""
     heads, kv_heads, width = sizes
     group = heads // kv_heads
     row_places = places[0]
@@ -374,7 +377,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
     none = np.int64(0)
     holder = pages[row_places[_SLOT, span[0]], index]
     depth = none
-    for m in range(span[0], span[1]):  # depth: positions of the page that some row reads there
+    for m in range(span[0], span[1]):  # depth: number of the page's positions that a row reads
         limit = row_places[_TRUNK, m]
         if row_places[_LANE, m] < 0:
             limit = row_places[_POSITION, m] + 1

@@ -48,7 +48,7 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 )
 
 GROUP = 32  # number of inputs that are rounded with one common factor
-RECORD = GROUP // 2 + 2  # words of a rounded group: pairs of integers, factor, factor · sum
+RECORD = GROUP // 2 + 2  # words of a rounded group: 16 pairs of integers, factor, factor · sum
 MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile, whose sums fit in registers
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 WORDS = ir.VectorType(I32, LANES)
@@ -82,7 +82,7 @@ def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
     rest = -outputs % LANES, -count % layout.joined
     blocks = np.pad(blocks, ((0, rest[0]), (0, rest[1]), (0, 0)))
     blocks = blocks.reshape(outputs + rest[0], -1, layout.joined, size)
-    # head: the bytes of the word of scales. parts: those of the chunks, in order.
+    # head: the bytes of each block's word of scales. parts: the bytes of its chunks, in order.
     if kind == Q4_K:
         low, middle, high = (blocks[..., 0, first : first + 4] for first in (4, 8, 12))
         scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
@@ -236,9 +236,9 @@ def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) 
 
 
 def kernel(module: ir.Module, kind: int, rows: int) -> Any:
-    """Makes the LLVM function of one tile, which sets y [rows, LANES] to the product of rounded
-    rows with LANES outputs of ggml's type `kind`. The function's arguments: weights (`blocks`
-    packed blocks), records (the rounded rows), y, blocks, and the stride of y."""
+    """Makes the LLVM function of one tile, which sets y [rows, LANES] to the product of rows of
+    rounded inputs with LANES outputs of ggml's type `kind`. The function's arguments: weights
+    (`blocks` packed blocks), records (the rounded rows), y, blocks, and the stride of y."""
     name = f"packed_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]

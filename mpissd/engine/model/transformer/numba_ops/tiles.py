@@ -27,9 +27,8 @@ class Tiles(NamedTuple):
     width: int  # number of columns of a block of bfloat16 weights
 
 
-# Tiles of many rows read a wide block in several passes, each of which skips some cache lines.
-# Several passes halve the speed on AVX2; all tiles read 16 columns in one pass.
-# The widths were measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
+# AVX2 has narrow blocks, which tiles read in one pass: several passes halve its speed.
+# Block widths were measured on AVX-512 and AVX2 (docs/performance.md), not on NEON or SSE.
 TILES = {
     "avx512": Tiles(lanes=16, registers=32, width=64),
     "avx2": Tiles(lanes=8, registers=16, width=16),
@@ -45,8 +44,7 @@ _GIVEN = numba.config.CPU_FEATURES
 _SIGNED = get_host_cpu_features() if _GIVEN is None else _GIVEN
 FEATURES = {signed[1:]: signed[0] == "+" for signed in _SIGNED.split(",") if signed}
 HAS_VNNI = bool(FEATURES.get("avx512vnni") or FEATURES.get("avxvnni"))
-# LLVM splits the instruction VPDPWSSD into two slower ones, unless this feature is on.
-# The feature has this name since LLVM 20.
+# Without the feature fast-dpwssd (LLVM 20 or later), LLVM splits the instruction VPDPWSSD in two.
 if HAS_VNNI and binding.llvm_version_info[0] >= 20:
     FEATURES["fast-dpwssd"] = True
     numba.config.CPU_FEATURES = ",".join("-+"[has] + name for name, has in FEATURES.items())
@@ -114,9 +112,9 @@ def multiply_add(module: ir.Module, kind: Any, suffix: str) -> Any:
 def _weights(
     builder: ir.IRBuilder, kind: str, pointer: Any, ahead: Any, count: int
 ) -> list[list[Any]]:
-    """Emits the loads of one step's weights; returns `count` float32 vectors for each depth of the
-    step. kind: "float", one depth a step, or "bfloat16", two depths, in the low and the high half
-    of a 32-bit word. In bfloat16, the weights `ahead` words further on are prefetched."""
+    """Emits the loads of one step's weights; returns `count` float32 vectors for each input of the
+    step. kind: "float", with one input a step, or "bfloat16", with two inputs, in the low and the
+    high half of a 32-bit word. In bfloat16, the weights `ahead` words further on are prefetched."""
     places = [at(builder, pointer, I64(LANES * c)) for c in range(count)]
     if kind == "float":
         return [[load(builder, place, VECTOR) for place in places]]
