@@ -49,7 +49,7 @@ DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # measured for that pair: results/cpu-text
+_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # K and F measured for smollm2 on CPUs
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _wants_text(flags: Mapping[str, str]) -> bool:
     try:
         target = target_of(flags["pair"]) if "pair" in flags else flags.get("target")
     except ConfigError:
-        return False  # the run's own check reports an unknown name
+        return False  # the check of the run's flags refuses an unknown name later
     if target is None or is_missing(target):
         return target is not None
     try:
@@ -179,7 +179,7 @@ class MethodFlags(Checked):
 
     @property
     def is_lookup(self) -> bool:
-        """Whether only a lookup in the text drafts, without a draft model (sd, backup=fast)."""
+        """Whether a lookup in the text, and no draft model, drafts all tokens (sd, backup=fast)."""
         return self.mode == "sd" and self.backup == "fast"
 
     def effective(self, name: str) -> Any:
@@ -320,21 +320,20 @@ class WorkloadFlags(Checked):
 
     @property
     def acceptance_fast_text(self) -> str:
-        """The acceptance model of a lookup's tokens as text, from --acceptance_fast or --laws."""
+        """The acceptance model of a lookup's tokens, as text, from --acceptance_fast or --laws."""
         if self.laws is None or self.acceptance_fast != type(self).acceptance_fast:
             return self.acceptance_fast
         return f"{self.lookup}:{self.laws}"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings, none or more, from --stop: a string or a JSON list. Raises
-        ConfigError."""
+        """The strings that end an answer, from --stop: one or a JSON list. Raises ConfigError."""
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
             stops = json.loads(self.stop)
         except (ValueError, RecursionError):
-            return (self.stop,)  # a string that begins with a bracket
+            return (self.stop,)  # the text is one stop string that begins with "["
         if not stops or not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"stop={self.stop}: allowed: a list of strings that are not empty")
         return tuple(stops)
@@ -343,11 +342,11 @@ class WorkloadFlags(Checked):
         """Raises ConfigError for text that is not UTF-8, and for values out of range."""
         super().check()
         for name, text in (("prompt", self.prompt or ""), ("stop", "".join(self.stop_strings))):
-            if any("\ud800" <= c <= "\udfff" for c in text):  # Python's form of undecodable bytes
+            if any("\ud800" <= c <= "\udfff" for c in text):  # read from invalid UTF-8
                 raise ConfigError(f"{name}: is no UTF-8 text")
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
-        vocab = self.vocab or DEFAULT_VOCAB  # for workload=text the tokenizer's size holds
+        vocab = self.vocab or DEFAULT_VOCAB  # not for text, which has a tokenizer's
         if not is_text(self.workload) and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
 
@@ -387,8 +386,9 @@ class MachineFlags(Checked):
 
 @dataclass(frozen=True)
 class Learning(Checked):
-    """The values of --learn. Each sequence is trained on batch · steps times on average. With
-    device=cuda, the learner with index i on its host uses GPU i, or the last one."""
+    """How a learner rank trains the draft model: the values of --learn. Each sequence is trained on
+    batch · steps times on average. With device=cuda, the learner with index i on its host uses GPU
+    i, or the host's last GPU."""
 
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")
@@ -399,7 +399,7 @@ class Learning(Checked):
 
 @dataclass(frozen=True)
 class OutputFlags(Checked):
-    """Flags of files and display. They change no measured round."""
+    """Flags of output files and of what is shown. They do not change the measured rounds."""
 
     out: str = flag("out", words, "folder for runs.jsonl and rounds/")
     trace: str | None = flag(None, words, "write a Chrome trace of all ranks to this file")
@@ -427,7 +427,7 @@ class OutputFlags(Checked):
 
 
 @dataclass(frozen=True)
-class RunConfig(  # a dataclass lists the fields of its last base first
+class RunConfig(  # dataclass fields come from the last base class first
     OutputFlags, MachineFlags, WorkloadFlags, MethodFlags
 ):
     """All flags of a run. None: a flag is not given, and is resolved when the machine is known."""
@@ -504,7 +504,7 @@ class RunConfig(  # a dataclass lists the fields of its last base first
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration. It does not depend on the order of the flags."""
+        """16 hex digits of a hash over the flags' values, whatever the order of the flags."""
         named = {
             name: getattr(self, name)
             for name, field in flags_of(RunConfig).items()
@@ -517,15 +517,15 @@ class RunConfig(  # a dataclass lists the fields of its last base first
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# The digest lacks flags at their defaults, so that new flags change none; these are always in it.
+# Flags that are hashed into the digest even at their defaults; others only at another value.
 _ALWAYS_IN_DIGEST = frozenset(
     "mode num_drafts lookahead fan_out backup backup_lookahead pair target draft fuse lm_head "
     "context workload batch_size alpha acceptance acceptance_fast p_hit temperature vocab order "
     "divergence saguaro_c prompt_tokens stop_token backend device all_reduce graph deadline_s "
     "rounds num_tokens seed warmup_rounds".split()
 )
-_NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # flags that change no measured round
-# Removed flags with the values that the digests of older rows were made with.
+_NOT_IN_DIGEST = {*flags_of(OutputFlags), "on_draft_loss"}  # they change no measured round
+# Removed flags; their old values are hashed too, so that digests of older rows stay valid.
 _RETIRED: dict[str, Any] = {
     "on_late": "finish",
     **dict.fromkeys(("fan_out_miss", "hit_a", "hit_r", "num_layers")),

@@ -40,8 +40,8 @@ class DivergedError(FaultError):
 
 
 def line_of(error: ConfigError) -> str:
-    """Returns the error's text for the user. It mentions K with the flag lookahead, because make
-    passes that flag as its variable K."""
+    """Returns the error's text for the user. If it names the flag lookahead, "(lookahead: K)" is
+    added, because K is the name of this flag's variable in the Makefile."""
     return f"{error} (lookahead: K)" if "lookahead" in str(error) else str(error)
 
 
@@ -50,7 +50,7 @@ def unknown(kind: str, value: str, allowed: Iterable[str]) -> ConfigError:
     the closest one. kind: what is named, such as "flag"."""
     names = sorted(allowed)
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
-    # A suggestion needs similar last words: top_k is not a mistyped top_p.
+    # The last words must be similar, too: top_p is not suggested for top_k.
     ends = [name.rpartition("_")[2] for name in (value, *close)]
     is_typo = bool(difflib.get_close_matches(ends[0], ends[1:], cutoff=0.4))
     hint = f"did you mean {close[0]!r}? " if is_typo else ""

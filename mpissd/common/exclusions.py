@@ -77,7 +77,7 @@ HEADS = (
               lambda at: at.draft.num_tokens > 1
               and at.config.backup_lookahead not in (None, at.config.lookahead)),
 )  # fmt: skip
-# Exclusions for drafts that read the target's states, by `config`, `tp`, `draft` and its `kind`.
+# Exclusions for drafts on the target's hidden states; they read `config`, `tp`, `draft`, `kind`.
 STATES = (
     Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
               "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
@@ -90,7 +90,7 @@ STATES = (
               "at most its {draft.num_layers} heads",
               lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
 )  # fmt: skip
-# A hit cannot be imposed without candidates; the condition reads `job` and a list `fan_out`.
+# Hits cannot be imposed if a fan-out is 0; the condition reads `job` and a list `fan_out`.
 FAN_OUTS = (
     Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
               lambda at: at.job.hit_law.p_hit and not all(at.fan_out)),
@@ -108,7 +108,7 @@ TREES = (
               lambda at: at.job.hit_law.p_hit is not None and at.job.fan_out,
               "keys share the ranks of nodes"),
 )  # fmt: skip
-# Exclusions for drafts in one forward; they read `config`, `draft`, its mask tokens `masks`.
+# Exclusions for --parallel_drafting; they read `config`, `draft`, and its number `masks` of masks.
 PARALLEL = (
     Exclusion("parallel_drafting", "draft={draft.name}", "a draft model of its own",
               lambda at: at.draft.head or at.draft.num_tokens > 1),

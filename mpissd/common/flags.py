@@ -116,7 +116,7 @@ class Condition:
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
             return "both"
-        named = self.allowed.removeprefix("None|")  # None: a flag that is left out
+        named = self.allowed.removeprefix("None|")  # "None|" also allows that the flag is left out
         return "one of them" if named == "None" else f"{self.name}={named}"
 
 
@@ -158,10 +158,10 @@ def contained(
     is_unchecked: bool = False,
     **instead: dataclasses.Field[Any],
 ) -> Any:
-    """Makes a dataclass field for another configuration; the class with this field gets its flags
-    too. kind: the other configuration's class. only: which of its flags are taken (None: all).
-    is_unchecked: whether this configuration is made without its own check, which its holder then
-    does. instead: fields that replace flags of the same names."""
+    """Makes a dataclass field that holds another configuration; the class with this field gets its
+    flags too. kind: the other configuration's class. only: which of its flags are taken (None:
+    all). is_unchecked: whether it is made without its own check, so that the class with the field
+    must check it. instead: fields that replace flags of the same names."""
     flags = {**flags_of(kind), **instead}
     flags = {name: f for name, f in flags.items() if only is None or name in only}
     defaults = {name: f.default for name, f in instead.items()}
@@ -253,7 +253,7 @@ def read(
             raise ConfigError(f"{words[-1]!r} is not a flag: write --name=value")
         return {**flags, **dict(zip(free, words, strict=False))}
 
-    if stray := {"-", "--"} & set(arguments):  # fire would interpret the words after these itself
+    if stray := {"-", "--"} & set(arguments):  # fire takes words after these as its own flags
         raise ConfigError(f"{min(stray)!r} is not a flag: write --name=value")
     given = fire.Fire(command, command=list(arguments), name="mpissd", serialize=lambda _: None)
     return dict(given)

@@ -37,15 +37,15 @@ _ARRAY_HEAD = Struct("<IQ")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMS = 4
-# Errors that reading raises in a damaged file, whose sizes and types may be impossible.
+# Errors that reading a damaged file raises, as its sizes and types may be impossible.
 _DAMAGED: tuple[type[Exception], ...] = (StructError, LookupError, ValueError, TypeError)
 _DAMAGED += (ArithmeticError, MemoryError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is stored. shape: the contiguous dimension first, as in ggml. kind: ggml's
-    number of the data type. start: the tensor's offset in the file `path`, in bytes."""
+    """Where a tensor is stored in a GGUF file. shape: its dimensions, the contiguous one first.
+    kind: ggml's number of its data type. start: its offset in the file `path`, in bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -70,7 +70,7 @@ def is_gguf(path: Path) -> bool:
         check_regular(path)
         with path.open("rb") as file:
             has_magic = file.read(4) == _MAGIC
-    except OSError:  # a later read reports the reason
+    except OSError:  # reading the file later reports the reason
         has_magic = False
     return has_magic or path.suffix == ".gguf"
 

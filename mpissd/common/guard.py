@@ -1,8 +1,8 @@
 """A rank's side of fault detection: connects to the watchdog process of its host (ops/warden.py,
 the "warden"), reports to it, and ends this process when the watchdog orders it.
 
-The first rank of a host that binds the job's socket starts the watchdog. No rank waits for its
-start. Where it cannot run (no Linux, a refused socket) the job goes on without it.
+The first rank of a host that binds the job's socket starts the watchdog. No rank waits for that
+start. Where a watchdog cannot run (no Linux, a refused socket) the job goes on without one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
               "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# attempts to connect, as a rank may bind the socket and die before it starts the watchdog
+# Number of attempts to connect: a rank may bind the socket, but die before it starts the watchdog.
 _ATTEMPTS = 50
-_ANSWER_S = 5.0  # longest wait for the watchdog to print a report, which it may delay by 3 s
-_MOST = 1000  # characters of a rank's report that are sent
+_ANSWER_S = 5.0  # longest wait, in s, for a report to be printed; the watchdog may delay it by 3 s
+_MOST = 1000  # the most characters of a rank's report that are sent
 
 
 class _Guard:
@@ -71,7 +71,7 @@ class _Guard:
                 words = self._link.recv(64).decode().split()
             except OSError:
                 return
-            if not words:  # the warden is gone
+            if not words:  # the watchdog has ended
                 return
             if words[0] == "said":
                 self.printed.set()
@@ -173,7 +173,7 @@ def _at_exit() -> None:
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment without the launcher's variables, so that a child process does not
-    believe to be a rank of this job."""
+    take itself for a rank of this job."""
     return {k: v for k, v in environ.items() if not k.startswith(_OF_A_RANK)}
 
 

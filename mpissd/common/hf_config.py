@@ -14,7 +14,7 @@ from typing import Any
 from mpissd.common.errors import ConfigError
 from mpissd.common.files import read_file
 
-# Keys of each quantity: the current key, then OPT's and GPT-2's.
+# {field of ModelShape: its keys in config.json}: the usual key, then those of OPT and GPT-2.
 _NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -28,7 +28,7 @@ _PLAIN_FFN = ("opt", "gpt2", "gptj", "gpt_neox", "phi", "starcoder2")
 _GATED_FFN = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 _FOURFOLD_FFN = ("gpt2", "gptj")  # GPT-2's n_inner = null means 4 · n_embd
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# Values of absent keys that depend on the model family; source: transformers 5.
+# Defaults of absent keys that differ between model families; source: transformers 5.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 _ABSENT: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     model_type = str(config.get("model_type"))
 
     def integer(field: str, default: int | None = None) -> int:
-        """Tries the keys of a quantity in order; returns the first value that is not null, or
+        """Returns the first value that is not null among the keys of a quantity `field`, or
         `default`. Raises ConfigError if there is neither."""
         for key in _NAMES[field]:
             value = config.get(key)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 @cache
 def commit() -> str | None:
-    """Returns the commit of the checkout, with "+" if files have changed; without git or a checkout
-    of mpissd, the value of MPISSD_COMMIT, or None. A checkout of another project around this file
-    counts as none, since it does not track this file."""
+    """Returns the git commit of mpissd's checkout, with "+" if files have changed. Without git or
+    such a checkout, returns the value of MPISSD_COMMIT, or None. A checkout of another project
+    around this file does not track it, and does not count."""
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
     describe = [*git, "describe", "--always", "--dirty=+", "--abbrev=12"]

@@ -24,7 +24,7 @@ from typing import IO, Any
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.files import read_file
 
-_OF_DISKS = frozenset(  # errors of a disk or of permissions, which are not faults of this program
+_OF_DISKS = frozenset(  # numbers of errors of disks or permissions, which are no defects of mpissd
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO ENOTDIR EISDIR EEXIST".split()
 )
@@ -50,7 +50,7 @@ def check_folder(asked: str, folder: Path) -> None:
     """Raises ConfigError, whose text begins with `asked`, if a folder cannot be written or made."""
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError as error:  # The name is too long, or a parent folder may not be searched.
+    except OSError as error:  # the name is too long, or a parent folder is not readable
         raise ConfigError(f"{asked}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(f"{asked}: {str(existing)!r} is not a folder")
@@ -69,7 +69,7 @@ def make_output(out: str) -> None:
         # The file has no name, so a kill leaves nothing behind.
         with tempfile.TemporaryFile(dir=folder / "rounds"):
             pass
-        if (folder / "runs.jsonl").exists():  # Fail now rather than after the measurement.
+        if (folder / "runs.jsonl").exists():  # raises OSError now rather than after the measurement
             (folder / "runs.jsonl").open("a").close()
     except OSError as error:
         raise ConfigError(f"out={out!r}: cannot be written: {error.strerror}") from error
@@ -81,8 +81,8 @@ def json_line(row: Any) -> str:
 
 
 def print_json(row: Any, *, always: bool = False) -> None:
-    """Prints a command's result as a line of JSON for a pipe or a file. A terminal gets it only if
-    `always`, since it would push the readable output off the screen."""
+    """Prints a command's result as a line of JSON if stdout is a pipe or a file. On a terminal
+    prints it only if `always`, since the line would push the readable output off the screen."""
     if always or not sys.stdout.isatty():
         sys.stdout.write(f"{json_line(row)}\n")
 
@@ -98,12 +98,12 @@ def _finite(value: Any) -> Any:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a line to a file to which other jobs may append at the same time. If the last line
-    lacks its newline, it gets one, or is removed if it is no complete row. Raises OSError with the
-    path if the disk is full."""
+    """Appends `row` as a line of JSON to a file to which other jobs may append at the same time. If
+    the file's last line lacks its newline, that line gets one, or is removed if it is no complete
+    row. Raises OSError with the path if the disk is full."""
     line = f"{json_line(row)}\n".encode()
     with _named(path), path.open("a+b", buffering=0) as file:
-        with suppress(OSError):  # the file system has no locks; a lock ends when the file is closed
+        with suppress(OSError):  # some file systems have no locks; closing the file unlocks it
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _LONGEST_LINE))

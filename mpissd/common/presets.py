@@ -39,11 +39,11 @@ _SHAPES = (
     # The model's embeddings are 512 wide; their projections to the hidden width are not modelled.
     ModelShape("opt-350m", 24, 1024, 16, 16, 64, 4096, False, 50272),
     ModelShape("opt-125m", 12, 768, 12, 12, 64, 3072, False, 50272),
-    # Equal sizes, other depths: Decoding Speculative Decoding (arXiv 2402.01528), table 1.
+    # Two drafts of one size but unequal depth (arXiv 2402.01528, table 1).
     ModelShape("noft-1.3b", 24, 2048, 16, 16, 128, 5504, True, 32000),
     ModelShape("noft-wide-1.3b", 12, 2560, 20, 20, 128, 9280, True, 32000),
-    # For laptops; in float32 on one core: 47 MB, 8.7 ms for 8 rows; 1.7 MB, 0.13 ms for a step.
-    # A CPU's time grows with each row, so the draft is small enough for 24 branches in that time.
+    # A pair for laptops. toy-target: 47 MB in float32; 8 rows take 8.7 ms on one CPU core.
+    # toy-draft: 1.7 MB; one row takes 0.13 ms, so that 24 branches can grow in the target's time.
     ModelShape("toy-target", 4, 512, 8, 4, 64, 1408, True, 4096),
     ModelShape("toy-draft", 2, 128, 4, 4, 32, 384, True, 4096),
 )
@@ -68,11 +68,11 @@ _FORMS = (
 
 
 def resolve_model(text: str) -> ModelShape:
-    """Returns the shape of the model that `text` names. Raises ConfigError if it names none. `text`
-    is a preset or alias in any case, also with its owner on the hub (meta-llama/Llama-3.1-8B) or a
-    number of layers (70b@8L); gen:layers=…,hidden=…,ffn=… with optional heads, kv_heads, head_dim,
-    vocab, gated; a Hugging Face folder, config.json, .gguf, or hub name in the cache; a head-sized
-    draft of any of these; or lookup."""
+    """Returns the shape of the model that `text` names; raises ConfigError if it names none. The
+    name may be: a preset or alias in any case (70b), also with the owner on the hub
+    (meta-llama/Llama-3.1-8B) or a number of layers (70b@8L); gen:layers=…,hidden=…,ffn=… with
+    optional heads, kv_heads, head_dim, vocab, gated; a Hugging Face folder, config.json, .gguf, or
+    hub name in the cache; a head-sized draft of any of these (eagle:8b); or "lookup"."""
     text = text.strip()
     if text.lower() == LOOKUP.name:
         return LOOKUP
@@ -97,8 +97,8 @@ def preset_of(text: str) -> str | None:
 
 
 def files_of(text: str) -> Path | None:
-    """Returns the Hugging Face folder, .gguf or config.json of a model's name; None if its weights
-    are random. Raises ConfigError for an unknown name or missing files."""
+    """Returns the path of the Hugging Face folder, .gguf or config.json of the model named `text`;
+    None if the name is only a shape. Raises ConfigError for an unknown name or missing files."""
     text = SCALED.sub("", text.strip())
     if (name := preset_of(text)) is not None:
         return model_files.packaged(name)

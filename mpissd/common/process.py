@@ -1,4 +1,4 @@
-"""Linux functions: the state of processes that are not children, and glibc's use of memory."""
+"""Linux functions: the state of any process, even if it is no child, and glibc's use of memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import struct
 from pathlib import Path
 
-# struct pidfd_info and PIDFD_GET_INFO of linux/pidfd.h; its exit status is since Linux 6.15.
+# Layout of the struct pidfd_info of linux/pidfd.h, which has exit statuses since Linux 6.15.
 _INFO_SIZE = 64
 _INFO_EXIT = 1 << 3
 _EXIT_AT = 60
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 
-_TRIM_THRESHOLD = -1  # options of glibc's mallopt, from malloc.h
+_TRIM_THRESHOLD = -1  # number of this option of glibc's mallopt (malloc.h)
 _MMAP_THRESHOLD = -3
 _KEPT = 256 << 20  # bytes
 _LARGEST = 32 << 20
@@ -29,8 +29,8 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def stat(pid: int) -> tuple[str, int, int] | None:
-    """Returns the process's state letter, its parent's pid and its wait status, from
-    /proc/PID/stat; None if there is no such process."""
+    """Returns, from /proc/PID/stat, a process's state letter, its parent's pid and its wait status
+    (in os.waitpid's encoding); None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -61,7 +61,7 @@ def exit_status(pid: int, pidfd: int | None) -> int | None:
             fcntl.ioctl(pidfd, _GET_INFO, info)
             if struct.unpack_from("Q", info)[0] & _INFO_EXIT:
                 return int(struct.unpack_from("i", info, _EXIT_AT)[0])
-        except OSError:  # an older kernel, or the parent has not reaped the process yet
+        except OSError:  # the kernel is older, or the process is still a zombie
             info.clear()
     fields = stat(pid)
     return fields[2] if fields is not None and fields[0] == "Z" else None

@@ -23,7 +23,7 @@ _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run out progress beside "
     "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape"
 ).split()
-# The flags of a run that commands which answer text have too: models, methods, sampling.
+# Flags of `run` that all commands which answer text have, too: models, methods, sampling.
 ANSWERING = frozenset(
     name
     for name, field in flags_of(RunConfig).items()
@@ -75,7 +75,7 @@ class RanksFlags(TextFlags):
         return self.tp + self.num_drafts
 
     def fit_world(self, command: str, num_ranks: int) -> None:
-        """Raises ConfigError if the launcher started another number of ranks than T + D."""
+        """Raises ConfigError if the launcher did not start tp + num_drafts ranks."""
         if num_ranks != self.num_ranks:
             raise ConfigError(
                 f"{command} with tp={self.tp}, num_drafts={self.num_drafts} on {num_ranks} ranks: "
@@ -88,8 +88,8 @@ class RanksFlags(TextFlags):
 
 
 def launcher() -> list[str]:
-    """Returns the words of the MPI launcher's command, from MPIRUN or `mpirun`; raises ConfigError
-    if there is no such program."""
+    """Returns the words of the MPI launcher's command: the value of MPIRUN, or else `mpirun`.
+    Raises ConfigError if there is no such program."""
     given = os.environ.get("MPIRUN", "").strip() or "mpirun"
     try:
         command = shlex.split(given)

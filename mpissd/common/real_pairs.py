@@ -3,8 +3,8 @@
 miss(F) = min(1, floor + A·F^−r) is the probability that the bonus token is not among the F
 candidates for it. A pair has one (A, r, floor) after a rejection and one after all drafted tokens
 were accepted. DEFAULT is measured on the draft that mpissd contains, at K = 4
-(results/recordings/smollm2.laws.json, made by `mpissd pair`). ASSUMED is the earlier default, which
-committed rows of GPUs have.
+(results/recordings/smollm2.laws.json, made by `mpissd pair`). ASSUMED is the earlier default, with
+which the committed results of GPUs were measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class MissLaw(NamedTuple):
     floor: float = 0.0
 
 
-# With F = 3 this model hits .75; a table-model pair at temperature 1 hits .68 after a rejection,
-# .80 after all were accepted. The paper's A = 1 would make a fan-out of 1 useless.
+# With F = 3 candidates ASSUMED hits with probability .75; a pair of table models hits .68 to .80.
+# The paper's A = 1 would make a fan-out of 1 useless, as miss(1) = A would be 1.
 ASSUMED = MissLaw(0.75, 1.0), MissLaw(0.75, 1.0)
 ASSUMED_LAW = f"power:A={ASSUMED[0].A},r={ASSUMED[0].r}"
 DEFAULT = MissLaw(0.5068, 0.6233, 0.0968), MissLaw(0.1737, 0.9954, 0.0215)

@@ -23,7 +23,7 @@ class RoundRecords:
         self.lookahead = lookahead
         # {request id: number of its tokens, the stop included} of sequences that reached a stop.
         self.ends: dict[int, int] = {}
-        # Seconds of each round (wall time, from the loop that times it) and of its forward.
+        # Seconds of each round (wall time), and of the target's forward in it.
         self.round_s = array("d")
         self.t_target_s = array("d")
         self._versions = array("i")  # the version of the draft's weights, by round
@@ -72,8 +72,8 @@ class RoundRecords:
         return len(self.t_target_s)
 
     def _read(self) -> tuple[Ints, Ints, Ints]:
-        """Returns for all rows: the round's number [n], the columns of Outcome.rows [n, 5], and
-        those of Speculation.rows [n, width]."""
+        """Returns three arrays with a row for each sequence in each round: the round's index [n],
+        Outcome.rows [n, 5] and Speculation.rows [n, width]."""
         self._pack()
         rounds = np.repeat(np.arange(len(self), dtype=np.int32), np.array(self._counts))
         outcomes = np.array(self._outcomes).reshape(-1, Outcome.WIDTH)
@@ -114,7 +114,7 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, outcomes[:, 4])
 
     def source_arrays(self) -> dict[int, Ints]:
-        """Returns {request id: the Source of each emitted token}; NONE for the target's own."""
+        """Returns {request id: the Source of each emitted token}; Source.NONE for bonus tokens."""
         _, outcomes, speculations = self._read()
         drafted = np.repeat(speculations[:, :1], self.lookahead, axis=1)
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))

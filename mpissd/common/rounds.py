@@ -38,17 +38,17 @@ class Event(IntEnum):
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and it has no draft tokens yet
     RELEASE = 2  # the sequence is finished, and gets no more draft tokens
     PREFILL = 3  # a new sequence whose prompt is stored in parts, during rounds of other sequences
-    START = 4  # the prompt of a sequence of PREFILL is stored, and it now joins as with ADMIT
+    START = 4  # the whole prompt of a sequence of PREFILL is stored, so the sequence joins now
     FORCED = 5  # the grammar allows only the token `bonus` after the sequence's bonus token
 
 
-# by Event: whether its sequence is in the next round
+# LIVE[event]: whether the sequence of a row with this event takes part in the next round
 LIVE = (True, True, False, False, True, False)
-_FRESH = np.array([False, True, False, True, False, False])  # by Event: whether the sequence is new
+_FRESH = np.array([False, True, False, True, False, False])  # [event]: is the sequence new?
 
 
 class Logprob(NamedTuple):
-    """A token's natural log-probability, and the likeliest tokens as (token, log-probability)."""
+    """A token's natural log-probability. top: the likeliest tokens as (token, log-probability)."""
 
     value: float
     top: Sequence[tuple[int, float]] = ()
@@ -69,15 +69,15 @@ class Control(NamedTuple):
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of a request are drafted and chosen. All ranks have the same values.
-    temperature, top_p: of the target's distribution; at temperature 0 the likeliest token is taken.
-    seed: of this request's random draws (None: the job's seed and the request's id decide them).
-    logprobs: how many of the likeliest tokens are returned with each token (None: no
-    log-probabilities). logit_bias: (token, addend to its logit), applied before temperature and
-    top_p. presence_penalty: subtracted from the logit of each token that is in the answer;
-    frequency_penalty: likewise, once for each occurrence [OpenAI API reference]. grammar: restricts
-    the answer's tokens (text.grammar; "": does not), in at most MOST_GRAMMAR bytes. lookahead: the
-    most draft tokens in a round (None: K; 0: none are drafted). mode: "ar", "sd" or "ssd", if the
-    request asks a server for it."""
+    temperature, top_p: applied to the target's distribution; at temperature 0 the likeliest token
+    is taken. seed: of this request's random draws (None: the job's seed and the request's id decide
+    them). logprobs: how many of the likeliest tokens are returned with each token (None: no
+    log-probabilities). logit_bias: pairs (token, number added to its logit), applied before
+    temperature and top_p. presence_penalty: subtracted from the logit of each token that is in the
+    answer; frequency_penalty: subtracted once for each occurrence of a token in the answer [OpenAI
+    API reference]. grammar: the grammar that the answer must match, as text ("": none). lookahead:
+    the most draft tokens in a round (None: K; 0: none are drafted). mode: "ar", "sd" or "ssd", if
+    the request asks a server for a decoding mode."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -151,9 +151,9 @@ GREEDY = Sampling()
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode, identified by (request_id, epoch), never by its place in the batch.
-    epoch: how often it was started again after a preemption. prompt: its tokens, of which
-    first_token is the last; empty if no worker reads prompts. answered: how many of the prompt's
-    last tokens belong to the answer already."""
+    first_token: the last prompt token. epoch: how often decoding was started again after a
+    preemption. prompt: all prompt tokens; empty if no worker reads prompts. answered: how many of
+    the prompt's last tokens belong to the answer, because they were decoded before a preemption."""
 
     request_id: int
     first_token: int = 0
@@ -174,8 +174,8 @@ class Outcome:
     t* that the target emits after them, and which sequences join or leave. rows: int32 [n, 5] with
     the columns id, epoch, event, num_accepted (k; with a draft tree, the node at which the accepted
     path ends) and bonus (t*). The Speculation of the next round has a row for each of these rows
-    whose event is LIVE, in the same order. prompts: the requests of new sequences with a prompt.
-    control: the decisions about the next round."""
+    whose event keeps its sequence in the batch (LIVE), in the same order. prompts: the requests of
+    new sequences with a prompt. control: the decisions about the next round."""
 
     WIDTH = 5
 

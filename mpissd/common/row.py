@@ -33,7 +33,7 @@ RETIRED = (
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
 _LIMIT = 2**64  # numbers must be below this limit; a seed may have 64 bits
-_LEAST = {  # the lowest allowed value of numbers whose minimum is not 0
+_LEAST = {  # lowest allowed values by key; for other numbers it is 0
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
     **dict.fromkeys(("prediction_error", "sampling_error"), -_LIMIT),
@@ -42,7 +42,7 @@ _LEAST = {  # the lowest allowed value of numbers whose minimum is not 0
 NEEDED = "run_id mode device_name target tok_per_s lookahead world_size tp".split()
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 _NAMES |= {list: "a list", Mapping: "an object"}
-_OTHER_KEYS = {  # types of further keys and paths that are read
+_OTHER_KEYS = {  # types of values that are read but are no fields of Row, by key or dotted path
     CONFIGURATION: Mapping[str, Any],
     "schedule": str,
     "draft_lookup": str,
@@ -286,7 +286,7 @@ class Row(Mapping[str, Any]):
         "kernels read the target's weights; `chosen`: the seconds by rows by which the run chose K "
         "and the fan-out; `sweep`: its task, repeat and flags (null in a row of `run`)"
     )
-    absent: frozenset[str] = frozenset()  # keys that the line of an older version lacks
+    absent: frozenset[str] = frozenset()  # names of fields that the row's line lacks
     extra: Mapping[str, Any] = field(default_factory=dict)  # further keys
 
     @classmethod
@@ -326,7 +326,7 @@ class Row(Mapping[str, Any]):
 
     @property
     def sweep(self) -> dict[str, Any] | None:
-        """A sweep's id, task, repeat and flags if `sweep` measured the row, else None."""
+        """The id, task, repeat and flags of the sweep that measured the row, or None."""
         sweep = self._origin("sweep")
         return sweep if isinstance(sweep, dict) else None
 

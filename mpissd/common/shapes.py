@@ -22,8 +22,8 @@ from dataclasses import dataclass, fields, replace
 from mpissd.common.errors import ConfigError
 
 SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # number of layers after a name: llama-3.1-70b@8L
-# Kinds of drafts that read the target's last hidden state: Medusa (2401.10774), MLP (2404.19124),
-# and EAGLE (2401.15077), which also stands for an MTP layer (2412.19437, section 2.2).
+# Kinds of drafts that read the target's last hidden state.
+# The kind "eagle" includes multi-token-prediction layers (arXiv 2412.19437, section 2.2).
 STATE_KINDS = ("medusa", "mlp", "eagle")
 _MEDUSA_HEADS = 4
 _MOST = 2**31 - 1  # the largest width, depth or vocabulary size
@@ -31,9 +31,9 @@ _MOST = 2**31 - 1  # the largest width, depth or vocabulary size
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The products of a head-sized draft besides its decoder layers. fused: the number of hidden
-    vectors that a first product joins into one (0: no such product). widths: for each head, the
-    columns of its product on the hidden state. lm_heads: the number of LM heads."""
+    """The matrix products that a head-sized draft has besides its decoder layers. fused: the number
+    of hidden vectors that a first product joins into one (0: no such product). widths: for each
+    head, the columns of its product on the hidden state. lm_heads: the number of LM heads."""
 
     fused: int = 0
     widths: tuple[int, ...] = ()
@@ -75,12 +75,12 @@ class ModelShape:
 
     @property
     def q_width(self) -> int:
-        """The number of columns of q, and of rows of o. It may differ from `hidden` (Qwen3)."""
+        """The number of columns of the product q and of rows of o; in Qwen3 it is not `hidden`."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """The number of columns of k, and of v."""
+        """The number of columns of the product k, and also of v."""
         return self.num_kv_heads * self.head_dim
 
     @property

@@ -11,7 +11,7 @@ import tempfile
 from enum import IntEnum
 
 SIZE = mmap.PAGESIZE
-STAGE = 0  # offsets in the page: a Stage, a Doing, and whether the rank is in a long wait
+STAGE = 0  # offset of the byte in the page that holds the rank's Stage
 DOING = 1
 WAITING = 2
 
@@ -29,15 +29,16 @@ class Stage(IntEnum):
 
 
 class Doing(IntEnum):
-    """What a rank does in a round. The lead is the target's first rank; others are followers."""
+    """What a rank does in a round. The lead is the target's first rank; its other ranks are
+    followers."""
 
-    NOTHING = 0  # is in no decoding loop
+    NOTHING = 0  # the rank is not in a decoding loop
     DRAFT_WAIT = 1  # lead: waits for draft tokens
-    VERIFY = 2  # lead and followers: everything else in a round
+    VERIFY = 2  # lead and followers: all of a round but these waits
     PLAN_WAIT = 3  # follower: waits for the lead's outcome and draft tokens
     OUTCOME_WAIT = 4  # draft: waits for the target's outcome
     ANSWER = 5  # draft: has the outcome and has not sent draft tokens yet
-    GROWTH = 6  # draft: computes the tokens it sent, and drafts branches ahead
+    GROWTH = 6  # draft: scores the draft tokens that it sent, and drafts further ones ahead
 
 
 _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardown")
@@ -63,7 +64,7 @@ class Page:
         it. Returns its file descriptor, which the caller closes."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
-        else:  # Python was built for an older glibc, such as conda's or uv's
+        else:  # Python was built for an older glibc, as conda's and uv's are
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, SIZE)

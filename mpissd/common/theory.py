@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
-    """Returns the mean number of tokens of a round, (1 − alpha^{K+1}) / (1 − alpha) [L, eq. 1],
-    computed as a sum, so that it is exact at and near alpha = 1."""
+    """Returns the mean number of tokens of a round with K = lookahead, (1 − alpha^{K+1}) / (1 −
+    alpha) (Leviathan et al. 2023, eq. 1), computed as a sum, so that it is exact at and near alpha
+    = 1."""
     return math.fsum(alpha**k for k in range(lookahead + 1))
 
 
@@ -32,11 +33,12 @@ def accept_probabilities(hazards: Sequence[float]) -> tuple[float, ...]:
 
 
 def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.0) -> float:
-    """Returns P(cache miss) with F candidates, min(1, floor + A·F^{−r}), or 1 if F = 0 [S, def. 11:
-    A = 1, no floor]. floor: the probability of tokens that the draft does not know."""
+    """Returns the probability of a cache miss with F = fan_out candidates for the bonus token,
+    min(1, floor + A·F^{−r}), or 1 if F = 0. hit_a, hit_r: A and r; arXiv 2603.03251, def. 11 has A
+    = 1 and no floor. floor: the probability of tokens that the draft does not know."""
     if fan_out <= 0:
         return 1.0
-    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # a steep r underflows to 0
+    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # a large r makes the power 0
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:

@@ -52,7 +52,7 @@ def tokens_of(path: Path) -> dict[int, str]:
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         special = {entry["id"] for entry in tokenizer.get("added_tokens") or []}
         return {number: token for token, number in vocabulary.items() if number not in special}
-    except (FileNotFoundError, NotADirectoryError):  # NotADirectory: a config.json
+    except (FileNotFoundError, NotADirectoryError):  # NotADirectory: `path` is a config.json
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(file)!r} is damaged or no tokenizer.json") from error

@@ -39,14 +39,14 @@ class LeadPhase(IntEnum):
 class DraftPhase(IntEnum):
     """The phases of a round on the host of a draft rank."""
 
-    WAIT = 0  # wait for the target's outcome, with all branches fully grown
+    WAIT = 0  # wait for the target's outcome; all drafts ahead are complete
     COMMIT = 1  # apply the outcome to the batch
-    LOOKUP = 2  # look for the outcome among the keys of the speculation cache
-    SPECULATE = 3  # finish drafting branches that were hit; draft for sequences that missed
+    LOOKUP = 2  # look the outcome up in the speculation cache
+    SPECULATE = 3  # finish cached drafts that were hit; draft anew after cache misses
     SEND = 4  # pack the draft tokens and start sending them
-    GLUE = 5  # one forward over each sequence's last token and the tokens just sent
-    KEYS = 6  # choose candidates for the bonus token; each is a key of the cache
-    GROW = 7  # draft after each candidate; poll for the outcome between two steps
+    GLUE = 5  # score each sequence's last token and the draft tokens just sent, in one forward
+    KEYS = 6  # choose bonus-token candidates, which are the keys of the speculation cache
+    GROW = 7  # draft ahead after each candidate; poll for the outcome between two steps
     RECORD = 8  # store the round's results
     PREFILL = 9  # compute tokens that the KV cache lacks, such as prompts, before a forward
 
@@ -62,7 +62,7 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# _NEXT[phase that ends] is the activity (Doing) that begins then.
+# _NEXT[p] is the activity (Doing) of a draft rank that begins when phase p ends.
 # A draft rank shows its activity to the host's watchdog process, which prints it after a fault.
 _ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
 _GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)
@@ -86,7 +86,7 @@ class Ledger:
         self._start = perf_counter_ns()
 
     def mark(self, phase: int) -> None:
-        """Notes that `phase` ends now."""
+        """Stores that `phase` ends now."""
         self._ends.append(perf_counter_ns())
         self._phases.append(phase)
 
@@ -152,14 +152,15 @@ class NullLedger(Ledger):
 
 
 class DraftLog:
-    """A draft rank's phase times, and drafting times and counts by round. ranks: counts which of
-    the draft's candidates the bonus token was (features.ranks.RankCounts), or None. stored_s:
-    seconds that the draft spent in the last round on tokens that its KV cache lacked."""
+    """Records each round of a draft rank: the times of its phases, its drafting times and counts.
+    ranks: an object that counts whether the bonus token was the draft's first, second, … candidate
+    (features.ranks.RankCounts), or None. stored_s: the seconds of the last round in which the draft
+    computed tokens that its KV cache lacked."""
 
     # t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the cache.
     # t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.
-    # num_jit: the number of cache misses for which the draft model drafted.
-    # steps_ready: how many tokens a branch had when it was hit.
+    # num_jit: the number of sequences that missed the cache and got a draft of the draft model.
+    # steps_ready: how many tokens a draft in the speculation cache had when an outcome hit it.
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
@@ -176,17 +177,20 @@ class DraftLog:
         self._steps_ready = 0
 
     def hit(self, steps: int) -> None:
-        """Stores how many tokens the branches that were hit had when the outcome came."""
+        """Stores how many tokens the drafts in the speculation cache had when an outcome hit
+        them."""
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:
-        """Stores the number of cache misses for which the draft model drafts, and the seconds spent
-        on computing tokens that its KV cache lacked."""
+        """Stores two numbers of this round. num_jit: for how many sequences the draft model drafts
+        because they missed the speculation cache. stored_s: seconds in which the draft computed
+        tokens that its KV cache lacked."""
         self._num_jit = num_jit
         self.stored_s = stored_s
 
     def drafted(self, seconds: float | None) -> None:
-        """Stores the seconds of drafting a round's tokens; None if a cache hit supplied some."""
+        """Stores how many seconds drafting the round's tokens took; None if the speculation cache
+        had some."""
         self._draft_s = _UNKNOWN if seconds is None else seconds
 
     def growth_begins(self) -> None:

@@ -20,14 +20,14 @@ from mpissd.common.stage import OWN, WAITING
 
 _PR_SET_TIMERSLACK = 29
 _POLLS_BETWEEN_CLOCK_READS = 64
-_SPIN_S = 20e-6  # time of polling without sleep: enough for a message that was already sent
-# time of polling without sleep if each rank has a core, but no core is spare
+_SPIN_S = 20e-6  # seconds of polling before the first sleep: enough for a message that is underway
+# Seconds of polling before the first sleep, if there are exactly as many cores as ranks.
 PATIENT_SPIN_S = 200e-6
-_NAP_S = 20e-6  # one sleep between polls
-_LONG_S = 5e-3  # longer waits are shown to the watchdog process and have longer sleeps
+_NAP_S = 20e-6  # seconds of a sleep between two polls
+_LONG_S = 5e-3  # seconds after which a wait is shown to the watchdog and sleeps longer
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
-_ASLEEP_S = 1.0  # a longer gap between polls means that this process was stopped (SIGSTOP)
+_ASLEEP_S = 1.0  # seconds between polls above which this process was stopped (SIGSTOP)
 
 
 def sharpen_sleep() -> None:
@@ -43,8 +43,8 @@ class Overdue(FaultError):
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
     """Ends the process with exit code 5 and one line about `what` if the block takes longer than
-    `seconds`. It guards calls that cannot be polled, such as the teardown of a library. The
-    launcher then ends the other ranks."""
+    `seconds`. For calls that cannot be polled, such as the teardown of a library. The launcher then
+    ends the other ranks."""
 
     def give_up() -> None:
         text = f"{what}: not over after {seconds:.0f} s (--deadline_s)"

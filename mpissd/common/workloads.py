@@ -13,7 +13,7 @@ from typing import Any
 from mpissd.common.errors import unknown
 
 _ENGINE = "mpissd.engine.oracle"
-# Workloads by name: "module:class", and flags declared for other workloads that it uses too.
+# {workload: ("module:class", flags of other workloads that it uses, too)}
 _KNOWN: dict[str, tuple[str, frozenset[str]]] = {
     "gemm": (f"{_ENGINE}.imposed:GemmWorkload", frozenset()),
     "markov": (f"{_ENGINE}.markov:MarkovWorkload", frozenset()),
@@ -59,7 +59,7 @@ def parse_name(flag: str, text: str) -> str:
 
 
 def readers(flag: str, declared: Collection[str]) -> list[str]:
-    """Returns the workloads that use a flag: the declared and the registered ones. All use a flag
-    for which none is declared."""
+    """Returns the names of the workloads that use `flag`: those in `declared`, and registered ones
+    that name the flag; all workloads if `declared` is empty."""
     others = (name for name, (_, flags) in _KNOWN.items() if flags & {flag, *declared})
     return sorted({*declared, *others} if declared else _KNOWN)
