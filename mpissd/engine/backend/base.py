@@ -19,7 +19,7 @@ from mpissd.common.wait import Waiter
 
 Array = Any  # A numpy.ndarray, a cupy.ndarray, or the emulated backend's placeholder.
 HostArray = Any  # A numpy.ndarray; page-locked on a GPU.
-# Multipliers for row and column numbers, and the constants of fmix32, MurmurHash3's last step.
+# Constants of a hash: multipliers of row and column, then those of MurmurHash3's fmix32.
 ROW_PRIME = 0x9E3779B1
 COLUMN_PRIME = 0x85EBCA77
 MIX_1 = 0x85EBCA6B
@@ -169,15 +169,15 @@ class Backend(ABC):
     itemsize: int  # bytes of an element of a weight or an activation
     dtype_name: str
     chains: bool = False  # whether the device can run decoding rounds without the host
-    few_rows: int = 0  # most rows of a job with specially stored weights; 0: none are
+    few_rows: int = 0  # jobs of at most so many rows store weights in a special layout
     capture: bool = False  # whether programs are captured as CUDA graphs and replayed
 
     def use_here(self) -> None:  # noqa: B027  (few have a current device)
         """Makes this backend's device the current one in the calling thread."""
 
     def plan_rows(self, max_rows: int | None) -> None:  # noqa: B027  (few choose a layout)
-        """Announces the most rows of any product with the weights that are made from now on (None:
-        unknown), by which a backend may choose their layout."""
+        """Announces the most rows that products with the weights made from now on will have (None:
+        unknown). A backend may choose the layout of the weights by it."""
 
     def kernel(self, weight: Array) -> str:
         """Returns the name of the kernel that computes products with `weight`."""
@@ -230,9 +230,9 @@ class Backend(ABC):
 
     @abstractmethod
     def program(self, body: Callable[[], None], cost: Cost, *, capturable: bool = True) -> Program:
-        """Compiles a body into a program. All ranks must call this if the body has an all-reduce.
-        cost: what the forward costs, from which an emulated device derives its time. capturable:
-        whether a CUDA graph may capture the body."""
+        """Compiles `body`, which enqueues one forward, into a program. All ranks must call this if
+        the body has an all-reduce. cost: what the forward costs, from which an emulated device
+        derives its time. capturable: whether a CUDA graph may capture the body."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Waits until all launched work has finished."""

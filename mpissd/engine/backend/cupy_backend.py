@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 64
 _CHUNK_COLUMNS = 4096  # columns of one chunk in top_k: 16 warps of 32 threads, 8 columns each
-_FILL_COLUMNS = 4096  # the row length of a buffer that only serves to be read
+_FILL_COLUMNS = 4096  # row length of a buffer of random data that is only read
 _WORKSPACE_BYTES = 64 << 20
 _HALF = 2  # CUDA_R_16F
 _SINGLE = 0  # CUDA_R_32F

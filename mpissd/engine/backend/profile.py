@@ -100,14 +100,15 @@ class HostEntry:
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    # The branches drafted ahead for a sequence, whose cost is seconds["keys"]; 0: none or unknown.
+    # number of branches drafted ahead for a sequence, which cost seconds["keys"]; 0: unknown
     lanes: int = 0
     context: int = 0  # the context of transformer forwards, in tokens
     forward: str = "gemm"  # the kind of forward, a value of --forward
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """Reads an entry of "host"; raises KeyError, TypeError or ValueError if it is malformed."""
+        """Reads an entry of a profile's list "host"; raises KeyError, TypeError or ValueError if it
+        is malformed."""
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
@@ -235,8 +236,8 @@ class Profile:
         )
 
     def measured(self, cost: Cost) -> Curve | None:
-        """Returns the measured seconds of a forward by rows, for the kernel that its job runs; None
-        if it was not measured."""
+        """Returns the measured times of this kind of forward, as seconds by number of rows, with
+        the kernel that its job uses; None if it was not measured."""
         for kernel in () if cost.key is None else self.kernels(cost.key, cost.params):
             if kernel.most_rows is None or (cost.most_rows or cost.rows) <= kernel.most_rows:
                 return kernel.seconds
@@ -258,10 +259,11 @@ class Profile:
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns the measured forwards of a key, one for each kernel, by rising most_rows; ()
-        without any. params: the number of weights, which distinguishes models of one name. alone:
-        whether to return those of one rank's shard, without all-reduces. A transformer's forward is
-        interpolated (between) if it was measured only at other contexts or batch sizes."""
+        """Returns the measured forwards of a key, one for each kernel, by rising most_rows; () if
+        none was measured. params: the number of weights, which distinguishes models of one name.
+        alone: whether to return times of one rank's shard, without all-reduces. A transformer's
+        forward is interpolated (between) if it was measured only at other contexts or batch
+        sizes."""
         table = self.shards if alone else self.forwards
         if key.sequences and key not in table:
             alike = [k for k in table if k.sequences and (k.model, k.tp) == (key.model, key.tp)]

@@ -35,7 +35,7 @@ MOST_PROMPTS = 1 << 15  # most prompt tokens in a message: Linux limits packets 
 _DRAFT_WAIT = int(Doing.DRAFT_WAIT)
 _VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
-_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # limits of the four numbers in HELLO
+_LIMITS = (1 << 12, 1 << 8, MOST_PROMPTS, 1 << 24)  # most batch, K, prompt tokens, vocabulary
 _HELLO = LinkShape(0, 1, 0)
 
 
@@ -265,8 +265,8 @@ def packets() -> socket.socket:
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
     """Returns the functions that make the outboxes and inboxes of a link over a connected socket.
-    Sends raise OSError if the peer has left or reads nothing; receives raise FaultError if it
-    left."""
+    Sends raise OSError if the peer has left or reads nothing; receives raise FaultError if the peer
+    has left."""
     connected.setblocking(False)
     return (
         lambda message: DirectOutbox(message, connected.send),

@@ -46,7 +46,7 @@ PEERS = np.dtype(  # the layout of struct Peers in kernels/inbox.cu
         ("capacity", np.int64),
     ]
 )
-_SUM = 0  # number of a mode of the kernel `exchange`
+_SUM = 0  # mode of the kernel `exchange`: sums arrays
 _GATHER = 1
 _TRIAL_S = 20.0
 # Numbers of float16 in the test sums: from less than a thread block to more than one exchange.

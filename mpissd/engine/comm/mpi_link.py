@@ -108,7 +108,8 @@ class PlanSender:
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends followers a plan (what to apply and verify); they end after it if `stop` is set."""
+        """Sends the other ranks of the target group (followers) a plan: the outcome to apply and
+        the tokens to verify next. If `stop` is set, they end after it."""
         message = self._plans.message
         self._plans.send(wire.write_outcome(message, outcome, stop, speculation))
         self._count(4 * message.usual)

@@ -67,8 +67,9 @@ def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
 
 @dataclass
 class Topology:
-    """The role of this rank and the layout of all ranks of `world`. Ranks g·T … g·T+T-1 are the
-    targets of group g = 0 … G-1. Ranks G·T … G·T+D-1 are the drafts, which all groups share."""
+    """The role of this rank and the layout of the ranks of `world`: G groups of T target ranks,
+    then D draft ranks. Ranks g·T … g·T+T-1 are the targets of group g = 0 … G-1. Ranks G·T …
+    G·T+D-1 are the drafts, which all groups share."""
 
     world: MPI.Comm
     group: MPI.Comm  # on a target: the ranks of its group; on a draft: all drafts

@@ -36,7 +36,7 @@ VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
 _FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
-# number of int32 before a prompt's tokens: their count, how many are answered, Sampling's size
+# int32 before a prompt's tokens: their count, how many of them are answer, Sampling's size.
 _PROMPT_HEAD = 3
 
 
@@ -256,7 +256,7 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
     """Returns a copy of the received plan: (outcome of round_ - 1, tokens drafted for round_,
-    stop)."""
+    whether to stop)."""
     header, shape = message.header(round_ - 1), message.shape
     body, end = message.body(header), header.rows * Outcome.WIDTH
     rows = body[:end].reshape(header.rows, Outcome.WIDTH)

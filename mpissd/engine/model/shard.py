@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.config import TransformerConfig
 
 _BLOCKS = (64, 32, 16, 8, 4, 2)  # columns of a block, the unit in which ranks share a matrix
 _BALANCED = 16  # With 16 blocks a rank, an extra block is at most 1/16 of a rank's load.
-_SPLIT = 128  # positions of a split, the unit of attention on a GPU
+_SPLIT = 128  # positions in a split; a GPU computes attention split by split
 WEIGHT_BYTES = 2  # bytes of a weight on a GPU: 16-bit floats
 CPU_ITEMSIZE = 4
 
@@ -34,7 +34,7 @@ class ForwardOptions:
     lm_head: bool = False
     context: int = 0  # cached tokens that all rows of a sequence read; 0: no KV is read
     top_k: int = 1
-    own_tokens: int = 1  # cached tokens after the context that each row reads alone
+    own_tokens: int = 1  # cached tokens after the context that a row reads for itself
     values: bool = False  # return the logits of the top-k tokens beside their ids
     # The next four fields size the KV cache, and stay 0 for a model without one.
     capacity: int = 0  # the most tokens that one sequence may have in the cache

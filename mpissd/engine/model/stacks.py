@@ -160,7 +160,7 @@ class ReadOut:
 
 TABLE_ENTRIES = 1024
 _Q, _K, _V, _O, _GATE, _UP, _DOWN = range(_MATRICES := 7)
-# Seeds of random weights: LM head n has _HEAD_KEY − 2n, and the Medusa head before it 1 less.
+# Seeds of random weights: _HEAD_KEY − 2n for LM head n, _HEAD_KEY − 2n − 1 for Medusa head n.
 _HEAD_KEY = 0x7FFF0000
 _TABLE_KEY = 0x7FFF0001
 _FUSION_KEY = 0x7FFF0002

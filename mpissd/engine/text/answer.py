@@ -81,7 +81,7 @@ class AnswerText:
             for size in range(min(len(stop) - 1, len(text)), 0, -1)
             if text.endswith(stop[:size])
         )
-        shown = len(text) - max(sizes, default=0)  # The text after it may begin a stop string.
+        shown = len(text) - max(sizes, default=0)  # Text from here on may begin a stop string.
         self._held = text[shown:]
         return text[:shown]
 

@@ -33,7 +33,7 @@ class Prompt:
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Returns the SHA-256 of all prompts' tokens: a line a prompt, with the ids in decimal."""
+    """Returns the SHA-256 of a text with one line for each prompt, its token ids in decimal."""
     lines = (" ".join(map(str, prompt.tokens)) + "\n" for prompt in prompts)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -113,10 +113,10 @@ def read_entries(file: str, flag: str = "prompts") -> list[tuple[str, Entry]]:
 def encoded(
     where: str, entry: Entry, tokenizer: Tokenizer, *, chat: bool, context: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the tokens of one JSON object; raises ConfigError if it holds no text or
-    conversation. where: names the object in errors. chat: whether a prompt becomes a message in the
-    model's chat template, if any. context: the most tokens; a far longer text is refused
-    unencoded."""
+    """Returns the tokens of one prompt or conversation, given as a JSON object; raises ConfigError
+    if it holds neither. where: names the object in errors. chat: whether a prompt becomes a message
+    in the model's chat template, if any. context: the most tokens; a far longer text is refused
+    before it is encoded."""
     if "messages" in entry:
         messages = entry["messages"]
         if not isinstance(messages, list) or not messages:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 _CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim its space
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for reasoning, first wins
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for reasoning
 # The errors that a damaged tokenizer file, or a value of a wrong type in it, raises when read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # the single-byte tokens of a byte-fallback vocabulary
@@ -172,7 +172,7 @@ class Tokenizer(Vocabulary):
 def _for_llguidance(text: str, size: int) -> str:
     """Returns the tokenizer.json `text` as llguidance needs it. Control tokens get random names,
     which no text contains: llguidance takes added tokens named "<…>" for control tokens, and would
-    encode text that a grammar forces with them, which its parser then refuses. Ids below `size`
+    use them to encode text that a grammar forces, which its parser then refuses. Ids below `size`
     without a token become control tokens, because llguidance needs a token for each id."""
     tokenizer = json.loads(text)
     model = tokenizer["model"]
@@ -196,7 +196,7 @@ def _for_llguidance(text: str, size: int) -> str:
         model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    tokenizer["post_processor"] = None  # It would refer to control tokens by their old names.
+    tokenizer["post_processor"] = None  # It refers to control tokens by their old names.
     return json.dumps(tokenizer)
 
 
@@ -239,7 +239,8 @@ def tokenizer_digest(where: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte for each letter in the tokens of a byte-level vocabulary, as of GPT-2."""
+    """Returns the byte for each letter in the tokens of a byte-level vocabulary, such as
+    GPT-2's."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 0xAD), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}

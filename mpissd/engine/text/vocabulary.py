@@ -115,7 +115,7 @@ def _added(
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    # AutoTokenizer makes this set before it turns objects of tokenizer_config.json into tokens.
+    # AutoTokenizer collects these texts before it makes tokens of tokenizer_config.json's objects.
     values = ((settings.get(key), config.get(key)) for key in _SPECIALS)
     texts = {str(value) for value, old in values if isinstance(value, str) or value is not old}
     texts |= set(map(str, settings["extra_special_tokens"] or []))
@@ -218,7 +218,7 @@ _USER_DEFINED = 4
 _SPELLED = (2, _CONTROL, _USER_DEFINED)  # ggml's types of tokens that are found by name in texts
 
 # By these regular expressions llama.cpp's pre-tokenizers split text before byte pairs are merged.
-# The source is llama-vocab.cpp of llama.cpp, and the models' own tokenizer.json.
+# The expressions are from llama-vocab.cpp of llama.cpp, and from the models' tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -240,9 +240,9 @@ _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
 )
-# A line of _ONE_OF lists the texts of control tokens with one meaning, whose key is in _GROUPS.
-# A GGUF file's own key overrides the list. Of several texts in a vocabulary llama.cpp takes any.
-# Here, all tokens of the last three lines end an answer.
+# Each line of _ONE_OF lists texts of control tokens of one kind, whose key is in _GROUPS.
+# If a GGUF file has that key, its token replaces the line; else llama.cpp takes any of the texts.
+# All tokens of the last three lines of _ONE_OF end an answer.
 _GROUPS = "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"
 _ONE_OF = """
     <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
@@ -252,7 +252,7 @@ _ONE_OF = """
     <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
     <|file_sep|>
     """.strip().splitlines()
-# Tokens of model families for which llama.cpp has special rules; such files are refused.
+# A file with one of these tokens is refused: llama.cpp has special rules for its model family.
 _FOREIGN = (
     "<|return|> <|call|> <|calls|> <|flush|> <|tool_response> <|channel|> <|message|> <|start|> "
     "<|constrain|>"

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mpissd.engine.backend.base import HostArray
 from mpissd.engine.model.forwards import SPAN, Places
 
-_START = 0  # the name (serial number) of "no page", before a first page
-_Key = tuple[int, bytes]  # (serial number of the page before, the page's tokens)
+_START = 0  # serial number that stands for the start of a text, before its first page
+_Key = tuple[int, bytes]  # identifies a full page: (serial number of the page before, tokens)
 PADDING = -1  # slot number of a padding row, which writes and attends nothing
 
 

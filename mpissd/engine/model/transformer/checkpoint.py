@@ -347,7 +347,8 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
         scale = float(size[1] ** -0.5)  # keeps the scale of activations near 1
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            scale *= float((2 * config.shape.num_layers) ** -0.5)  # o and down add up over layers
+            # The outputs of o and down add up over the layers.
+            scale *= float((2 * config.shape.num_layers) ** -0.5)
         return RandomTensor(key, size, scale)
 
     by_name = {name: tensor(name, size) for name, size in tensors(config)}
@@ -413,8 +414,8 @@ def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:
-    """Returns the SHA-256 of one file, or of the lines "digest name" of several files; and how much
-    of the files it covers, WHOLE or SAMPLED."""
+    """Returns the SHA-256 of one file, or of the lines "digest name" of several files; and the
+    constant that says how much of the files it covers, WHOLE or SAMPLED."""
     stats = [(path, path.stat()) for path in paths]
     digests = [(_digest_of(path, at.st_mtime_ns, at.st_size), path.name) for path, at in stats]
     covers = SAMPLED if any(at.st_size > LARGEST for _, at in stats) else WHOLE
@@ -426,8 +427,9 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
-    """Returns a file's SHA-256; for a file above LARGEST, that of its size in decimal, its first
-    bytes and sampled blocks. A changed time or size makes a cached digest invalid."""
+    """Returns a file's SHA-256. Of a file of more than LARGEST bytes, the SHA-256 covers only the
+    size in decimal, the first bytes and sampled blocks. mtime_ns, size: make a cached result
+    invalid when the file changes."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         if size <= LARGEST:

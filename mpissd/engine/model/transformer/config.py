@@ -69,14 +69,15 @@ class Llama3Scaling:
 class TransformerConfig:
     """The architecture of a supported transformer.
 
-    qkv_bias: q, k and v have a bias (Qwen2.5). qk_norm: q and k are normalised by head (Qwen3).
-    tied: the LM head is the embedding. rope_divisor: divides all rotary frequencies (linear
-    scaling). max_positions: the longest context in tokens. head_vocab: rows of the LM head, fewer
-    than shape.vocab_size if a draft can propose only some of its target's tokens. bits: the mean
-    size of a weight in a CPU's memory. kind: one of shapes.STATE_KINDS, for a draft that reads its
-    target's hidden state; "" for others. Medusa heads count as layers. masks: the number J of mask
-    tokens of a parallel draft, whose ids V, …, V + J − 1 follow its vocabulary of V tokens (PARD,
-    2504.18583). Raises ConfigError for an odd head_dim, which cannot be rotated.
+    qkv_bias: whether q, k and v have a bias (Qwen2.5). qk_norm: whether q and k are normalised head
+    by head (Qwen3). tied: whether the LM head is the embedding. rope_divisor: divides all rotary
+    frequencies (linear scaling). max_positions: the longest context in tokens. head_vocab: rows of
+    the LM head, fewer than shape.vocab_size if a draft can propose only some of its target's
+    tokens. bits: the mean size of a weight in a CPU's memory. kind: one of shapes.STATE_KINDS, for
+    a draft that reads its target's hidden state; "" for others. Medusa heads count as layers.
+    masks: the number J of mask tokens of a parallel draft, whose ids V, …, V + J − 1 follow its
+    vocabulary of V tokens (PARD, 2504.18583). Raises ConfigError for an odd head_dim, which cannot
+    be rotated.
     """
 
     shape: ModelShape
@@ -153,7 +154,7 @@ def of_preset(shape: ModelShape) -> TransformerConfig:
     return TransformerConfig(shape, **{"family": "llama", **fields})
 
 
-# The check of a key: (key, its value, whether that is supported, what values are supported).
+# The check of a key: (key, its value, whether the value is supported, which values are).
 Rule = tuple[str, Any, bool, str]
 
 

@@ -61,11 +61,12 @@ class Sheet:
     back is 1, or K if the draft's forward also reads the mask tokens `masks`. moves: [2, S, 4], how
     to copy the last accepted path in the draft's cache and in the target's: from which lane
     (scratch memory; NOBODY: nothing to copy), to which slot, the first position, and how many
-    tokens. parents: [S, N], the parents of a dynamic tree's nodes. forced: [RING, S, N + K + 1], by
-    round modulo RING, prescribed tokens of the draft's nodes, then of the target by level (NOBODY:
-    the model decides). decided: [RING, S, N + 2], by round, the accepted node, the bonus token and
-    the drafted tokens. Of a dynamic tree, `forced` and `decided` have K in place of N; `decided`
-    has the number of accepted tokens, the bonus token and the accepted tokens.
+    tokens. parents: [S, N], the parents of the nodes of trees that change shape each round (dynamic
+    trees). forced: [RING, S, N + K + 1], by round modulo RING, prescribed tokens of the draft's
+    nodes, then of the target by level (NOBODY: the model decides). decided: [RING, S, N + 2], by
+    round, the accepted node, the bonus token and the drafted tokens. Of a dynamic tree, `forced`
+    and `decided` have K in place of N; `decided` has the number of accepted tokens, the bonus token
+    and the accepted tokens.
     """
 
     def __init__(
@@ -128,11 +129,12 @@ class Ends:
 class RoundStage:
     """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
     run it. number: 0 before the first forward, j = 1 … K after the draft's forward j, K + 1 after
-    the target's, PLANT before the target's forward over a dynamic tree. turn: the round modulo
-    RING, which selects buffers. draft: None on a rank that does not draft. On the device: table,
-    the tree as trees.table_of returns it; firsts, int32 [T], the first token of each rank's share
-    of the target's vocabulary; ids, the token of each column of the draft's logits (None: column n
-    is token n); shapes, the dynamic trees (None: all rounds have sheet.tree)."""
+    the target's, trees.PLANT before the target's forward if the tree changes shape each round.
+    turn: the round modulo RING, which selects buffers. draft: None on a rank that does not draft.
+    On the device: table, the tree as trees.table_of returns it; firsts, int32 [T], the first token
+    of each rank's share of the target's vocabulary; ids, the token of each column of the draft's
+    logits (None: column n is token n); shapes, the trees that change shape each round (None: all
+    rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -423,8 +425,8 @@ class DeviceRounds:
 
     def launch(self, round_: int, forced: Ints) -> None:
         """Launches round `round_` after the rounds that are under way. forced: int32 [S, N + K +
-        1], for each of S sequences the prescribed tokens of N drafted nodes and of K + 1 levels of
-        the target (NOBODY: none)."""
+        1], for each of S sequences the tokens prescribed for the N drafted nodes, then those for
+        the target on each of K + 1 levels (−1: the model decides)."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:

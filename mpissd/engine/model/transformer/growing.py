@@ -130,8 +130,8 @@ class DeviceGrowth:
         self._stepper.current = self._programs[first]
 
     def collect(self) -> None:
-        """Appends to the branches the tokens of the older launched program, which must have
-        finished."""
+        """Appends a token to each branch, as drafted by the older of the launched programs
+        (forwards), which must have finished."""
         number = self._collected
         lanes = self._lanes
         tokens = self.sheet.tokens[number, : len(lanes)]

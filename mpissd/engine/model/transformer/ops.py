@@ -79,7 +79,8 @@ class Ops(Protocol):
         """Allocates the residual stream, float32 [rows, hidden]."""
 
     def delta(self, rows: int) -> Array:
-        """Allocates the sum over ranks, [rows, hidden], that is added to the residual stream."""
+        """Allocates the output [rows, hidden] of a product, summed over ranks, that is added to the
+        residual stream."""
         return self.hidden(rows)
 
     def logits(self, rows: int, width: int) -> Array:

@@ -78,9 +78,9 @@ def library(name: str, what: str) -> ModuleType:
 
 
 def fetch_missing(pair: str | None, *models: str | None) -> None:
-    """Downloads those of these models that the Hugging Face hub's local cache lacks. pair: the name
-    of a pair of a target and a draft. Raises ConfigError, which says how to go on without a
-    network."""
+    """Downloads the given models that the Hugging Face hub's local cache lacks. pair: the name of a
+    pair of a target and a draft. models: names of models; None is skipped. Raises ConfigError,
+    which says how to go on without a network."""
     for name in [*(missing_pair(pair) if pair else ()), *filter(None, models)]:
         if not is_missing(name):
             continue

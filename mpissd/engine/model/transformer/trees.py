@@ -56,7 +56,7 @@ def table_of(tree: Shape, masks: int = 0) -> Ints:
     table[LINE, tree.depths == 1] = 1  # the root is in row 1 of the draft's first forward
     for inner in tree.inner:
         table[ROW, inner] = np.arange(len(inner))
-    if masks:  # a row for each level, after those of the `masks` + 1 tokens before the last one
+    if masks:  # Row masks + j of the draft's only forward computes level j.
         table[LINE, 1:] = masks + tree.depths[1:]
     table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
     table[SPANS] = SPAN * (tree.spans - 1)
@@ -81,7 +81,8 @@ class Size:
 
     @property
     def draft_lanes(self) -> int:
-        """Lanes (scratch KV memory) per sequence in the draft's cache: one per computed node."""
+        """The number of lanes (scratch KV memory) per sequence in the draft's cache: one per
+        computed node."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
@@ -178,9 +179,9 @@ def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Int
     """
     logs = _logs(logits)
     count = len(parents) + 1
-    # For each chosen node: its log probability, and that of the child that it offers.
+    # By chosen node: its log probability, and that of its likeliest child not chosen yet.
     sure, opened = np.full((2, count), -np.inf, np.float32)
-    # For each offered child: the number of its parent, and its index in the flattened `logs`.
+    # By chosen node: that child's parent, and the child's index in the flattened `logs`.
     above, places = np.zeros((2, count), np.int64)
     sure[0] = 0
     for number in range(count):

@@ -59,8 +59,8 @@ _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
 _ROW_BYTES = 28
 _SUM_BYTES = 8 * 4 * 129 * 4
-# By number of 8-row tiles: a block's teams of 4 warps for attention, x slots, weight copies.
-# More rows have more attention tasks; without one team, two more slots of weights would fit.
+# By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies).
+# More rows need more teams for attention; each takes the memory of two slots of weights.
 _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
@@ -148,10 +148,10 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 
 @dataclass(frozen=True)
 class MegakernelCache(GpuCache):
-    """The KV cache, with counters and tables of the megakernel. counters: how many blocks have
-    finished each operation, then how many attention tasks of each layer and KV head are finished; a
-    forward's first norm sets them to 0. tables: by number of rows, the operations and struct Model
-    on the device."""
+    """The KV cache, with counters and tables of the kernel for all layers (megakernel). counters:
+    how many thread blocks have finished each operation, then how many attention tasks of each layer
+    and KV head are finished; all are 0 when the kernel starts. tables: for each number of rows, the
+    kernel's list of operations and its struct Model on the device."""
 
     counters: Any = None
     tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)

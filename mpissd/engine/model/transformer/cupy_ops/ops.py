@@ -44,7 +44,7 @@ _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
-SPLIT = 128  # the positions of a split, the unit of attention
+SPLIT = 128  # positions in a split; attention is computed split by split
 QUERY_TILES = 1  # the number of tiles of 16 query rows in an attention task
 _ATTEND_THREADS = 128
 _BEGIN_THREADS = 256
@@ -318,8 +318,8 @@ class CupyOps(Ops):
         return self.launcher.empty((rows, width), np.float32)
 
     def delta(self, rows: int) -> Any:
-        """Allocates the sum over ranks that is added to the residual stream: float16 if there are
-        several ranks, else float32."""
+        """Allocates the output [rows, hidden] of a product, summed over ranks, that is added to the
+        residual stream: float16 if there are several ranks, else float32."""
         if self._is_shard:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)

@@ -377,7 +377,7 @@ def attend_page(group, layer, places, caches, head, span, index, work):
     none = np.int64(0)
     holder = pages[row_places[_SLOT, span[0]], index]
     depth = none
-    for m in range(span[0], span[1]):  # depth: number of the page's positions that a row reads
+    for m in range(span[0], span[1]):  # depth: the most positions of the page that a row reads
         limit = row_places[_TRUNK, m]
         if row_places[_LANE, m] < 0:
             limit = row_places[_POSITION, m] + 1

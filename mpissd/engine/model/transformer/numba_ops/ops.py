@@ -85,7 +85,8 @@ class NumbaOps(Ops):
         kv_heads: int,
         page: int | None = None,
     ) -> None:
-        """heads, kv_heads: heads on this rank. page: positions of a KV page, a multiple of 16."""
+        """heads, kv_heads: the query heads and KV heads on this rank. page: positions of a KV page,
+        a multiple of 16."""
         self.page = page or 64
         assert self.page % 16 == 0, f"a page of {self.page} positions"
         self._config = config
@@ -94,8 +95,9 @@ class NumbaOps(Ops):
         self._products: dict[int, Floats] = {}
 
     def matrix(self, parts: Sequence[Part]) -> Packed:
-        """Packs the parts side by side, in ggml's blocks where they are stored so. If the parts are
-        of several types, and do not fill whole blocks of columns, all are packed in bfloat16."""
+        """Packs parts of weights, with their outputs joined: in ggml's quantised blocks where they
+        are stored so, else in bfloat16. If the parts are of several types, and do not fill whole
+        blocks of columns, all are packed in bfloat16."""
         nothing = 0, np.zeros(0, np.uint8)
         stored = [(HOST != "sse" and part.blocks()) or nothing for part in parts]
         kinds = [kind for kind, _ in stored]
@@ -141,9 +143,9 @@ class NumbaOps(Ops):
         return Logits(self.buffer(rows, width), width)
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> CpuCache:
-        """Allocates the KV cache, and writes zeros to all of its memory. An assumed context is read
-        without having been computed; memory that was never written would be a single page of zeros,
-        which is read from the processor's cache."""
+        """Allocates the KV cache, and writes zeros to all of it. Benchmarks read a context that was
+        never computed; memory that was never written would map to one page of zeros, which the
+        processor's cache holds."""
         width = sizes.head_dim
         steps = _to_16(max(1, sizes.steps))
         arrays = list[Floats]()

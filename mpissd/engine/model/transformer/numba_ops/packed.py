@@ -75,8 +75,9 @@ LAYOUTS = {
 
 
 def pack(kind: int, blocks: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Packs a matrix of a .gguf; returns uint32 [⌈outputs / LANES⌉, packed blocks, words, LANES].
-    blocks: bytes as ggml's type `kind` stores them, [outputs, blocks, bytes of a block]."""
+    """Packs a matrix of a .gguf; returns uint32 [⌈outputs / LANES⌉, packed blocks, words, LANES],
+    where a vector register holds LANES words. blocks: bytes as ggml's type `kind` stores them,
+    [outputs, blocks, bytes of a block]."""
     outputs, count, size = blocks.shape
     layout = LAYOUTS[kind]
     rest = -outputs % LANES, -count % layout.joined
@@ -113,7 +114,8 @@ class InputGroup(NamedTuple):
 
 
 class Chunk:
-    """Emits LLVM code that unpacks the weights of LANES outputs in one chunk of a packed block."""
+    """Emits LLVM code that unpacks one chunk of a packed block: the weights of LANES outputs, one
+    in each element of a vector register."""
 
     def __init__(self, builder: ir.IRBuilder, scales: Any, address: Any, number: Any) -> None:
         """scales, address: LLVM pointers to the block's word of scales and to the chunk. number:
@@ -151,7 +153,7 @@ class Chunk:
 
     def _q6_k(self) -> Iterator[InputGroup]:
         for g in range(8):
-            quarter, half = divmod(g, 2)  # quarter of the 128 inputs, half of that quarter
+            quarter, half = divmod(g, 2)  # group g is a half of a quarter of 128 inputs
             low = 2 + 8 * (quarter % 2) + 4 * half
             high = 18 + 4 * half
             shifts = 4 * (quarter // 2), 2 * quarter - 4
@@ -166,8 +168,9 @@ class Chunk:
     def _nibbles(
         self, words: Sequence[int], shifts: Sequence[int], first: int
     ) -> list[tuple[int, Callable[[], Any]]]:
-        """Returns (number, function) for each pair of 4-bit integers in these words: pairs at the
-        first two shifts have numbers from `first` on, and pairs at the other two follow."""
+        """Returns (number, function) for each pair of 4-bit integers in these words of the chunk.
+        shifts: where the pairs lie in a word, in bits; pairs at the first two shifts are numbered
+        from `first` on, and pairs at the other two after them."""
         places = [(w, n) for w in range(len(words)) for n in range(len(shifts))]
         numbers = [first + 2 * w + n % 2 + n // 2 * 2 * len(words) for w, n in places]
         pairs = [partial(self._bits, words[w], shifts[n], 0x000F000F) for w, n in places]
@@ -297,8 +300,8 @@ def kernel(module: ir.Module, kind: int, rows: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def packed_tile(typing, kind, rows, weights, y, blocks, stride, first, records):
-    """Sets y [rows, LANES], float32, to the product of rounded rows with LANES outputs. kind: a
-    literal, ggml's type. weights, y: addresses. blocks: packed blocks of an output. stride:
+    """Sets y [rows, LANES], float32, to the product of rows of rounded inputs with LANES outputs.
+    kind: a literal, ggml's type. weights, y: addresses. blocks: packed blocks of an output. stride:
     elements from row to row of y. records: the array of rounded rows (as an address, it would not
     be kept alive). first: the word at which these rows' records begin."""
 
@@ -319,8 +322,8 @@ _LARGEST, _ZERO = map(np.float32, (32767, 0))
 
 @njit(**JIT)
 def round_inputs(x, first, last, groups, records):
-    """Rounds rows first … last − 1 of x to 16-bit integers with a factor for each group of inputs,
-    and writes them to records, uint32 [groups · rows · RECORD]."""
+    """Rounds rows first … last − 1 of x to 16-bit integers with a common factor for each group of
+    32, and writes them to records, uint32 [groups · rows · RECORD]."""
     rows = last - first
     values = np.empty(GROUP, np.int32)
     for m in range(rows):

@@ -65,9 +65,9 @@ VECTOR = ir.VectorType(F32, LANES)
 
 
 def columns(rows: int, width: int) -> int:
-    """Returns how many vectors of columns a tile of `rows` rows adds up at once. The registers have
-    to hold the sums, the weights of one depth (one vector at a time if there is a single row) and
-    an input. width: the block's columns."""
+    """Returns how many vectors of columns a tile of `rows` rows sums at once, so that the registers
+    hold the sums, one input's weights (a vector at a time for a single row) and an input. width:
+    the block's columns."""
     count = width // LANES
     while count > 1 and rows * count + (count if rows > 1 else 1) >= REGISTERS:
         count //= 2
@@ -134,9 +134,10 @@ def _sums(
     steps: Any,
     starts: list[Any],
 ) -> list[Any]:
-    """Emits the loop that adds up products along the depth; returns the final sums. weights: their
-    address, the elements from step to step, and the words from a read to its prefetch. inputs: each
-    row's address. steps: the number of steps, at least one. starts: the initial sums by row."""
+    """Emits the loop that adds up the products over all inputs; returns the final sums. weights:
+    their address, the number of elements from one step to the next, and the number of words by
+    which the prefetch runs ahead. inputs: each row's address. steps: the number of steps, at least
+    one. starts: the initial sums by row."""
     entry = builder.block
     loop, end = (builder.append_basic_block(part) for part in ("loop", "end"))
     builder.branch(loop)
@@ -207,7 +208,7 @@ def tile(typing, array, width, rows, weights, x, y, steps, stride, x_stride, y_s
     """Adds to y [rows, width] the product of x with one block of a weight; both are float32.
 
     array: any array of the weight's type: float32 [steps, stride], or uint32, which holds bfloat16
-    of two depths in a word. width: a literal for float32; for uint32 it is WIDTH. weights, x, y:
+    of two inputs in a word. width: a literal for float32; for uint32 it is WIDTH. weights, x, y:
     addresses; x is [rows, depth]. A stride is the distance of two rows in elements. ahead: words
     from a read of the weights to the prefetch.
     """
