@@ -1,4 +1,4 @@
-"""The server's HTTP endpoints: an ASGI application that knows no process and no port."""
+"""The server's HTTP endpoints: an ASGI application, which starts no process and opens no port."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
-DRAINED_BYTES = 1 << 25  # a longer body is read so far, since most clients send all of it first
+DRAINED_BYTES = 1 << 25  # bytes to read of a longer body, as most clients send it all at first
 BODY_S = 20.0  # time limit for a body to arrive
-REQUESTS = 512  # requests at once, each on a connection; below the usual limit of 1,024 open files
+REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
 _CHAT = "/v1/chat/completions"
 _OPEN = ("/", "/health", "/ready")  # paths that need no API key
 _PAGE = Path(__file__).with_name("page.html")
@@ -76,12 +76,12 @@ class Endpoints:
         about: Mapping[str, Any],
         replica: str | None = None,
     ) -> None:
-        """names: names that requests may give the model. about: the server's description in
+        """names: model names that requests may give. about: a description of the server for
         /v1/models. replica: this server's id if it is one of several."""
         self._lead, self._tokenizer, self._config = lead, tokenizer, config
         self._names, self._about, self._replica = names, about, replica
-        self._encoder = ThreadPoolExecutor(1, "encode")  # long prompts must not block the loop
-        self._encoding = 0  # prompts that are being encoded, or wait to be
+        self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block HTTP
+        self._encoding = 0  # number of prompts whose encoding is not finished
         self._under_way = 0  # requests
         registry = self._registry = CollectorRegistry()
 
@@ -126,9 +126,9 @@ class Endpoints:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request as ASGI servers call it. The headers are checked before the body is
-        read: 401 without the API key; 503 while REQUESTS requests are under way. A server without a
-        key answers 403 if the header `Host` is not this machine: a web page can make a browser call
-        127.0.0.1 by a name of the page's own, but it cannot change that header."""
+        read: 401 without the API key; 503 while REQUESTS requests are unanswered. A server without
+        a key answers 403 if the header `Host` is not this machine: a web page can make a browser
+        call 127.0.0.1 by a name of the page's own, but the page cannot change that header."""
         path = scope["path"] if scope["path"] in self._paths else "other"
 
         async def counted(message: Message) -> None:
@@ -198,11 +198,11 @@ class Endpoints:
                     yield event(choice.to_dict())
                 if request.include_usage:
                     yield event({**whole(choices), "choices": []})
-            except Problem as problem:  # the status has been sent
+            except Problem as problem:  # the HTTP status was sent before
                 yield event(problem.to_dict())
             yield b"data: [DONE]\n\n"
 
-        try:  # A stream waits for its first text, so that a refusal can still have its status.
+        try:  # A stream starts with its first text, so that a refusal has an HTTP status.
             first = await unless_gone(http, first_part())
         except BaseException:
             self._lead.cancel(*choices)
@@ -213,7 +213,7 @@ class Endpoints:
             events(first),
             headers={"cache-control": "no-store"},
             media_type="text/event-stream",
-            background=BackgroundTask(self._lead.cancel, *choices),  # also if the client is gone
+            background=BackgroundTask(self._lead.cancel, *choices),  # also runs if the client left
         )
 
     async def _complete(self, request: Exchange, http: Http, arrived_s: float) -> list[Exchange]:
@@ -278,7 +278,7 @@ class Endpoints:
             message = await messages.get()
             if isinstance(message, Problem):
                 raise message
-            for other in choices:  # all share a prompt, which is stored now
+            for other in choices:  # the prompt, which all choices share, is in the KV cache now
                 if not other.is_sent:
                     self._lead.send(other)
             choice = fresh[message.id] = every[message.id]
@@ -316,7 +316,7 @@ class Endpoints:
     async def _models(self, http: Http) -> Response:
         try:
             ready = self._lead.check()
-        except Problem as problem:  # the models are loading, or gone
+        except Problem as problem:  # the ranks are loading, or gone
             return refusal(problem)
         names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(ready, name) for name in names}
@@ -337,7 +337,7 @@ class Endpoints:
         except Problem as problem:
             reason = problem.message
         meant = http.headers.get("x-replica")
-        if reason is None and meant not in (None, replica):  # a balancer's entry is outdated
+        if reason is None and meant not in (None, replica):  # the load balancer's list is outdated
             reason = f"this is not replica {meant}"
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
         return JSONResponse(
@@ -356,7 +356,7 @@ class Endpoints:
 async def read_body(http: Http) -> bytes:
     """Returns a request's JSON body; raises Problem if it has another type, is too long or slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # browsers let no foreign page send this type
+    if kind != "application/json":  # a browser does not let pages of other sites send this type
         raise Problem(415, f"content-type={kind!r}: allowed: application/json")
 
     async def read() -> bytes:
@@ -428,5 +428,5 @@ async def _unrouted(http: Http, error: Exception) -> Response:
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Returns a server-sent event, without Unicode's line ends, at which some clients split."""
+    """Returns a server-sent event; escapes Unicode's line ends, at which some clients split."""
     return f"data: {json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()

@@ -25,9 +25,9 @@ from mpissd.common.flags import (
 from mpissd.common.ranks import ANSWERING, RanksFlags
 
 KEY_VARIABLE = "MPISSD_API_KEY"
-# Flags that ranks do not get: their temperature is 0, as each request has its own.
+# Flags that ranks do not get. The ranks' temperature is 0, as each request has its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
-DRAIN_S = 100.0  # less than the time from Slurm's warning to its kill, in launch/replica.sh
+DRAIN_S = 100.0  # seconds; Slurm warns earlier than that before it kills (launch/replica.sh)
 AUTO = "auto"
 # Flags of `chat` that each request carries, or that only change how answers are shown.
 _OF_REQUESTS = ("mode", "num_tokens", "temperature", "top_p", "stop", "show", "workload")
@@ -36,7 +36,7 @@ _BIND = re.compile(r"\S{0,253}:\d{1,5}")
 
 @dataclass(frozen=True)
 class ServeConfig(RanksFlags):
-    """Flags of `serve`: a run's flags of models and methods, and flags of the server."""
+    """Flags of `serve`: flags of `run` for models and methods, and flags of the server."""
 
     run: RunConfig = contained(
         RunConfig,
@@ -75,7 +75,8 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds mode and auto for mode=auto, num_drafts=0 for mode=ar, drain_s for register."""
+        """Adds what flags imply: sd or ssd and auto if mode=auto, num_drafts=0 if ar, a drain_s for
+        register."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}
@@ -122,7 +123,7 @@ class ServeConfig(RanksFlags):
 
 @dataclass(frozen=True)
 class ChatConfig(RanksFlags):
-    """Flags of `chat`: a run's flags of models, methods and sampling, and those of its ranks."""
+    """Flags of `chat`: flags of `run` for models, methods and sampling, and numbers of ranks."""
 
     run: RunConfig = contained(
         RunConfig,

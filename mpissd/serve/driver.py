@@ -15,14 +15,14 @@ from mpissd.engine.text.answer import BONUS, SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
-_KEPT = 3  # rounds that keep K and width if the number of sequences stays the same
+_KEPT = 3  # rounds for which a choice of K and fan-out holds while as many sequences decode
 
 
 class Driver(RoundObserver):
     """Gets requests from the front (the HTTP process), decodes them, and sends back their tokens.
     Messages are read between two rounds, and sent while the target verifies. times: measured
     durations of forwards. goodput: the controller that chooses K and the fan-out of each round;
-    without it `mode` and `lookahead` hold for all rounds. is_over: whether the front has left."""
+    without one, `mode` and `lookahead` hold for all rounds. is_over: whether the front has left."""
 
     def __init__(
         self,
@@ -36,26 +36,26 @@ class Driver(RoundObserver):
         shape: Shape = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """mail: the connection to the front. tree: the shape of drafts. clock: returns seconds."""
+        """mail: the connection to the front. shape: the tree of drafts, or CHAIN. clock: returns
+        seconds."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead = mode, lookahead
         self._shape = shape
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
-        self._live: list[int] = []  # request ids for which K and width were chosen last
-        self._chosen, self._kept = 0, 0  # sequences at the last choice of K, rounds since
+        self._live: list[int] = []  # ids of the requests for which K and fan-out were chosen last
+        self._chosen, self._kept = 0, 0  # number of sequences at the last choice; rounds since
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round
-        # Tokens to send, and the last round for the controller; both wait until the next forward
-        # runs.
+        # The tokens to send, and the round to show the controller, when the next forward runs.
         self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 
     def wait(self, wait_s: float) -> bool:
         """Waits up to wait_s seconds for a request; returns whether one runs now. If so, `drive`
-        decodes at least one round before it reads another message. Other ranks take a call without
-        a round as the end of the job."""
+        decodes at least one round before another message is read, since other ranks take a call of
+        `drive` without a round as the end of the job."""
         self._read(wait_s)
         if not self._has_round:
             self._send()
@@ -71,7 +71,7 @@ class Driver(RoundObserver):
                 loop.open(self._turn.join)
             if not self._has_round:
                 break
-            emitted = self.scheduler.take(self._round(loop))  # meanwhile calls self.verifying
+            emitted = self.scheduler.take(self._round(loop))  # calls self.verifying, too
             self._unsent += emitted
             self.draft_lost = self.draft_lost or loop.draft_lost_round is not None
             self._read()
@@ -104,7 +104,7 @@ class Driver(RoundObserver):
             self._mail.put(End(asked.id, "refused", why=str(error)))
 
     def _round(self, loop: TargetLoop) -> RoundResult:
-        """Decodes one round, with the K and width that `_way` chooses."""
+        """Decodes one round, with the K and fan-out that `_way` chooses; returns its result."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
         fill, rows = 0, len(live) * (self._shape.ends[way.lookahead] + 1)
@@ -123,8 +123,9 @@ class Driver(RoundObserver):
         return result
 
     def _way(self, live: list[int]) -> Way:
-        """Returns the K and width of the next round. The mode decides if all requests in `live` ask
-        for the same one; otherwise the controller has chosen during the previous round."""
+        """Returns the K and fan-out (`width`) of the next round. The mode decides if there is no
+        controller, or if all requests in `live` ask for the same mode; otherwise the controller
+        chose them during the previous round."""
         if self.goodput is None or self.draft_lost:
             return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {task.request.sampling.mode for task in self.scheduler.tasks(live)}
@@ -148,8 +149,8 @@ class Driver(RoundObserver):
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Has the controller choose K and width for the sequences in _live. Choosing lengthens a
-        round whose target computes on this core, so a choice holds for some rounds unless it was a
+        """Has the controller choose K and fan-out for the sequences in _live. The choice lengthens
+        a round if the target computes on this core, so it holds for some rounds unless it was a
         trial."""
         tasks = self.scheduler.tasks(self._live)
         if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:
@@ -159,7 +160,7 @@ class Driver(RoundObserver):
         goodput.choose(tasks)
 
     def verifying(self) -> None:
-        """Called while the target verifies: sends messages, and has the controller choose."""
+        """Called while the target verifies: sends messages, and has the controller choose K."""
         self._send()
         if self.goodput is None:
             return

@@ -1,7 +1,8 @@
 """The front of `serve`: the process that HTTP clients connect to, which starts and ends the ranks.
 
 The ranks are a job of their own (`mpirun … mpissd serve`). Their lead, the target's first rank,
-connects to a local socket in a private folder. Ctrl-C in the terminal reaches only this process.
+connects to the front's local socket in a private folder. Ctrl-C in the terminal reaches only the
+front.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
 HEAD_S = 15.0  # time limit for the headers of a request
-WRITE_S = 30.0  # longest time in which a client reads nothing of what is sent to it
+WRITE_S = 30.0  # seconds after which a client that reads nothing of its answer is cut off
 SEND_BYTES = 1 << 16
-_LONGEST_FOLDER = 70  # bytes of its path, so that a socket's path in it has fewer than 104
+_LONGEST_FOLDER = 70  # most bytes of a folder's path, as the path of a socket in it has at most 103
 _TELL_S = 2.0  # time between two progress lines while the models load
-NOTICE_S = 5.0  # time for load balancers to notice that the server will end; HAProxy needs 1.5 s
-# These four waits take at most 5 s together, even if the launcher hangs.
+NOTICE_S = 5.0  # seconds until load balancers notice that the server will end; HAProxy needs 1.5
+# The next four constants, in seconds, bound the end of the server to 5 s if the launcher hangs.
 _GRACE_S = 1  # longest wait for connections to close
-_LEAVE_S = 2.0  # longest wait for the ranks to end by themselves
+_LEAVE_S = 2.0  # longest wait until the ranks end by themselves
 _DIE_S = 0.5  # longest wait after each signal to the launcher
 _LAST_WORDS_S = 1.0  # time for clients to get status 503 when the ranks are gone
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
-    """Runs the command `serve`; returns its exit code. arguments: those of the command line, which
-    the ranks get too. Raises ConfigError if the models cannot be loaded, or the port is taken."""
+    """Runs the command `serve`; returns its exit code. arguments: the command line's, which the
+    ranks get too. Raises ConfigError if the models cannot be loaded, or the port is taken."""
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
-    # A command line can be read by every user, so the ranks' has no API key.
+    # All users can read a command line, so the API key is not in that of the ranks.
     words = list(arguments)
     for name in FRONT_FLAGS:
         words = without(words, name)
@@ -63,7 +64,7 @@ def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
     # set by launch/env.sh
     if config.num_drafts and is_wanted and os.environ.get("MPISSD_ONE_HOST"):
         version = subprocess.run([*launcher(), "--version"], capture_output=True, text=True)
-        if "(Open MPI) 5." in version.stdout:  # this launcher can go on without the draft
+        if "(Open MPI) 5." in version.stdout:  # Open MPI 5 can go on without the draft rank
             words += ["--on_draft_loss=ar"] * (not is_given)
             options = ["--enable-recovery"]
     command = ranks_command(words, config.num_ranks, options)
@@ -86,7 +87,7 @@ async def _serve(
         "world_size": config.num_ranks,
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
     }
-    member = None  # keeps this server's address in the shared folder
+    member = None  # an object that keeps this server's address in the shared folder
     if config.register is not None:
         described = {"model": job.target.name, **about}
         member = Member(config.register, host, port, config.max_wait_s, described)
@@ -113,7 +114,7 @@ async def _serve(
             lead.is_refusing = True
             while tasks and loop.time() < started + config.drain_s:
                 await asyncio.sleep(0.05)
-        finally:  # also after a second signal
+        finally:  # runs even if a second signal cancels this task
             took = f"drained in {loop.time() - started:.1f} s"
             _note(f"{took}; requests cut off: {len(tasks) or 'none'}")
             server.should_exit = True
@@ -128,7 +129,8 @@ async def _serve(
             server.should_exit = True
 
     async def watch(ranks: asyncio.subprocess.Process) -> None:
-        """Prints the address when the ranks are ready; ends the server when they are gone."""
+        """Prints the server's address when the ranks are ready; ends the server when they are
+        gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
         waits, begun, first = [*over, ready], loop.time(), asyncio.FIRST_COMPLETED
@@ -137,7 +139,7 @@ async def _serve(
                 sys.stderr.write(f"\x1b[2Kmpissd: serve: loading, {loop.time() - begun:.0f} s\r")
                 sys.stderr.flush()
         if lead.is_serving:
-            shutil.rmtree(folder, ignore_errors=True)  # a killed server then leaves no files
+            shutil.rmtree(folder, ignore_errors=True)  # leaves none if this process is killed
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -186,13 +188,13 @@ async def _serve(
                 code = await ended(ranks)
     if is_asked:
         return 0
-    code = code if code > 0 else FaultError.exit_code  # a launcher that recovers may return 0
+    code = code if code > 0 else FaultError.exit_code  # a launcher with recovery may return 0
     _note(f"the ranks have ended (exit code {code})")
     return code
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a temporary folder for a socket, in /tmp if the path of TMPDIR is too long for one."""
+    """Makes a temporary folder for a socket; in /tmp if TMPDIR's path is too long for that."""
     place = tempfile.gettempdir()
     place = "/tmp" if len(os.fsencode(place)) > _LONGEST_FOLDER else place
     try:
@@ -219,8 +221,8 @@ def _note(line: str) -> None:
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Yields a listening socket with this address; raises ConfigError if that fails. Connections
-    inherit its options: a small send buffer keeps the kernel from holding megabytes for a slow
+    """Yields a socket bound to this address; raises ConfigError if that fails. Connections inherit
+    the socket's options: a small send buffer keeps the kernel from holding megabytes for a slow
     client, and the kernel closes a connection whose client reads nothing for WRITE_S."""
     try:
         info = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
@@ -245,7 +247,8 @@ class BoundedProtocol(H11Protocol):
     closes the oldest idle one, so idle clients keep nobody out."""
 
     def connection_made(self, transport: Any) -> None:
-        """Closes an idle connection if too many are open; has `_look` check this one later."""
+        """Closes the longest idle connection if too many are open; has `_look` check the new
+        one."""
         if len(self.connections) >= REQUESTS:
             every: Any = self.connections
             idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]
@@ -261,8 +264,8 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _look(self, last: object) -> None:
-        """Closes the connection if it has been idle since the last check. last: the request before
-        that check; None if a request was under way then."""
+        """Closes the connection if it has been idle since the last check. last: the last request
+        before that check; None if there was none, or it was not answered yet."""
         if self.transport.is_closing():
             return
         is_used = self.is_busy or self.transport.get_write_buffer_size()

@@ -17,12 +17,12 @@ from mpissd.serve.request import Exchange, Problem
 
 _LINE_LIMIT = 1 << 22
 RETRY = {"retry-after": "5"}  # seconds
-_HUNG_S = 30.0  # The lead sends statistics ten times a second, but none during a forward.
+_HUNG_S = 30.0  # seconds without statistics, which the lead sends often, after which it hangs
 
 
 class Lead:
     """What the front (the HTTP process) knows about the lead rank, and the requests that the lead
-    has. ready: the lead's first message, None while it loads. gone: why it is gone, or None.
+    has. ready: the lead's first message, None while it loads. gone: why the lead is gone, or None.
     is_leaving: /ready answers 503, as the server will end. is_refusing: new requests get 503."""
 
     def __init__(self, max_queue: int) -> None:
@@ -86,7 +86,7 @@ class Lead:
 
     def submit(self, choices: Sequence[Exchange]) -> None:
         """Gives the n choices (answers) of a request their ids, and sends the first to the lead.
-        The caller sends others once the lead has stored the first one's prompt, which they share.
+        The caller sends the remaining ones once the lead has stored the prompt, which all share.
         Raises Problem if there is no lead, or no room for all."""
         self.check_room(len(choices) - 1)
         for choice in choices:
@@ -96,7 +96,7 @@ class Lead:
         self.send(choices[0])
 
     def send(self, choice: Exchange) -> None:
-        """Sends the lead a choice that has an id."""
+        """Sends a choice (one of a request's n answers), which has an id, to the lead."""
         assert choice.max_tokens is not None, "a choice without its defaults"
         choice.is_sent = True
         left_s = max(1e-9, choice.ends_s - time.monotonic())
@@ -140,7 +140,7 @@ class Lead:
             self.ended.set()
 
     def lose(self, why: str) -> None:
-        """Fails all open requests and later ones with status 503; the first call's reason stays."""
+        """Fails all open and later requests with status 503; the reason of the first call stays."""
         self.gone = self.gone or why
         while self._open:
             self._open.popitem()[1].messages.put_nowait(Problem(503, self.gone, code="job_gone"))

@@ -21,14 +21,14 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # environment variable with the path of the front's socket
-_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of a read; most reads between two rounds
+_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of one read, and the most reads between two rounds
 _MOST_UNREAD = 64 << 20  # bytes of unread messages after which the front counts as gone
 
 
 @dataclass(frozen=True)
 class Submit:
     """Asks the lead to answer a request. id: chosen by the front, never used again. prompt: token
-    ids. deadline_s: seconds from now after which the answer ends as it is, or None."""
+    ids. deadline_s: after how many seconds from now the answer ends as it is, or None."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -50,8 +50,9 @@ class Cancel:
 class Ready:
     """Says that the lead decodes requests from now on. model: the target's name. context: the most
     tokens of prompt and answer together. stop_ids: tokens that end an answer. max_running: how many
-    requests decode together. vocab: the number of token ids. backend, device_name: those of the
-    lead. draws: where it draws sampled tokens, "device" or "host" (None: it never samples)."""
+    requests decode together. vocab: the number of token ids. backend, device_name: what the lead
+    computes with. draws: where the lead draws sampled tokens, "device" or "host" (None:
+    nowhere)."""
 
     op: ClassVar[str] = "ready"
     model: str
@@ -82,9 +83,10 @@ class Tokens:
 @dataclass(frozen=True)
 class End:
     """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
-    "deadline" or "refused" (`why` says why). drafted, accepted: numbers of tokens over all its
-    rounds. hits: the number of rounds whose outcome was in the speculation cache. cached: prompt
-    tokens that were in the KV cache already. forced: tokens of which the grammar left no choice."""
+    "deadline" or "refused" (`why` is the message). drafted, accepted: numbers of draft tokens in
+    all rounds of the request. hits: the number of rounds whose outcome was in the speculation
+    cache. cached: number of prompt tokens that were in the KV cache already. forced: number of
+    tokens that the grammar dictated."""
 
     op: ClassVar[str] = "end"
     id: int
@@ -100,8 +102,9 @@ class End:
 
 @dataclass(frozen=True)
 class Stats:
-    """The scheduler's state, sent some ten times a second. running, waiting: numbers of requests.
-    draft: "present" or "lost". preempted, rounds: counts since the start."""
+    """The scheduler's state, sent about ten times a second. running, waiting: numbers of requests.
+    free_pages, pages: of the KV cache. mode, lookahead: the method and K of the last round. draft:
+    "present" or "lost". preempted, rounds: counts since the start."""
 
     op: ClassVar[str] = "stats"
     running: int = 0
@@ -127,7 +130,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(line: bytes) -> Message:
-    """Returns the message of a line, without fields that this version does not know. Raises
+    """Returns the message in a line, without fields that this version does not know. Raises
     ProtocolError if the line is no message."""
     try:
         values = json.loads(line)
@@ -141,8 +144,8 @@ def unpack(line: bytes) -> Message:
 
 
 class Line:
-    """The lead's end of the socket; reads and writes never delay a round. is_closed: whether the
-    front is gone."""
+    """The lead's end of the socket to the front (the HTTP process). is_closed: the front is
+    gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -158,7 +161,7 @@ class Line:
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
         data = bytearray(self._rest)
-        for _ in range(_CHUNKS):  # a cancellation may follow long prompts
+        for _ in range(_CHUNKS):  # a cancellation may be behind long prompts in the socket
             try:
                 new = self._socket.recv(_CHUNK)
             except BlockingIOError:
@@ -188,6 +191,6 @@ class Line:
                 self.is_closed = True
 
     def close(self) -> None:
-        """Sends what the socket takes without blocking, and closes the socket."""
+        """Sends the bytes that the socket takes without blocking, and closes the socket."""
         self.flush()
         self._socket.close()

@@ -1,8 +1,8 @@
 """The half of `serve` that runs on the MPI ranks, which decode whenever there are requests.
 
-A pass is one run of the decoding loops on all ranks, for as long as requests are left. Between
-passes the lead (the target's first rank) waits for requests, and other ranks wait for the lead;
-none of them spins. A pass without a round ends the job.
+A pass is one run of the decoding loops on all ranks, for as long as there are requests. Between
+passes the lead (the target's first rank) waits for requests, and other ranks wait for the lead; no
+rank spins. A pass without a round ends the job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def execute_serve(config: ServeConfig) -> int:
             tell_doubt(session.job)
         with contextlib.suppress(ConfigError):  # without llguidance the front refuses grammars
             if isinstance(session.workload, TextWorkload):
-                _ = session.workload.grammars  # takes a second, for which no request should wait
+                _ = session.workload.grammars  # takes 1 s, for which no request should wait
         rank = Rank(session)
         gc.collect()
         gc.freeze()  # exempts objects that live as long as the job from garbage collection
@@ -66,7 +66,7 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Runs the decoding loops once, with all ranks. drive: called on the lead to decode rounds."""
+    """Runs the decoding loops once on all ranks. drive: decodes rounds, called on the lead."""
     rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 
@@ -117,8 +117,9 @@ def warm(
     loop: TargetLoop, job: Job, times: ForwardTimes, room: Capacity, goodput: Goodput | None = None
 ) -> None:
     """Decodes a few rounds with batches of several sizes, so that no request waits for compilers or
-    cold caches. Measures their forwards and, for the controller `goodput`, the rounds of AR and of
-    every fan-out with the largest K. A batch has as many sequences as KV pages allow."""
+    cold caches. `times` gets the times of their forwards, and the controller `goodput` those of
+    rounds with AR and every fan-out at the largest K. A batch has as many sequences as KV pages
+    allow."""
     sampled = job.serving is not None and job.serving.samples
     pages = room.pages_of(len(_WARM_PROMPT) + _WARM_ROUNDS * (job.lookahead + 1))
     most = max(1, room.pages // pages)
@@ -148,8 +149,8 @@ def warm(
 
 
 def _connected() -> socket.socket:
-    """Returns a connection to the front. Raises ConfigError if no front started this rank,
-    FaultError if the front is gone."""
+    """Returns a connection to the front (the HTTP process). Raises ConfigError if no front started
+    this rank, FaultError if the front is gone."""
     path = os.environ.get(SOCKET_VARIABLE)
     if not path:
         raise ConfigError("serve under a launcher: allowed: without one, which starts the ranks")

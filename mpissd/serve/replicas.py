@@ -33,7 +33,7 @@ _KEEP_S = 5.0  # time between two checks that this server's file is there
 _LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
 _ASK_S = 2.0  # longest wait for a replica to answer /ready
 _EVERY_S = 1.0  # time between two reads of the folder
-_SLACK_S = 30  # added to the longest request of a replica, as HAProxy's timeout
+_SLACK_S = 30  # seconds that HAProxy's timeout is longer than the longest request
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
@@ -80,8 +80,9 @@ backend replicas
 
 @dataclass(frozen=True)
 class Entry:
-    """A replica's file in the folder. id: also the replica's server name in HAProxy. max_wait_s:
-    the longest time of a request, in seconds. about: a description for users."""
+    """What a replica's file in the shared folder says. id: also the replica's server name in
+    HAProxy. max_wait_s: the longest time of a request, in seconds. about: a description for
+    users."""
 
     id: str
     host: str
@@ -133,14 +134,14 @@ def read(folder: Path) -> list[Entry]:
 
 
 class Member:
-    """Keeps a server's file in the folder, from when it takes requests until it ends. A thread
-    writes and removes the file, so that a file system that hangs delays no request."""
+    """Keeps a server's file in the shared folder while the server takes requests. A thread writes
+    and removes the file, so that a file system that hangs delays no request."""
 
     def __init__(
         self, folder: str, host: str, port: int, max_wait_s: float, about: Mapping[str, Any]
     ) -> None:
-        """Chooses an id: Slurm's job and task, if any, and a random part. If the server listens on
-        all addresses, its host is the node's name. Raises ConfigError if the folder is
+        """Chooses the server's id: Slurm's job and task, if any, and a random part. If the server
+        listens on all addresses, its host is the node's name. Raises ConfigError if the folder is
         read-only."""
         get, node = os.environ.get, platform.node()
         job = get("SLURM_ARRAY_JOB_ID") or get("SLURM_JOB_ID", "")
@@ -190,8 +191,8 @@ class Member:
 
 
 def replicas(config: ReplicasConfig) -> int:
-    """Lists the servers of a folder and writes HAProxy's file if asked, with --watch until it is
-    ended; returns 0. Raises ConfigError if HAProxy's file cannot be written."""
+    """Lists the servers of a folder; with --haproxy writes HAProxy's file, with --watch until a
+    signal. Returns 0. Raises ConfigError if HAProxy's file cannot be written."""
     if config.watch:
         return _watch(config)
     try:
@@ -211,7 +212,8 @@ def replicas(config: ReplicasConfig) -> int:
 
 
 def ask(entry: Entry) -> str:
-    """Asks a replica whether it is ready; returns "ready", its reason if not, or "no answer"."""
+    """Asks a replica whether it is ready; returns "ready", why it is not, "another server" or "no
+    answer"."""
     connection = http.client.HTTPConnection(entry.host, entry.port, timeout=_ASK_S)
     with contextlib.closing(connection):
         try:
@@ -252,8 +254,8 @@ def _watch(config: ReplicasConfig) -> int:
 
 def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
     """Writes HAProxy's configuration if it has changed; returns whether it has. The configuration
-    depends only on the replicas' addresses and longest requests; a HAProxy that refuses it keeps
-    the previous one. Raises ConfigError if the file cannot be written."""
+    depends only on the replicas' addresses and longest requests; if HAProxy refuses it, the
+    previous one stays in use. Raises ConfigError if the file cannot be written."""
     if config.haproxy is None:
         return False
     text = _FORM.format(
@@ -278,8 +280,8 @@ def install(config: ReplicasConfig, entries: Sequence[Entry]) -> bool:
 def reload(pid_file: Path) -> None:
     """Makes HAProxy read its configuration again; raises ConfigError without a running HAProxy.
     HAProxy's master process (`haproxy -W -p PID_FILE`) passes the listening sockets to new workers,
-    and old workers finish their requests. The process's name is checked first, since the signal
-    would end another process that has this number by now."""
+    and old workers finish their requests. The process's name is checked before it is signalled,
+    since the number in PID_FILE may belong to another program by now."""
     try:
         master = int(pid_file.read_text().split()[0])
         name = Path(f"/proc/{master}/comm")

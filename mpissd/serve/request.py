@@ -1,4 +1,4 @@
-"""One HTTP request: its parsed body, its prompt, and its answer while that arrives.
+"""One HTTP request: its parsed body, its prompt, and its answer while tokens arrive.
 
 A field of OpenAI's API that is not supported and would change the answer is refused. `deadline_s`,
 `mode` and `speculation` are fields of this server only.
@@ -26,12 +26,12 @@ from mpissd.engine.text.prompts import check_text
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.protocol import End, Tokens
 
-Parser = Callable[[str, Any], Any]  # parses a field by name and JSON value, which is never null
+Parser = Callable[[str, Any], Any]  # makes a value of a field's name and JSON value (not null)
 MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
 MOST_TOP = 5  # the most alternatives that are returned beside each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-# By role: fields that a message may have besides role and content.
+# {role: fields that messages of this role may have besides role and content}
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 # Fields of OpenAI's answers that clients may send back in messages; empty ones are ignored.
 _EMPTY = ("refusal", "annotations", "audio", "function_call")
@@ -59,8 +59,9 @@ class Problem(Exception):
 
 
 class Piece(NamedTuple):
-    """A token of an answer with its text. token: None for a remaining text at the end. source: what
-    drafted the token, or the target. logprob: of the token and the likeliest ones, if asked for."""
+    """A token of an answer with its text. token: None for text that remains at the end. source:
+    what drafted the token, or the target. logprob: that of the token and the likeliest ones, if
+    asked for."""
 
     text: str
     token: int | None = None
@@ -73,12 +74,13 @@ class Exchange:
     """A request and its answer so far. A request for n answers has n such objects ("choices").
 
     The first fields are those of the body; None means that a default is still to be filled in.
-    subject: messages, a text, or token ids. form: which answers are allowed: (the body's field that
-    says so, kind and value for make_grammar). prompt: token ids. id: names the choice in messages
-    with the lead rank; set by `Lead.submit`. messages: what the lead sends about any of the n
-    choices, or why it is gone. index: the number of the choice. is_sent: whether the lead has the
-    choice. ends_s, first_s: the times of the deadline and of the first token. num_tokens: tokens in
-    the text; the lead may have decoded more. end: the lead's last message about the choice.
+    subject: messages, a text, or token ids. form: the form that answers must have: (the field of
+    the body that asks for it, kind and value for make_grammar). prompt: token ids. id: names the
+    choice in messages to the lead rank; set by `Lead.submit`. messages: a queue of the lead's
+    messages about any of the n choices; a Problem says why the lead is gone. index: the number of
+    the choice. is_sent: whether the lead has the choice. ends_s, first_s: the times of the deadline
+    and of the first token. num_tokens: tokens in the text; the lead may have decoded more. end: the
+    lead's last message about the choice.
     """
 
     is_chat: bool
@@ -108,9 +110,9 @@ class Exchange:
     ends_s: float = math.inf
     first_s: float = 0.0
     end: End | None = None
-    _new: list[Piece] = field(default_factory=list)  # tokens that no response object has yet
+    _new: list[Piece] = field(default_factory=list)  # tokens that are not in a response yet
     _held: str = ""  # text of a stream that may begin a tool call
-    _has_role: bool = False  # whether a stream's first object was made
+    _has_role: bool = False  # whether the stream's first response was made
     _text: AnswerText = field(init=False)
     _head: dict[str, Any] = field(init=False)
     _tokenizer: Tokenizer = field(init=False)
@@ -140,7 +142,8 @@ class Exchange:
         return tokens
 
     def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Exchange]:
-        """Prepares and returns the n choices (answers). stop_ids: end tokens. model: its name."""
+        """Prepares and returns the n choices. stop_ids: tokens that end an answer. model: its
+        name."""
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -176,13 +179,13 @@ class Exchange:
         self.num_rounds, self.num_hits = self.num_rounds + 1, message.hits
 
     def close(self, end: End) -> None:
-        """Ends the answer, with text held back as the possible start of a stop string."""
+        """Ends the answer; adds text that was held back as the possible start of a stop string."""
         if rest := self._text.flush():
             self._new.append(Piece(rest))
         self.end = end
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns OpenAI's response object of the text since the last call, a part of a stream."""
+        """Returns OpenAI's response object for the text since the last call, a part of a stream."""
         new = self._new
         answer = {**self._head, "choices": [self.choice()]}
         if self.include_sources:
@@ -218,8 +221,8 @@ class Exchange:
         return {"index": self.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
-        """Returns log-probabilities in OpenAI's form, of a chat or a completion; None if there are
-        none. `bytes` is None for a token that is only a part of a character."""
+        """Returns log-probabilities in OpenAI's form for a chat or a completion; None if no token
+        has any. `bytes` is None for a token that is only a part of a character."""
 
         def named(token: int, value: float) -> dict[str, Any]:
             name = self._tokenizer.piece(token)
@@ -258,7 +261,7 @@ def whole(choices: Sequence[Exchange]) -> dict[str, Any]:
 
 def called(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Splits an answer into its text and its tool calls, each of which is CALL and a JSON object of
-    name and arguments. If one has another form, or is not valid Unicode, all is text."""
+    name and arguments. If a call has another form, or is not valid Unicode, everything is text."""
     content, *parts = text.split(CALL)
     calls = list[dict[str, Any]]()
     try:
@@ -288,8 +291,8 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 def _field(is_allowed: Callable[[Any], bool], allowed: str, make: type | None = None) -> Parser:
-    """Returns a parser that refuses other values; `allowed` describes the allowed ones. make:
-    converts a value (None: does not)."""
+    """Returns a parser that raises ConfigError unless is_allowed(value); `allowed` describes the
+    allowed values. make: a type that converts the value (None: no conversion)."""
 
     def parse(name: str, value: Any) -> Any:
         if not is_allowed(value):
@@ -313,7 +316,7 @@ def _real(low: float, high: float, *, is_open: bool = False) -> Parser:
 
 
 def _only(*neutral: Any) -> Parser:
-    """Returns a parser of an API field without support: it accepts only values without effect."""
+    """Returns a parser of an unsupported API field: it accepts only values without effect."""
     return _field(
         lambda value: any(value == each and type(value) is type(each) for each in neutral),
         ", ".join(map(json.dumps, neutral)),
@@ -341,7 +344,7 @@ def _bias(name: str, value: Any) -> Biases:
 
 
 def _members(name: str, value: Any, known: Mapping[str, Parser]) -> dict[str, Any]:
-    """Parses an object with one parser for each field; null fields count as absent."""
+    """Parses an object whose fields have the parsers `known`; null fields count as absent."""
     if not isinstance(value, dict):
         raise _refused(name, value, "an object")
     for each in value:
@@ -375,7 +378,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        if calls := given.pop("tool_calls", None):  # chat templates take an empty list for calls
+        if calls := given.pop("tool_calls", None):  # empty: dropped, as templates see calls
             _read_arguments(f"{here}.tool_calls", calls)
             given["tool_calls"] = calls
         if content is None and role == "assistant":  # an answer may be only tool calls, or empty
@@ -493,8 +496,8 @@ _COMPLETION: dict[str, Parser] = {
 
 
 def parse(body: bytes, *, is_chat: bool, defaults: Sampling = GREEDY) -> Exchange:
-    """Makes an Exchange from a request's body; `defaults` has the sampling values that the body
-    leaves out. Raises Problem(400) for a body that is not allowed."""
+    """Makes an Exchange from a request's body. defaults: sampling values for fields that are
+    absent. Raises Problem(400) for a body that is not allowed."""
     known, subject = (_CHAT, "messages") if is_chat else (_COMPLETION, "prompt")
     try:
         fields = json.loads(body.decode(), parse_constant=_refuse_constant)
