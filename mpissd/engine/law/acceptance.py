@@ -1,29 +1,29 @@
-"""Models from which the outcomes of simulated rounds are drawn: how many drafted tokens the target
-accepts (the acceptance model), and whether the bonus token that follows them is among the
-candidates for which the draft has prepared (the hit model).
+"""Two models of a round's outcome: the acceptance model says how many drafted tokens the target
+accepts, and the hit model whether the bonus token that the target emits after them is among the
+draft's candidates, so that the speculation cache is hit.
 
 Acceptance models:
 
 alpha:0.8          every token is accepted with probability 0.8 (short form: 0.8)
 rates:.9,.8,…      K acceptance rates P(x_i accepted | x_1..x_{i−1} accepted)
 marginal:.9,.7,…   K unconditional rates P(x_1..x_i accepted), as vLLM logs them
-laws:FILE          measured on the draft of a real pair of models (load_laws)
-parallel:FILE      measured on such a draft, when one forward drafts all K tokens
-prompt:FILE, suffix:FILE    measured on tokens looked up in the text (lookup.py)
+laws:FILE          measured on a real target and draft
+parallel:FILE      measured on a real target and a draft whose forward drafts all K tokens
+prompt:FILE, suffix:FILE    measured on tokens copied from earlier text (lookup.py)
 
 Hit models, where F is the number of bonus candidates kept after k accepted tokens:
 
 p_hit:.9           every outcome hits with probability .9 if F ≥ 1
 power:A=.75,r=1         miss(F) = min(1, A·F^{−r})
 power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted all tokens
-power:…,floor=.03/.02   floor + A·F^{−r}: the share of tokens that the draft does not know
+power:…,floor=.03/.02   miss(F) = min(1, floor + A·F^{−r}); the draft never finds a share `floor`
 laws:FILE               measured on a real pair
 smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
 
-`python -m mpissd pair` measures a real pair and writes a laws file: counts of accepted tokens, and
-fitted hit models (docs/laws.md). `--laws=FILE` imposes it: the counts at the run's own K give the
-acceptance rates, the fitted (A, r) and floors the hit model, and the counts of looked-up tokens the
-acceptance of tokens that a lookup drafts after a cache miss.
+`python -m mpissd pair` measures a real pair of a target and a draft, and writes a laws file with
+counts of accepted tokens and fitted hit models (docs/laws.md). A run with `--laws=FILE` draws its
+outcomes from this file: it takes the acceptance rates from the counts at its K, and the hit model
+from the fitted A, r and floor.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from mpissd.common.rounds import Ints
 from mpissd.common.theory import accept_probabilities, power_law_miss
 from mpissd.common.workloads import LOOKUPS
 
-DEFAULT_FAST = "alpha:0.3"  # the assumed acceptance of looked-up tokens, if not measured
+DEFAULT_FAST = "alpha:0.3"  # the acceptance model of tokens from a lookup, if none was measured
 NEVER = 2**31 - 1  # the rank of a bonus token that no number of candidates would include
-SCHEMA = 1  # the version of the format of laws files
+SCHEMA = 1  # the version number of the file format of laws files
 PARALLEL = "parallel"
-LAW_FILES = ("laws", *LOOKUPS, PARALLEL)  # the kinds of acceptance models that read a laws file
+LAW_FILES = ("laws", *LOOKUPS, PARALLEL)  # the acceptance models that are read from a file
 _BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
@@ -62,10 +62,12 @@ _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
 
 @dataclass(frozen=True)
 class AcceptanceLaw:
-    """An acceptance model of K drafted tokens: hazards[i − 1] is P(x_i accepted | x_1..x_{i−1}
-    accepted). levels[i − 1], of drafts whose K tokens come from one forward, has by rank the
-    probability that the target's token is the draft's candidate of that rank there; empty: unknown.
-    Raises ConfigError for a rate outside 0..1."""
+    """An acceptance model: the probabilities that K drafted tokens x_1 … x_K are accepted.
+
+    hazards[i − 1]: P(x_i accepted | x_1..x_{i−1} accepted). label: the model as text. levels: known
+    only if one forward drafts all K tokens; levels[i − 1][r] is the probability that the target's
+    i-th token is the draft's (r + 1)-th likeliest one. Raises ConfigError for a rate outside 0..1.
+    """
 
     hazards: tuple[float, ...]
     label: str
@@ -86,9 +88,9 @@ class AcceptanceLaw:
 
 
 def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
-    """Returns the acceptance model that `text` names, for K = lookahead. Its label is `text` in the
-    long form; rates from a laws file are rounded to four digits. With K = 0 nothing is drafted, and
-    a list may have any length. Raises ConfigError, which names the value and the allowed ones."""
+    """Returns the acceptance model that `text` describes, as in `alpha:0.8`, for K = lookahead
+    drafted tokens. Rates from a laws file are rounded to four digits. With K = 0 a list of rates
+    may have any length. Raises ConfigError, which names the value and the allowed ones."""
     kind, colon, values = text.strip().partition(":")
     if not colon:
         try:
@@ -127,9 +129,9 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
 
 
 def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
-    """Converts counts c_k of rounds with k accepted tokens into K acceptance rates a_i = Σ_{k≥i}
-    c_k / Σ_{k≥i−1} c_k. Rates are 0 beyond the largest k that occurred. A round with more than K
-    accepted tokens counts as one that accepted all K."""
+    """Returns the K = lookahead acceptance rates a_i = Σ_{k≥i} c_k / Σ_{k≥i−1} c_k, where c_k =
+    counts[k] is the number of rounds that accepted k tokens. Rates are 0 beyond the largest k that
+    occurred. A round with more than K accepted tokens counts as one that accepted all K."""
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
     return tuple(reached / before if before else 0.0 for before, reached in pairs)
@@ -137,10 +139,10 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     """Returns how many drafted tokens of each sequence the target accepts, int32 [b]: those before
-    the first difference from its own tokens. drafts: [b, K]; stream: the target's own tokens, [b, ≥
-    K]; num_draft: how many tokens of each row of `drafts` count, [b]."""
+    the first one that differs from the target's own token. drafts: the drafted tokens, [b, K].
+    stream: the target's own tokens, [b, ≥ K]. num_draft: how many tokens are drafted, [b]."""
     batch, lookahead = drafts.shape
-    # True where a drafted token differs; column K is always True, so that argmax finds an end.
+    # True where a drafted token differs. Column K is always True, so that argmax finds an end.
     ends = np.ones((batch, lookahead + 1), np.bool_)
     np.not_equal(drafts, stream[:, :lookahead], out=ends[:, :lookahead])
     run: Ints = ends.argmax(axis=1).astype(np.int32)
@@ -158,11 +160,13 @@ class Power(NamedTuple):
 
 @dataclass(frozen=True)
 class HitLaw:
-    """The hit model: the rank, from 1, of the true bonus token among the draft's candidates.
+    """The hit model: the distribution of the rank, from 1, of the bonus token that the target emits
+    among the draft's candidates for it.
 
-    With p_hit set, the rank is 1 with that probability and else NEVER. Without it, P(rank ≤ F) = 1
-    − min(1, floor + A·F^{−r}). by_end: these parameters after a rejection, and, if they differ,
-    after a round that accepted all drafted tokens. Raises ConfigError for impossible values.
+    p_hit: if set, the rank is 1 with this probability, and else NEVER (no candidate). by_end: if
+    p_hit is None, the parameters of P(rank > F) = min(1, floor + A·F^{−r}) after a rejection, and,
+    if they differ, after a round that accepted all drafted tokens. label: the model as text. Raises
+    ConfigError for impossible values.
     """
 
     label: str
@@ -181,18 +185,20 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """The values of `end` (whether all drafted tokens were accepted) with separate models."""
+        """(False,), or (False, True) if rounds that accepted all drafted tokens have parameters of
+        their own. False stands for a rejection, True for a round without one."""
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
-        """Returns the tuples (A_0 … A_K), (r_0 … r_K) and (floor_0 … floor_K) of miss_k(F) = min(1,
-        floor_k + A_k·F^{−r_k}) after k of `served` drafted tokens were accepted; K = lookahead."""
+        """Returns ((A_0 … A_K), (r_0 … r_K), (floor_0 … floor_K)), with K = lookahead: the
+        parameters of P(rank > F) = min(1, floor_k + A_k·F^{−r_k}) if k of `served` drafted tokens
+        were accepted."""
         powers = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
         return tuple(zip(*powers, strict=True))
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Draws a rank from 1 to NEVER for each uniform random number of `u`, in [0, 1). end:
-        whether all drafted tokens were accepted."""
+        """Returns the bonus token's rank, 1 to NEVER, for each uniform random number of `u`, in
+        [0, 1). end: whether all drafted tokens were accepted."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
         a, r, floor = self.by_end[-end]
@@ -216,8 +222,8 @@ class HitLaw:
 
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
-    """Returns the hit model that the flags hit_law, p_hit or laws choose, at K = lookahead; the
-    default model without them. Raises ConfigError for a bad value."""
+    """Returns the hit model for K = lookahead drafted tokens that the flags hit_law, p_hit or laws
+    choose, or the default model without these flags. Raises ConfigError for a bad value."""
     if flags.hit_law is not None:
         return named_hit_law(flags.hit_law, lookahead)
     if flags.p_hit is not None:
@@ -228,9 +234,9 @@ def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
 
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
-    """Returns the hit model that `text` names; its label holds the numbers. `text` may also be the
-    hit_law of a result row. lookahead: K, which selects an entry of a laws file, whose numbers are
-    rounded to four digits."""
+    """Returns the hit model that `text` describes, as in `power:A=.75,r=1`, `p_hit:.9`, `laws:FILE`
+    or the name of a measured pair. lookahead: K, the number of drafted tokens, for which a laws
+    file has a model of its own. Its numbers are rounded to four digits."""
     what = f"hit_law {text!r}"
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:
@@ -258,8 +264,8 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _power_law(*by_end: Sequence[float]) -> HitLaw:
-    """Returns the power-law model of one or two triples (A, r, floor): the second one, if given,
-    holds after rounds that accepted all drafted tokens."""
+    """Returns the hit model with P(rank > F) = min(1, floor + A·F^{−r}) for one or two triples
+    (A, r, floor). The second triple holds after rounds that accepted all drafted tokens."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
     powers = tuple(Power(*numbers) for numbers in by_end)
@@ -281,12 +287,13 @@ def _probability(what: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class LawsAt:
-    """What a laws file holds for rounds of K = `lookahead` drafted tokens.
+    """The part of a laws file, which holds measured outcomes, for K = lookahead drafted tokens.
 
-    accepted: the number of rounds that accepted k = 0 … K tokens. fast: the same for looked-up
-    tokens, by kind of lookup, and for K tokens that one forward of a parallel draft drafts
-    (PARALLEL). levels: as in AcceptanceLaw. rejected, complete: the hit model after a rejection,
-    and after K accepted tokens; None if too few outcomes were observed to fit one.
+    accepted[k]: the number of rounds that accepted k = 0 … K tokens. fast: such counts for tokens
+    copied by a lookup, by kind of lookup, and under PARALLEL for K tokens drafted by one forward.
+    rejected, complete: the hit model after a rejection, and after K accepted tokens (None: too few
+    outcomes to fit one). levels[i − 1][r]: with PARALLEL, the probability that the target's i-th
+    token is the draft's (r + 1)-th likeliest one.
     """
 
     lookahead: int
@@ -299,8 +306,11 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """The content of a laws file. at: the models, by rising K. about: the origin of the outcomes.
-    without_each: values of --laws that each name the models fitted without one group of prompts."""
+    """The content of a laws file: acceptance and hit models measured on a target and a draft.
+
+    at: the models, by rising number K of drafted tokens. about: the origin of the measured rounds.
+    without_each: values of --laws, each of which selects models without one group of prompts.
+    """
 
     name: str
     sha256: str
@@ -310,12 +320,13 @@ class LawFile:
 
     @property
     def label(self) -> str:
-        """The file's name and the beginning of its SHA-256, as result rows have them."""
+        """The file's name and the first 16 digits of its SHA-256, written to result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
     @property
     def longest_fitted(self) -> int:
-        """The largest K for which both hit models could be fitted; without one, the largest K."""
+        """The largest K with enough outcomes to fit a hit model both after a rejection and after K
+        accepted tokens; if there is none, the largest K in the file."""
         fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
         return max(fitted, default=self.at[-1].lookahead)
 
@@ -331,8 +342,8 @@ class LawFile:
 
 
 def load_laws(path: str) -> LawFile:
-    """Reads a laws file, once while it does not change. The path FILE#n selects the models fitted
-    without the n-th group of prompts. Raises ConfigError for a file of another kind."""
+    """Reads a laws file; a file that has not changed is read only once. The path FILE#n selects the
+    models fitted without the n-th group of prompts. Raises ConfigError for any other file."""
     try:
         file, _, group = path.rpartition("#") if not Path(path).exists() else (path, "", "")
         stat = Path(file or path).stat()

@@ -2,8 +2,8 @@
 number k = 0..K of accepted tokens.
 
 uniform:F      F_k = F
-geometric:B    the whole numbers with ΣF_k ≤ B that miss least under the hit model (without
-               rounding: the geometric series of SSD's theorem 12)
+geometric:B    the whole numbers with ΣF_k ≤ B that give most cache hits under the hit model
+               (without rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
 
 With a draft tree (`--tree`), k is the tree's node at which the accepted path ends.
@@ -25,10 +25,10 @@ from mpissd.common.theory import accept_probabilities, each_k, power_law_miss
 from mpissd.engine.law.acceptance import HitLaw
 from mpissd.engine.law.tree import Shape, positional
 
-# The largest allowed ΣF_k of a sequence: more than any run uses, and still planned within 0.1 s.
+# the largest allowed number of branches of a sequence, which is still optimized within 0.1 s
 MAX_BRANCHES = 4096
 MOST_CANDIDATES = 64  # the most candidates that the forward's top-k returns for a row of logits
-# Costs whose difference is below this are equal, so that rounding errors do not decide a choice.
+# Miss probabilities that differ by less count as equal, so that rounding errors decide nothing.
 _TIE = 1e-12
 
 
@@ -42,13 +42,12 @@ def resolve_fan_out(
     *,
     minimum: int = 0,
 ) -> tuple[int, ...]:
-    """Returns F_0..F_K, the numbers of bonus candidates after k = 0..K accepted tokens. text:
-    `uniform:F`, `geometric:B` or `list:a,b,…`.
+    """Returns (F_0, …, F_K), where F_k is the number of bonus candidates after k accepted tokens.
 
-    alpha_rates: the acceptance rates of the K drafted tokens. hit_a, hit_r, floor: A, r and floor
-    of the hit model miss_k(F) = min(1, floor_k + A_k·F^{−r_k}), one value for all k or K+1 values.
-    minimum: the least F_k that geometric gives (1 if F_k = 0 is not allowed). Raises ConfigError,
-    which names the value and the allowed ones.
+    text: `uniform:F`, `geometric:B` or `list:a,b,…`. alpha_rates: the acceptance rates of the K
+    drafted tokens. hit_a, hit_r, floor: A, r and floor of the hit model miss_k(F) = min(1, floor_k
+    + A_k·F^{−r_k}), one value for all k or K+1 values. minimum: the least F_k that geometric gives.
+    Raises ConfigError, which names the value and the allowed ones.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -91,11 +90,14 @@ def optimal_fan_out(
     minimum: int = 0,
     floor: float | Sequence[float] = 0.0,
 ) -> tuple[int, ...]:
-    """Returns the whole numbers F_k ≥ minimum with ΣF_k ≤ budget that minimise Σ_k
-    weights[k]·miss_k(F_k). weights[k]: P(k accepted). hit_a, hit_r, floor: the parameters of
-    miss_k, as in resolve_fan_out. Among equal minima the least ΣF_k is taken. The dynamic program
-    over k takes O(K·B²). A greedy search fails: with A = 1 the first candidate at k gains nothing,
-    so that it would never add a second (hit rate .19 instead of .68 at B = 24)."""
+    """Returns the numbers F_k of bonus candidates after k accepted tokens that give most cache
+    hits: the whole numbers F_k ≥ minimum with ΣF_k ≤ B = budget that minimise Σ_k weights[k] ·
+    miss_k(F_k); of several minima the one with the least ΣF_k.
+
+    weights[k]: P(k accepted). hit_a, hit_r, floor: the parameters of miss_k(F) = min(1, floor_k +
+    A_k·F^{−r_k}). The dynamic program over k takes O(K·B²). A greedy search fails: with A = 1 the
+    first candidate after k tokens gains nothing, so that a second one would never be added.
+    """
     slopes, floors = (each_k(value, len(weights)) for value in (hit_r, floor))
     assert len(weights) == len(hit_a) and min(slopes) > 0, (len(weights), len(hit_a), hit_r)
     spare = budget - minimum * len(weights)
@@ -110,8 +112,9 @@ def optimal_fan_out(
 def tree_fan_out(
     tree: Shape, hazards: Sequence[float], hit_law: HitLaw, budget: int
 ) -> tuple[int, ...]:
-    """Returns F_n, the number of bonus candidates after each node n of a draft tree: the whole
-    numbers with ΣF_n ≤ budget for the most cache hits. Raises ConfigError if no candidate hits."""
+    """Returns the numbers of bonus candidates after each node of a draft tree that give most cache
+    hits, with at most `budget` candidates in all. hazards: the acceptance rates of the drafted
+    tokens, by level. Raises ConfigError if no candidate can hit."""
     chances = key_chances(tree, hazards, hit_law, min(budget, MOST_CANDIDATES - 1))
     best = _cheapest([-chance for chance in chances], budget)
     if not any(best):
@@ -122,10 +125,10 @@ def tree_fan_out(
 def key_chances(
     tree: Shape, hazards: Sequence[float], hit_law: HitLaw, largest: int
 ) -> list[NDArray[np.float64]]:
-    """Returns, for each node n of a draft tree, P(the accepted path ends at n, and the bonus token
-    is one of its F candidates) for F = 0 … largest. With n at depth d, the path ends there and the
-    target emits the draft's r-th token with probability P(n is accepted) · law[d, r]. Ranks r below
-    the number of n's children are those children; the candidates follow them."""
+    """Returns, for each node of a draft tree, the probabilities of a cache hit there with F = 0 …
+    `largest` bonus candidates: P(the accepted path ends at the node, and the bonus token is one of
+    the F candidates). The draft's likeliest tokens after a node are its children, and the next
+    likeliest ones are the candidates. hazards: the acceptance rates, by level."""
     law = positional(hazards, hit_law, tree.width + largest)
     law = np.vstack([law, np.diff(hit_law.hit_probabilities(tree.width + largest)[1])])
     chances = []
@@ -136,8 +139,9 @@ def key_chances(
 
 
 def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, ...]:
-    """Returns the whole numbers n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]."""
-    best = np.zeros(budget + 1)  # best[s]: the least sum of costs so far, with s candidates in all
+    """Returns the whole numbers n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]; of several
+    minima the one with the least Σn_k."""
+    best = np.zeros(budget + 1)  # best[s]: the least cost so far with Σn_k = s
     choices: list[NDArray[np.intp]] = []
     for cost in costs:
         # total[s] = min_e best[s−e] + cost[e]; chosen[s] is the e that attains the minimum
@@ -160,20 +164,23 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class FanOuts:
-    """The fan-outs F_0..F_K (numbers of bonus candidates after k accepted tokens), which depend on
-    what drafted the tokens under verification. after_hit: used if the speculation cache held them.
-    after_miss: used if a backup drafted them. An empty tuple: nothing is drafted ahead."""
+    """The fan-outs F_0..F_K: F_k is the number of bonus candidates after k accepted tokens.
+
+    after_hit: the fan-outs if the tokens under verification came from the speculation cache.
+    after_miss: the fan-outs if a backup drafted these tokens. Empty if nothing is drafted ahead.
+    """
 
     after_hit: tuple[int, ...] = ()
     after_miss: tuple[int, ...] = ()
 
     def behind(self, source: int) -> tuple[int, ...]:
-        """Returns F_0..F_K to use when this Source drafted the tokens under verification."""
+        """Returns the fan-outs F_0..F_K for tokens under verification that `source` drafted (a
+        Source: the speculation cache or a backup)."""
         return self.after_hit if source == Source.CACHE else self.after_miss
 
     @property
     def lists(self) -> tuple[tuple[int, ...], ...]:
-        """The fan-outs F_0..F_K after cache hits, and those after misses."""
+        """(the fan-outs F_0..F_K after cache hits, those after cache misses)."""
         return self.after_hit, self.after_miss
 
     @cached_property
@@ -182,24 +189,24 @@ class FanOuts:
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
-        """Returns fan-outs with F_k, the candidates after k accepted tokens, limited to `width`
-        (None: no limit), and to 0 where k exceeds `served`, the number of tokens under verification
-        (None: K)."""
+        """Returns the fan-outs with every F_k limited to `width` bonus candidates (None: no limit),
+        and with F_k = 0 for each k above `served`, the number of tokens under verification (None:
+        K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property
     def widest_each(self) -> tuple[int, ...]:
-        """The larger number of candidates F_k after hits and after misses, for each k."""
+        """For each k, the larger one of F_k after a cache hit and F_k after a cache miss."""
         return tuple(map(max, zip(*self.lists, strict=True)))
 
     @property
     def widest(self) -> int:
-        """The largest number of candidates F_k, for any k, after hits or misses."""
+        """The largest F_k (number of bonus candidates) of all k, after hits or misses."""
         return max(self.widest_each, default=0)
 
     @property
     def branches(self) -> int:
-        """The most branches that a sequence can have: the larger ΣF_k after hits and misses."""
+        """The most branches of a sequence: the larger one of ΣF_k after hits and after misses."""
         return max(sum(fan_out) for fan_out in self.lists)
 
 
@@ -214,8 +221,8 @@ def _within(fan_outs: FanOuts, width: int | None, served: int | None) -> FanOuts
 
 
 def lanes_of(fan_out: Sequence[int]) -> tuple[Ints, Ints]:
-    """Returns for each of the ΣF_k branches (the number k of accepted tokens that it assumes; the
-    rank, from 0, of its bonus token among the candidates at k)."""
+    """Returns two int32 arrays over the ΣF_k branches of a sequence: the number k of accepted
+    tokens that the branch assumes, and the rank from 0 of its bonus token among the candidates."""
     counts = np.asarray(fan_out, np.int64)
     starts = np.cumsum(counts) - counts
     k_of = np.repeat(np.arange(len(counts)), counts).astype(np.int32)

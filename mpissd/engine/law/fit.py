@@ -1,16 +1,15 @@
-"""Fits a power law to the ranks of bonus tokens among a draft's candidates, which are observed only
-up to the number of candidates F.
+"""Fits a power law to the ranks of bonus tokens among a draft's candidates. A rank is observed only
+if it is at most F, the number of candidates.
 
 P(rank > F) = miss(F) = min(1, A·F^{−r}) [Kumar, Dao, May 2026, definition 11, with a factor A]. An
 observed rank f has probability miss(f−1) − miss(f), with miss(0) = 1. An unobserved rank, beyond
-the F candidates, has probability miss(F). F may depend on earlier outcomes: such censoring does not
-change the likelihood.
+the F candidates, has probability miss(F). F may depend on earlier outcomes, because such censoring
+does not change the likelihood.
 
-The fit is relative to the smallest observed rank m. A law that gives rank m a probability has z =
-P(rank > m) = A·m^{−r} < 1, and the likelihood splits into B(z)·G(r): how many ranks are above m,
-and how those are spread. So the best z is a share of counts (for m = 1, z is A itself), and log G
-is concave. Only the bound z ≥ (1 − 1/m)^r couples the two; it matters if ranks below m are likely
-although none was observed.
+Let m be the smallest observed rank and z = P(rank > m) = A·m^{−r} < 1. The likelihood is a product
+B(z)·G(r): B says how many ranks are above m, and G how these ranks are spread. So the best z is a
+share of counts (for m = 1, z is A itself), and log G is concave. Only the bound z ≥ (1 − 1/m)^r
+couples z and r; it matters if ranks below m are likely although none was observed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mpissd.common.errors import ConfigError
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.integer]
 
-LEAST_COUNT = 10  # the least number of observations from which a fit is made
+LEAST_COUNT = 10  # the least number of observations that are fitted
 _LOG_R = (math.log(1e-4), math.log(1e3))
 _GRID = 33
 _LEVELS = 9
@@ -35,20 +34,21 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
     """Returns the maximum-likelihood (A, r) of P(rank > F) = min(1, A·F^{−r}), or None if the
     observations do not determine them.
 
-    ranks: the rank of each true token among the candidates, from 1, [n]; 0 if it was none of them.
-    limits: the number of candidates F of each observation, [n]; entries with F = 0 are ignored. The
-    result is None with fewer than LEAST_COUNT observations, if no rank above the smallest was
-    observed (r could be 0), or if no larger one could be (r could be infinite).
+    ranks: the rank, from 1, of each observed bonus token among the candidates, [n]; 0 if the token
+    was no candidate. limits: the number F of candidates of each observation, [n]; observations with
+    F = 0 are ignored. Returns None with fewer than LEAST_COUNT observations, if all observed ranks
+    are equal (the best r is 0), or if nothing shows a rank above the smallest one plus 1 (the best
+    r is infinite).
 
     Raises ConfigError for a rank above its limit or below 0.
     """
     if len(ranks) and (ranks.min() < 0 or (ranks > limits).any()):
         worst = int(np.argmax((ranks < 0) | (ranks > limits)))
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
-    rank, hits = _tally(ranks)  # how often each rank was observed
-    limit, misses = _tally(limits[ranks == 0])  # how often each number of candidates missed
+    rank, hits = _tally(ranks)  # each observed rank, and how often it occurred
+    limit, misses = _tally(limits[ranks == 0])  # each F that missed, and how often
     first = int(rank[0]) if len(rank) else 1  # the smallest rank seen, m
-    # A finite A > 0 and r > 0 maximise the likelihood only if `further`, and a rank > first occurs.
+    # Without `further` the best r is infinite; without an observed rank above `first` it is 0.
     further = (rank > first + 1).any() or (limit > first).any()
     if np.count_nonzero(limits) < LEAST_COUNT or not (further and (rank > first).any()):
         return None
@@ -63,7 +63,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         return np.asarray(np.log(np.maximum(share_behind, least)) + r * math.log(first))
 
     def likelihood(r: Floats) -> Floats:
-        """Returns log P(ranks | A, r), maximised over A."""
+        """Returns log P(ranks | A, r) for each given r, with the best A for that r."""
         log_a = best_log_a(r)[:, None]
         slope = r[:, None]
         # A rank of 1 has log(rank − 1) = −∞, for which the minimum gives log miss(0) = log 1.

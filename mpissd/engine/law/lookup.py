@@ -1,12 +1,12 @@
-"""Drafts without a model, copied from what followed an earlier occurrence of the last tokens.
+"""Drafts without a model: copies the tokens that followed an earlier occurrence of the last tokens.
 
-PromptLookup    the last n ≤ `longest` tokens, at their latest occurrence [Saxena 2023, prompt
+PromptLookup    finds the latest occurrence of the last n ≤ `longest` tokens [Saxena 2023, prompt
                 lookup decoding; the n-gram drafts of vLLM]
-SuffixLookup    the longest suffix that occurred before, of any length, by a suffix automaton
+SuffixLookup    finds the longest suffix that occurred before, of any length, by a suffix automaton
                 [Blumer et al. 1985; as a draft: Hu et al. 2024, SAM decoding]
 
-Both read a token in constant time (the automaton amortised) and draft `count` tokens in O(count),
-so that the cost of a round does not grow with the context.
+Each class reads a token in constant time (the automaton amortised) and drafts `count` tokens in
+O(count), so that the cost of a round does not grow with the context.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from mpissd.common.workloads import LOOKUPS, imported
 
 LONGEST = 3  # the default number of last tokens that prompt lookup compares
-_DEEPEST = 256  # most suffixes whose latest place a token updates; n equal tokens have n suffixes
+_DEEPEST = 256  # the most suffixes whose latest occurrence is updated for one new token
 
 
 class Lookup(ABC):
-    """An index of one sequence's tokens that finds what followed an earlier occurrence of its last
-    tokens. longest: how many last tokens are compared at most (PromptLookup only)."""
+    """An index of one sequence's tokens, which finds the tokens that followed an earlier occurrence
+    of the last tokens. longest: the most last tokens to compare (in PromptLookup)."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest
@@ -39,12 +39,14 @@ class Lookup(ABC):
         self._add(token)
 
     def drafted(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that once followed the last tokens; [] if none did."""
+        """Returns up to `count` tokens that followed an earlier occurrence of the last tokens, or
+        [] if there is none."""
         start = self._start()
         return [] if start is None else self.tokens[start : start + count]
 
     def padded(self, count: int, filler: int | None = None) -> list[int]:
-        """Returns exactly `count` tokens: those drafted, then `filler` (None: the last token)."""
+        """Returns exactly `count` tokens: those of `drafted`, then as many `filler` as are missing
+        (None: the last token)."""
         tokens = self.drafted(count)
         rest = self.tokens[-1] if filler is None else filler
         return tokens + [rest] * (count - len(tokens))
@@ -55,8 +57,8 @@ class Lookup(ABC):
 
     @abstractmethod
     def _start(self) -> int | None:
-        """Returns the index of the token after an earlier occurrence of the last tokens, or
-        None."""
+        """Returns the index of the first token after an earlier occurrence of the last tokens;
+        None if there is none."""
 
 
 class PromptLookup(Lookup):
@@ -85,9 +87,8 @@ class SuffixLookup(Lookup):
     """Finds the latest earlier occurrence of the longest suffix that occurred before.
 
     A state of the suffix automaton represents the substrings that end at the same places. The link
-    of the newest state is the longest suffix that also ends elsewhere. If more than _DEEPEST
-    suffixes occurred before, in a repetitive text, a short suffix may be found at a place before
-    its latest.
+    of the newest state leads to the longest suffix that also ends elsewhere. If more than _DEEPEST
+    suffixes occurred before, as in repetitive text, an older place of a short one may be found.
     """
 
     def __init__(self, longest: int = LONGEST) -> None:
@@ -95,7 +96,7 @@ class SuffixLookup(Lookup):
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
-        self._end = [0]  # for each state, the index after the latest occurrence that was recorded
+        self._end = [0]  # by state, the index after the latest recorded occurrence
         self._last = self._found = 0
 
     def _add(self, token: int) -> None:
@@ -109,7 +110,7 @@ class SuffixLookup(Lookup):
         self._last = new
         above = self._link[new]
         self._found = self._end[above] if above else 0
-        for _ in range(_DEEPEST):  # The substrings of these states have just occurred again.
+        for _ in range(_DEEPEST):  # These states' substrings have just occurred again.
             if above <= 0:
                 break
             self._end[above] = len(self.tokens)
@@ -143,6 +144,7 @@ class SuffixLookup(Lookup):
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:
-    """Returns an empty index of this kind (--lookup); longest: the most last tokens to compare."""
+    """Returns an empty Lookup. kind: a value of --lookup, "prompt" or "suffix". longest: the most
+    last tokens to compare (in prompt lookup)."""
     lookup: Lookup = imported(LOOKUPS[kind])(longest)
     return lookup

@@ -20,16 +20,16 @@ from mpissd.engine.law.tree import CHAIN, Shape
 Floats = NDArray[np.float64]
 Row = NDArray[np.float32]  # a distribution [V] as it is sent; its sum need not be exactly 1
 
-_EMPTY = 1e-14  # If max(p − q, 0) sums to less, p = q up to rounding.
-_BLOCK = 256  # the tokens in a block whose sum `draw` computes first
-_FEW = 4096  # the largest V for which `draw` makes no use of block sums
+_EMPTY = 1e-14  # If max(p − q, 0) sums to less, p and q differ only by rounding.
+_BLOCK = 256  # the number of tokens in a block, whose probabilities `draw` adds up first
+_FEW = 4096  # the largest vocabulary for which `draw` sums over all tokens and not over blocks
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A distribution before its normalisation: p[i] = values[i] / total, where total > 0 is the sum
-    of values. The division of all V values, a quarter of the time of a row, is saved: acceptance
-    needs only one p[i], and a draw none."""
+    """A distribution over V tokens that is not normalised: p[i] = values[i] / total, where total >
+    0 is the sum of values. This saves the division of all V values, a quarter of the time of a row:
+    acceptance needs only one p[i], and drawing a token needs none."""
 
     values: Floats
     total: float
@@ -46,10 +46,14 @@ class Weights:
 def weigh(
     logits: NDArray[np.floating], temperature: float, top: int = 0, scale: float = 1.0
 ) -> Weights:
-    """Returns softmax(logits / temperature), [V]; at temperature 0 the first maximum has
-    probability 1. top, scale: Saguaro's σ_{F,C} multiplies the weights of the F = `top` largest
-    logits by C = `scale` (0..1), so that a rejection more often yields one of them, for which the
-    draft has drafted ahead. C = 1, C = 0 over all tokens, and temperature 0 give plain softmax."""
+    """Returns the distribution softmax(logits / temperature) over V tokens; at temperature 0 the
+    first maximum has probability 1.
+
+    top, scale: Saguaro's sampling of drafted tokens multiplies the weights of the F = `top` largest
+    logits by C = `scale` (0..1), so that a rejection more often yields one of these tokens, for
+    which the draft has drafted ahead. It changes nothing with C = 1, with C = 0 over all tokens,
+    or at temperature 0.
+    """
     if temperature == 0:
         certain = np.zeros(len(logits))
         certain[int(np.argmax(logits))] = 1.0
@@ -79,20 +83,20 @@ def largest(logits: NDArray[np.floating], count: int) -> NDArray[np.int64]:
 
 
 def record(probs: Floats) -> Row:
-    """Rounds a proposal's distribution [V] to float32, the form that is sampled from and sent."""
+    """Rounds a drafted token's distribution [V] to float32, the form that is sampled and sent."""
     return probs.astype(np.float32)
 
 
 def recorded(row: Row) -> Floats:
-    """Returns the normalised distribution [V] of a float32 row, bit-identical on every rank."""
+    """Normalises a distribution [V] that was rounded to float32. Every rank gets the same bits."""
     exact = row.astype(np.float64)
     return np.asarray(exact / exact.sum())
 
 
 def draw(weights: Floats, u: float, total: float = 1.0) -> int:
-    """Returns the token for u in [0, 1), by inverting the cumulative distribution weights / total.
-    weights: [V]; total: their sum. Sums in token order define the result; sums of blocks find it in
-    a tenth of the time, and are used where rounding errors cannot change it."""
+    """Draws a token from the distribution weights / total [V] by the uniform number u in [0, 1):
+    inverts the cumulative distribution. Sums in token order define the result. Sums over blocks of
+    tokens take a tenth of the time, and are used if rounding errors cannot change the result."""
     token = _between(weights, u) if len(weights) > _FEW else None
     if token is not None:
         return token
@@ -101,10 +105,10 @@ def draw(weights: Floats, u: float, total: float = 1.0) -> int:
 
 
 def _between(weights: Floats, u: float) -> int | None:
-    """Returns the token for u by sums of blocks; None if rounding errors could give another token.
-    The rounding error of a sum of V weights is at most (V + 2) 2^-53 of the total, in any order and
-    divided or not [Higham 2002, section 4.2]. Four such errors may add up: in a token's bound and
-    in u's share of the total, here and in the sums in token order. The margin is twice that."""
+    """Returns what `draw` returns, computed by sums over blocks of tokens, or None if rounding
+    errors could give another token. In any order, the rounding error of a sum of V weights is at
+    most (V + 2) 2^-53 of the total [Higham 2002, section 4.2]. At most four such errors add up: in
+    a token's bound and in u's share of the total, in both ways to sum. The margin is twice that."""
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK)))
     total = float(ends[-1])
     wanted = u * total
@@ -121,8 +125,9 @@ def _between(weights: Floats, u: float) -> int | None:
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
-    """Samples a token from the distribution `probs` [V] with u in [0, 1). Returns the token, its
-    probability q, and the row rounded to float32 from which both were computed."""
+    """Samples a drafted token from the distribution `probs` [V] by the uniform number u in [0, 1).
+    Returns (the token, its probability q, the distribution rounded to float32, from which the token
+    was drawn and q computed)."""
     row = record(probs)
     exact = row.astype(np.float64)
     total = float(exact.sum())
@@ -131,15 +136,17 @@ def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
 
 
 def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
-    """Samples another child of a node of a draft tree, from the float32 row that its sibling was
-    drawn from, without that sibling's entry `taken`. Returns what `propose` returns."""
+    """Samples the next child of a node of a draft tree, without replacement. row: the float32
+    distribution from which the previous child, token `taken`, was drawn. u: a uniform number.
+    Returns (the token, its probability q, the distribution without `taken`)."""
     left = row.astype(np.float64)
     left[taken] = 0.0
     return propose(left, u)
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """Returns max(p − q, 0), normalised, the distribution after a rejection; None if p = q."""
+    """Returns max(p − q, 0), normalised: the target's distribution after the rejection of a token
+    drawn from q. Returns None if p = q."""
     left = p - q
     np.maximum(left, 0.0, out=left)
     total = float(left.sum())
@@ -150,8 +157,8 @@ def residual(p: Floats, q: Floats) -> Floats | None:
 
 
 def without(p: Floats, token: int) -> Floats | None:
-    """Returns the residual distribution after the rejection of a proposal that was certain (q = 1):
-    p without `token`, normalised. None if p has no other token."""
+    """Returns p without `token`, normalised: the target's distribution after the rejection of a
+    token that was drafted with probability 1. Returns None if p has no other token."""
     left = p.copy()
     left[token] = 0.0
     total = float(left.sum())
@@ -168,8 +175,8 @@ def judge(
     ids: NDArray[np.int32] | None = None,
     shape: Shape = CHAIN,
 ) -> tuple[int, int]:
-    """Verifies one sequence of drafted tokens; returns (the tree node k at which the accepted path
-    ends, the bonus token t*). In a chain, k is the number of accepted tokens.
+    """Verifies one sequence's drafted tokens by rejection sampling. Returns (the tree node k at
+    which the accepted path ends, the bonus token t*). In a chain, k tokens are accepted.
 
     p(n): the target's distribution [V], or its weights, after node n of the tree. tokens[i]: the
     token of node i + 1. q[i]: the probability with which it was drawn, given the earlier children
@@ -209,8 +216,9 @@ def judge(
 
 
 def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, vocab: int) -> Floats:
-    """Returns the distribution [vocab] that a proposal was drawn from, in the target's vocabulary.
-    Raises ProtocolError if the received `row` does not give `token` the probability q."""
+    """Returns the distribution [vocab] that `token` was drawn from, in the target's vocabulary.
+    ids: the target's id of each entry of `row` (None: entry t is token t). Raises ProtocolError if
+    the received `row` does not give `token` the probability q."""
     exact = row.astype(np.float64)
     exact /= checked_total(exact, token, q, ids)
     if ids is None:
@@ -221,8 +229,8 @@ def _checked(row: Row, token: int, q: float, ids: NDArray[np.int32] | None, voca
 
 
 def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32] | None) -> float:
-    """Returns the sum of the row that a proposal was drawn from; raises ProtocolError if the row's
-    entry for `token`, divided by that sum, is not q."""
+    """Returns the sum of `row`, the distribution that `token` was drawn from. Raises ProtocolError
+    if the row's entry for `token`, divided by this sum, is not the probability q that was sent."""
     place = token if ids is None else int(np.searchsorted(ids, token))
     exact = np.asarray(row, np.float64)
     total = float(exact.sum())
@@ -233,9 +241,9 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
 
 
 def nucleus(probs: Floats, top_p: float) -> Floats:
-    """Cuts a distribution [V] to its likeliest tokens and renormalises it [Holtzman 2020]. The
-    tokens kept are the fewest of the largest probabilities whose sum reaches top_p; of equal
-    probabilities the smaller id is kept first. top_p = 1 changes nothing."""
+    """Cuts a distribution [V] to its likeliest tokens, as few as have a sum of at least top_p, and
+    renormalises it [Holtzman 2020]. Of equal probabilities the smaller id is kept first. top_p = 1
+    changes nothing."""
     if top_p >= 1:
         return probs
     order = np.argsort(-probs, kind="stable")

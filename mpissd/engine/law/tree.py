@@ -1,14 +1,14 @@
-"""The shape of a draft: a tree of tokens, of which a chain is the case of width 1.
+"""The shape of a draft: a tree of tokens; a chain is a tree whose nodes have one child.
 
 Node 0 is the last committed token. Nodes 1 … N are the drafted tokens, level by level; the children
 of a node are consecutive, the likeliest one first. So the first n drafted tokens form a tree too.
 The target accepts a path from node 0; the outcome of a verification is the node at which the path
 ends, and the bonus token t* that the target emits there [Miao et al. 2024, SpecInfer].
 
-In the KV cache the *principal path* (first children only) is stored in the sequence's slot, as a
-chain is. Each other leaf has a *lane*: scratch KV memory for the part of its path that is off the
-principal path. A node on the paths of several such leaves is stored in all their lanes, which are
-consecutive.
+In the KV cache the *principal path*, which has only first children, is stored in the sequence's
+slot, as a chain is. Each other leaf has a *lane*: scratch KV memory for the part of its path that
+is off the principal path. A node on the paths of several of these leaves is stored in all their
+lanes, which are consecutive.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ MOST_CHILDREN = 16
 
 
 class Shape:
-    """The shape of a draft. parents: the parent of each of the nodes 1 … N, ascending.
+    """The shape of a draft: a tree, or a chain, of N tokens. Node 0 is the last committed token.
 
-    Attributes indexed by node, from 0: children, the likeliest one first; paths, the columns (node
-    − 1) of the drafted tokens from the root to the node; depths, and the same as a list, levels;
-    ranks, the index among its parent's children; lanes, the first scratch KV lane that stores the
-    node (−1 on the path of first children); spans, how many lanes store it; forks, the depth at
-    which its path enters a lane.
+    parents: the parent of each of the nodes 1 … N, ascending. Attributes indexed by node:
+    children, the likeliest one first; paths, the columns (node − 1) of the drafted tokens from the
+    root to the node; depths, and levels, which is depths as a list; ranks, the node's index among
+    its parent's children; lanes, the number of the first lane (scratch KV memory) that stores the
+    node, −1 for the path of first children; spans, the number of lanes that store the node; forks,
+    the depth at which the node's path enters a lane.
 
     Attributes indexed by level d: ends, the number of nodes of levels 1 … d; inner, the nodes that
-    have children, which are the inputs of a draft step; reads, the columns of their tokens (an int
-    if there is one); lines, for each node of level d + 1 the index of its parent in inner[d].
+    have children, which a draft forward reads; reads, the columns of these nodes' tokens (an int if
+    there is one node); lines, for each node of level d + 1 the index of its parent in inner[d].
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
-        """Computes the attributes; parents must be ascending, so that nodes are numbered by
-        level."""
+        """Computes the attributes. `parents` must be ascending: nodes are numbered by level."""
         count = len(parents) + 1
         above = np.array([0, *parents])
         children = [list[int]() for _ in range(count)]
@@ -72,8 +72,8 @@ class Shape:
         self.is_chain = not self.num_lanes
 
     def walk(self, drafts: Nodes, best: Nodes, at: Nodes, count: int) -> int:
-        """Returns the node at which a greedy target stops. drafts: the drafted tokens; best[at[n]]:
-        the target's token after node n; count: how many nodes have drafted tokens."""
+        """Returns the node at which the path that a greedy target accepts ends. drafts: the drafted
+        tokens. best[at[n]]: the target's token after node n. count: how many nodes have tokens."""
         node = 0
         children = self.children
         while True:
@@ -103,8 +103,8 @@ class Shape:
         return chains, Outcome(outcome.round, rows)
 
     def chances(self, law: NDArray[np.float64]) -> list[float]:
-        """Returns, for each node, P(the path to the node is accepted). law[d, r]: P(child of rank r
-        at level d + 1 is the target's token), as `positional` returns it."""
+        """Returns, for each node, P(the path to the node is accepted). law[d, r]: P(the child of
+        rank r at level d + 1 is the target's token, given that its parent is accepted)."""
         chances = [1.0]
         for node, parent in enumerate(self.parents, 1):
             rate = law[self.levels[node] - 1, self.ranks[node]]
@@ -112,24 +112,27 @@ class Shape:
         return chances
 
     def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
-        """Returns for each level the acceptance rate given that the level before was accepted, as
-        for a chain. law: the acceptance probabilities [K, R] from `positional`."""
+        """Returns, for each level, P(a token of the level is accepted, given that one of the level
+        before was). law[d, r]: P(the child of rank r at level d + 1 is the target's token, given
+        that its parent is accepted)."""
         reached = np.bincount(self.depths, self.chances(law)).tolist()
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 
 
 class BranchLayout:
-    """Where a draft's KV cache stores a tree's nodes and the branches that are drafted ahead after
-    them. Each branch is a tree of the same shape. fan_out: the number of branches after each node.
+    """Where a draft's KV cache stores a draft tree and the branches drafted ahead after its nodes.
 
-    Places number the stored tokens: first the tree's nodes, then, of each branch, the `size` nodes
-    that have children (the draft reads no others). Attributes indexed by place: depths, lanes,
-    spans and forks, as in Shape; all branches are in scratch lanes. Attributes indexed by node:
-    firsts, the place of the node's first branch; inner, the node's index among a branch's places.
-    A branch of a parallel draft is stored as a chain: its first token, then `masks` mask tokens.
+    Each branch is a tree of the same shape, of which only the `size` nodes that have children are
+    stored; with a parallel draft, it is a chain of a token and `masks` mask tokens. Stored tokens
+    are numbered by *places*: first the nodes of the tree, then branch after branch. Indexed by
+    place: depths, the depth in the tree; lanes, spans, forks: where the token is in scratch memory,
+    as in Shape. Indexed by node: firsts, the first place of the node's first branch; inner, the
+    node's index among the places of a branch (−1: not stored).
     """
 
     def __init__(self, tree: Shape, fan_out: Sequence[int], masks: int = 0) -> None:
+        """tree: the shape of the tree and of its branches. fan_out: the branches after each node.
+        masks: the mask tokens of a parallel draft, else 0."""
         count = len(tree.children)
         nodes = [node for node, children in enumerate(tree.children) if children]
         branch = tree
@@ -154,13 +157,14 @@ class BranchLayout:
 
 
 def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
-    """Returns the attributes lanes, forks and spans of a Tree with these parents of nodes 1 … N and
-    depths of nodes 0 … N. Nodes from `end` on are in scratch lanes, also if first children."""
-    waiting = set(parents)  # the nodes whose first child has not been visited yet
+    """Assigns lanes, numbered scratch KV memory, to the nodes of a tree. Returns the arrays (lanes,
+    forks, spans) of Shape, indexed by node. parents: the parents of nodes 1 … N. depths: the depths
+    of nodes 0 … N. end: from this node on, first children are in lanes, too."""
+    waiting = set(parents)  # the nodes whose first child was not visited yet
     leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
     for node in range(len(parents), 0, -1):
         leaves[parents[node - 1]] += leaves[node]
-    free = [0] * len(leaves)  # the lane for a node's next child; free[0]: for the next fork
+    free = [0] * len(leaves)  # by node, the lane for its next child; at 0, for a new fork
     lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
     for node, parent in enumerate(parents, 1):
         is_side = lanes[parent] >= 0
@@ -188,10 +192,10 @@ Levels = tuple[tuple[float, ...], ...]
 def positional(
     hazards: Sequence[float], hit_law: HitLaw, width: int, levels: Levels = ()
 ) -> NDArray[np.float64]:
-    """Returns law[d, r], the probability that the target's token at level d + 1 of the draft is the
-    draft's (r + 1)-th likeliest, given that the path to there is accepted: [K, R = width]. Column 0
-    is `hazards`; the others follow from the hit model after a rejection. levels: the whole table,
-    where it is measured (AcceptanceLaw); columns beyond it are 0."""
+    """Returns a table [K, width] whose entry [d, r] is the probability that the target's token at
+    level d + 1 of a draft is the draft's (r + 1)-th likeliest there, given that the path to there
+    is accepted. Column 0 is `hazards`, the acceptance rates; the other columns follow from the hit
+    model after a rejection. levels: if not empty, the measured table; columns beyond it are 0."""
     if levels:
         table = np.zeros((len(hazards), width))
         measured = np.array(levels)[: len(hazards), :width]
@@ -205,17 +209,19 @@ def positional(
 def best_shape(
     nodes: int, hazards: tuple[float, ...], hit_law: HitLaw, levels: Levels = ()
 ) -> Shape:
-    """Returns the tree of at most `nodes` tokens with the longest accepted path by these laws."""
+    """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
+    hazards: the acceptance rates by level. levels: a measured table, as for `positional`."""
     return optimal(nodes, positional(hazards, hit_law, min(nodes, MOST_CHILDREN), levels))
 
 
 def optimal(nodes: int, law: NDArray[np.float64]) -> Shape:
     """Returns the tree of at most `nodes` drafted tokens whose accepted path is longest on average.
 
-    law: [K, R] from `positional`; K limits the depth and R the children of a node. In the dynamic
-    program [Chen et al. 2024, Sequoia, section 3.1], best[n] is the expected number of accepted
-    tokens that n nodes yield in the subtrees of an accepted node's children of rank ≥ r; `sizes`
-    holds how many of the n nodes the child of rank r and its subtree get.
+    law[d, r]: the probability that the target's token at level d + 1 is the draft's (r + 1)-th
+    likeliest there; its shape [K, R] limits the depth to K and the children of a node to R. In the
+    dynamic program [Chen et al. 2024, Sequoia, section 3.1], best[n] is the most tokens that n
+    nodes get accepted on average in the subtrees of an accepted node's children of rank ≥ r; sizes
+    holds how many of the n nodes belong to the child of rank r and its subtree.
     """
     depth, width = law.shape
     below = np.zeros(nodes + 1)
