@@ -1,1 +1,1 @@
-"""Measurement commands: they run and time decoding, predict its speed, and compare results."""
+"""Commands for measurements: they decode and time, predict speeds, and compare results."""

@@ -1,7 +1,7 @@
 """The command `chat`: a conversation in the terminal, through an HTTP server of `mpissd serve`.
 
-The command starts a server on this machine, or uses the one that --url names. Ctrl-C ends the
-current answer, not the server.
+The command starts a server on this machine, or uses the one that the flag --url names. Ctrl-C ends
+the current answer, but not the server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HELP = """\
 /reset            forget the conversation
 /help             this
 Ctrl-C ends an answer, Ctrl-D (or /quit) leaves."""
-_LEAVE_S = 20.0  # longest wait in s for the server to exit, before it is killed
-_NO_WRAP = 1 << 16  # line width if the output is no terminal: lines are not wrapped
+_LEAVE_S = 20.0  # seconds that the server is given to exit, before it is killed
+_NO_WRAP = 1 << 16  # line width in characters that wraps no line, used if output is no terminal
 
 
 class Chat:
-    """A chat with a server: it sends what the user types, prints the answers, and keeps both as the
+    """A chat with a server: it sends what the user types, prints the answers, and keeps the
     conversation."""
 
     def __init__(
@@ -48,8 +48,9 @@ class Chat:
         about: Mapping[str, Any],
         terminal: TextIO | None,
     ) -> None:
-        """about: the server's description of itself (mode, models, ranks). terminal: None if the
-        output is no terminal; then colours are off."""
+        """Begins an empty conversation. about: the server's description of itself (mode, models,
+        ranks). terminal: the user's terminal; None if the output is none, which turns colours off.
+        """
         self._http = http
         self._config = config
         self._terminal = terminal
@@ -57,10 +58,10 @@ class Chat:
         self._colours = config.run.show and not (terminal is None or "NO_COLOR" in os.environ)
         self._messages: list[dict[str, str]] = []
         self._meters: list[Meter] = []
-        self._prompt = ""  # text on the number of prompt tokens of the last answer
+        self._prompt = ""  # length of the last prompt, as text
 
     def greet(self, about: Mapping[str, Any], model: str) -> None:
-        """Prints the names of the models, the server's ranks, and what the text colours mean."""
+        """Prints the names of the models, the server's ranks, and the meaning of colours."""
         draft = f", drafts by {about['draft']}" if about["draft"] else ""
         ranks = f"T={about['tp']}" + (f", D={about['num_drafts']}" if about["num_drafts"] else "")
         say(f"{model}{draft}; {ranks} on {about['backend']}; /help lists the commands")
@@ -68,7 +69,7 @@ class Chat:
             say(f"{legend()}\n")
 
     def take(self, line: str) -> bool:
-        """Handles one typed line: a /command or a message. Returns False if the chat is to end."""
+        """Handles one typed line, a /command or a message. Returns False if the chat is to end."""
         if line.startswith("/"):
             return self._command(*line[1:].split())
         try:
@@ -81,7 +82,7 @@ class Chat:
         return True
 
     def _command(self, name: str = "help", *values: str) -> bool:
-        """Executes the command /NAME with its values; returns False if the chat is to end."""
+        """Executes the command /NAME with its values. Returns False if the chat is to end."""
         match name:
             case "quit" | "exit":
                 return False
@@ -115,8 +116,8 @@ class Chat:
         return True
 
     def _ask(self, text: str) -> None:
-        """Sends the conversation with the new message `text` and prints the answer while it
-        arrives. If the server refuses the request, the message is dropped."""
+        """Sends the conversation with `text` as the new message, and prints the answer while it
+        arrives. If the server refuses the request, the new message is dropped."""
         run = self._config.run
         asked = [*self._messages, {"role": "user", "content": text}]
         body = {
@@ -164,8 +165,8 @@ class Chat:
 
     def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Sends a request and yields the chunks of the streamed answer. If max_tokens exceeds the
-        model's context, the request is sent again without that limit. Raises ConfigError if the
-        server refuses the request, FaultError if the server fails."""
+        model's context length, the request is sent again without max_tokens. Raises ConfigError if
+        the server refuses the request, and FaultError if the server fails."""
         with self._http.stream("POST", "chat/completions", json=body) as response:
             if response.status_code == 200:
                 events = EventStream()
@@ -188,8 +189,8 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> int:
-    """Runs the command `chat`; returns its exit code (the server's, if the server ends first).
-    Raises ConfigError if a model cannot be loaded or has no chat template."""
+    """Runs the command `chat`; returns its exit code, which is the server's if the server ends
+    first. Raises ConfigError if a model cannot be loaded or has no chat template."""
     try:
         if config.url is not None:
             code = _converse(config, config.url)
@@ -213,14 +214,14 @@ def chat(config: ChatConfig) -> int:
 
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
-    """Yields a server process on this machine, which is ended at the end of the `with` block."""
+    """Starts a server process on this machine, yields it, and ends it after the `with` block."""
     os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # Other users can reach 127.0.0.1, too.
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # keeps the terminal's Ctrl-C from the server
+        start_new_session=True,  # so that Ctrl-C does not reach the server
         preexec_fn=end_with_parent,
     )
     try:
@@ -234,8 +235,8 @@ def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
 
 
 def _converse(config: ChatConfig, url: str) -> int | None:
-    """Chats with the server at `url` until the user leaves; returns 0, or None if the server is
-    gone. Raises ConfigError if no mpissd server is at `url`."""
+    """Chats with the server at `url` until the user leaves. Returns 0, or None if the server has
+    stopped answering. Raises ConfigError if no mpissd server is at `url`."""
     key = os.environ.get(KEY_VARIABLE)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with (

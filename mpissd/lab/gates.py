@@ -2,10 +2,10 @@
 
     lines = violations(row, rounds)     one line per fault: "RULE: the fault, with both numbers"
 
-`row` is one line of runs.jsonl, and `rounds` holds the arrays of OUT/rounds/RUN_ID.npz. If a number
-that a rule needs is null or missing, the rule is skipped. CHECKS lists the rules; each compares two
-independent measurements, or a measurement with what is possible. Keys of a row that only these
-rules read (b: batch size, K: drafted tokens a round):
+`row` is one line of runs.jsonl, and `rounds` holds the arrays of OUT/rounds/RUN_ID.npz. CHECKS
+lists the rules; each compares two independent measurements, or a measurement with what is possible.
+A rule is skipped if a number that it needs is null or missing. These keys of a row are read only
+here (b: batch size, K: drafted tokens a round):
 
     floor_bytes    bytes (weights and KV) that a target rank reads to verify b(K+1) rows
     floor_flops    operations of that verification on a target rank (missing in old rows)
@@ -32,24 +32,24 @@ Floats = NDArray[np.float64]
 Faults = Iterator[str]
 
 _ENDING = ("replay", "text")  # workloads whose sequences may end before the token limit
-_READ_NOISE = {"numpy": 0.1}  # relative error of the measured memory bandwidth, by backend
-_PEAK_NOISE = {"numpy": 0.5}  # a process on the same core (SMT) may halve the measured peak
-_CLOSES = 0.99  # In 99% of rounds, timed phases must cover at least this share of the wall time.
+_READ_NOISE = {"numpy": 0.1}  # {backend: relative error of its measured memory bandwidth}
+_PEAK_NOISE = {"numpy": 0.5}  # {backend: relative error of its measured peak flop/s}
+_CLOSES = 0.99  # Timed phases must cover at least this share of a round's wall time.
 _AT_MOST = 1.01
-_REALISTIC_US = 1000.0  # In shorter rounds, untimed gaps between phases may exceed 1%.
-_FEWEST = 100  # With fewer rounds, the first percentile of a share is not used.
-_EVENTS_S = 2e-6  # largest error of a time by device events against the host's clock
-_CLOCKS_S = 20e-6  # allowed difference of two timers of one round, read at different instants
+_REALISTIC_US = 1000.0  # Shorter rounds (in µs) need not meet _CLOSES: gaps may exceed 1% of them.
+_FEWEST = 100  # With fewer rounds the median must meet _CLOSES, else the first percentile.
+_EVENTS_S = 2e-6  # seconds by which a device's time may exceed the host's time of one forward
+_CLOCKS_S = 20e-6  # seconds by which two timers of one round may differ
 
 
 class _UnknownError(Exception):
-    """Raised if a rule needs a number or an array that is unknown; the rule is then skipped."""
+    """Raised if a rule needs a number or an array that is unknown; that rule is then skipped."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A result row and its raw rounds, as the rules read them. Reading an unknown value raises
-    _UnknownError, which ends the rule without a fault."""
+    """A result row and its raw rounds, as the rules read them. If a rule reads a value that is
+    unknown, _UnknownError is raised, and the rule is skipped."""
 
     row: Row
     rounds: Rounds
@@ -73,21 +73,21 @@ class Facts:
         return self.rounds[name]
 
     def draft(self, name: str) -> NDArray[Any]:
-        """Returns the column `name` of the draft's per-round table `draft_rounds`, [rounds]."""
+        """Returns the column `name` of the table that the draft rank recorded, [rounds]."""
         rows = self.array("draft_rounds")
         column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
         return column
 
     @property
     def has_draft(self) -> NDArray[np.bool_]:
-        """For each row of `sequences`: whether its round still had a draft rank, bool [n]."""
+        """Whether a draft rank was left in the round of each row of `sequences`, bool [n]."""
         round_ = self.array("sequences")[:, 0]
         lost = self.get("draft_lost_round")
         return np.full(len(round_), True) if lost is None else round_ < lost
 
     @property
     def is_full(self) -> NDArray[np.bool_]:
-        """For each round: whether all b sequences had K drafted tokens to verify, bool [rounds]."""
+        """Whether each round verified K drafted tokens in all b sequences, bool [rounds]."""
         rows = self.array("sequences")
         count = len(self.array("t_target_s"))
         verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)
@@ -95,18 +95,18 @@ class Facts:
 
     @property
     def emitted(self) -> int:
-        """The number of emitted tokens, k + 1 for each count of k accepted in accept_histogram."""
+        """The number of emitted tokens: k + 1 each time that k drafted tokens were accepted."""
         counts = np.asarray(self.row.accept_histogram, np.int64)
         return int(counts @ np.arange(1, len(counts) + 1))
 
     @property
     def explained(self) -> tuple[Floats, Floats]:
-        """For each round, the sum of rank 0's timed phases, and the wall time; in s, [rounds]."""
+        """(sum of rank 0's timed phases, wall time) of each round in s, as two arrays [rounds]."""
         return self.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9, self.array("round_s")
 
 
 def _finite(facts: Facts) -> Faults:
-    """Yields a fault for each NaN or infinity; `draft_rounds` may hold NaN for "not measured"."""
+    """Yields a fault for each NaN or infinity, except NaN ("not measured") in `draft_rounds`."""
     yield from _not_finite("", facts.row)
     for name, values in facts.rounds.items():
         if values.dtype.kind == "f":
@@ -154,8 +154,8 @@ def _clock(facts: Facts) -> Faults:
 
 
 def _ranks(facts: Facts) -> Faults:
-    """Yields a fault if the number of ranks is wrong, or if ranks of one target group received
-    different acceptance results. A draft rank has one digest for each target group."""
+    """Yields a fault if the number of ranks is wrong, or if the ranks of one target group received
+    different acceptance results, by their digests. A draft rank has one digest for each group."""
     row = facts.row
     size = int(row.world_size)
     groups = row.groups or 1
@@ -199,8 +199,9 @@ def _floor(facts: Facts) -> Faults:
 
 
 def host_s(row: Row, rounds: Rounds) -> Floats:
-    """Returns the seconds from the host's launch of each round's target forward to its end,
-    [rounds]. If rounds may have been launched one round ahead, the previous round is included."""
+    """Returns the seconds from the launch of each round's target forward to its end, as rank 0
+    timed them, [rounds]. If it may have been launched one round ahead, the round before is
+    included."""
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
@@ -214,7 +215,7 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
 
 def _device(facts: Facts) -> Faults:
     """Yields a fault for a target forward that took longer by the device's clock than the host
-    waited for it, and for a negative time of the device."""
+    waited for it, and for a negative device time."""
     for name in ("forward", "all_reduce", "idle"):
         us = facts.get(f"device_us.{name}")
         if us is not None and us < -_EVENTS_S * 1e6:
@@ -234,8 +235,8 @@ def _device(facts: Facts) -> Faults:
 
 
 def _counts(facts: Facts) -> Faults:
-    """Yields a fault for an array or key with another number of rounds than num_rounds, and for a
-    fan_out that has not K + 1 counts (with a tree: one for each node, and one more)."""
+    """Yields a fault for each array or key whose number of rounds is not num_rounds, and for a
+    fan_out without K + 1 elements (with a draft tree: one more than its nodes)."""
     row = facts.row
     rounds = facts.rounds
     names = "round_s t_target_s lead_ledger_ns draft_ledger_ns draft_rounds".split()
@@ -251,8 +252,9 @@ def _counts(facts: Facts) -> Faults:
 
 
 def _tokens(facts: Facts) -> Faults:
-    """Yields a fault for an impossible accept_histogram, and for a num_tokens that contradicts it.
-    num_tokens leaves out the tokens of a sequence's last round beyond its end, at most K."""
+    """Yields a fault for an impossible accept_histogram, and for a num_tokens that contradicts it;
+    but num_tokens leaves out up to K tokens that a sequence emits beyond its end in its last round.
+    """
     row = facts.row
     rows = facts.rounds.get("sequences")
     histogram = np.asarray(row.accept_histogram, np.int64)
@@ -280,9 +282,9 @@ def _tokens(facts: Facts) -> Faults:
 
 
 def _decisions(facts: Facts) -> Faults:
-    """Yields a fault for a round whose k accepted tokens break 0 ≤ k ≤ num_draft ≤ K, for a cache
-    hit that contradicts the source of its tokens, and for another number of drafted tokens or of
-    sequences than the row's."""
+    """Yields a fault for each kind of contradiction in the rounds of sequences: numbers that break
+    0 ≤ k accepted ≤ drafted ≤ K; a cache hit whose tokens have another source than the cache; a
+    number of drafted tokens or of sequences that the row's settings exclude."""
     row = facts.row
     rows = facts.array("sequences")
     lookahead = int(row.lookahead)
@@ -309,9 +311,9 @@ def _decisions(facts: Facts) -> Faults:
 
 
 def _ledger(facts: Facts) -> Faults:
-    """Yields a fault if the phases do not cover the rounds' wall time `round_s`, which is read at
-    other instants. If the OS preempts the rank between two readings, time moves to a neighbouring
-    round; so a round passes together with either neighbour."""
+    """Yields a fault if the timed phases cover less than 99% of the rounds' wall time, or more than
+    all of it. If the OS preempts the rank between the readings of the two timers, time moves to a
+    neighbouring round; so a round passes if it passes together with a neighbour."""
     spent, took = facts.explained
     if spent.sum() > took.sum() * _AT_MOST + _CLOCKS_S:
         yield f"lead_ledger_ns adds up to {spent.sum():.6g} s, round_s to {took.sum():.6g} s"
@@ -341,6 +343,6 @@ def violations(row: Row, rounds: Rounds) -> list[str]:
         except _UnknownError:
             continue
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A row or array of the wrong shape is reported as a fault, too.
+            # raised if a row or an array has a wrong shape
             messages.append(f"{gate}: cannot be judged: {error!r}")
     return messages

@@ -1,5 +1,5 @@
-"""Prints an answer on the terminal while it is decoded: words are wrapped, tokens are coloured by
-what drafted them, and rates are shown in the right margin.
+"""Prints an answer on the terminal while it is decoded: words are wrapped, the colour of a token
+shows what drafted it, and rates are shown in the right margin.
 
 `shown` prints the first answer of a run; the command `chat` prints a server's answers. A word is
 printed when it is complete, so that no printed text has to move to the next line.
@@ -23,25 +23,25 @@ from mpissd.engine.oracle.workload import Workload
 from mpissd.engine.round.target import RoundResult
 from mpissd.engine.text.answer import AnswerText, sources_of
 
-Piece = tuple[str, str]  # a token's text, and what drafted the token
+Piece = tuple[str, str]  # (text of a token, what drafted the token)
 
 VARIABLE = "MPISSD_TERMINAL"
-WATCHED = 0  # Of all requests, only the text of this id is shown.
+WATCHED = 0  # id of the only request whose text is shown
 MARGIN = 38
 COLOURS = {"cache": "32", "jit": "33", "fast": "33", "bonus": "0"}  # SGR codes
 _LEGEND = (("cache", "speculation cache"), ("jit", "drafted in time"), ("bonus", "target's own"))
-_LEAST_COLUMNS = 72  # narrower terminals have no margin
+_LEAST_COLUMNS = 72  # Terminals with fewer columns have no margin for rates.
 _DEFAULT_COLUMNS = 80
-# Characters that change the writing direction (Unicode UAX #9): LRE, RLE, PDF, LRO, RLO, isolates.
+# These characters change the writing direction: LRE, RLE, PDF, LRO, RLO and isolates (UAX #9).
 _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 @contextmanager
 def open_terminal() -> Iterator[TextIO | None]:
-    """Yields the user's terminal as a text file, or None if there is none, as in a pipe. mpirun
-    buffers a rank's output by lines; therefore the scripts in launch/ pass the terminal's name in
-    MPISSD_TERMINAL (host:/dev/pts/N), and rank 0 opens it if it runs on that host."""
-    if launcher_size() is None and sys.stdout.isatty():  # Under mpirun, stdout may be its own pty.
+    """Yields the user's terminal as a text file, or None if there is none, as in a pipe. Under
+    mpirun, stdout is no terminal; so the scripts in launch/ pass the terminal's name in the
+    variable MPISSD_TERMINAL (host:/dev/pts/N), and rank 0 opens it if rank 0 runs on that host."""
+    if launcher_size() is None and sys.stdout.isatty():  # mpirun may give a rank a pty.
         yield sys.stdout
         return
     host, _, path = os.environ.get(VARIABLE, "").partition(":")
@@ -66,8 +66,8 @@ def columns_of(terminal: TextIO) -> int:
 
 class Meter:
     """Counts the tokens, decoding rounds and cache hits of one answer, and computes rates. first_s:
-    seconds from the start to the first tokens. has_cache: whether rounds look up a speculation
-    cache (SSD), which the first round cannot hit."""
+    seconds from the start to the first tokens. has_cache: whether rounds look up the speculation
+    cache of SSD; the first round never does."""
 
     def __init__(self, has_cache: bool = False, clock: Callable[[], float] = perf_counter) -> None:
         self.has_cache = has_cache
@@ -87,14 +87,14 @@ class Meter:
 
     @property
     def tok_per_s(self) -> float | None:
-        """Tokens per second after the first round, whose time includes the prompt's; None before
-        the second round."""
+        """Tokens per second after the first round, whose time includes storing the prompt; None
+        before the second round."""
         later_s = self.seconds - self.first_s
         return (self.num_tokens - self._first_tokens) / later_s if later_s > 0 else None
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of lookups in the speculation cache that hit; None without lookups."""
+        """The share of lookups in the speculation cache that hit; None if there was no lookup."""
         return self.hits / (self.num_rounds - 1) if self.has_cache and self.num_rounds > 1 else None
 
     @property
@@ -129,16 +129,17 @@ def width_of(character: str) -> int:
 
 
 def harmless(text: str) -> str:
-    """Returns `text` with U+FFFD in place of control characters and changes of the writing
-    direction, by which an answer could control the terminal or reorder its text."""
+    """Returns `text` with U+FFFD in place of control characters and of characters that change the
+    writing direction, with which an answer could control the terminal or reorder its text."""
     text = text.replace("\r\n", "\n").replace("\t", " " * 4)
     steers = {c for c in text if c != "\n" and (category(c) == "Cc" or c in _DIRECTIONS)}
     return "".join("\ufffd" if c in steers else c for c in text)
 
 
 class Painter:
-    """Wraps and prints an answer's text. write: prints a string. columns: the terminal's width.
-    colours: whether tokens are coloured by what drafted them, with numbers in the margin."""
+    """Wraps an answer's text into lines and prints it. write: prints a string. columns: the
+    terminal's width. colours: whether colours show what drafted a token, with numbers in the right
+    margin."""
 
     def __init__(self, write: Callable[[str], object], columns: int, *, colours: bool) -> None:
         self._write = write
@@ -146,13 +147,13 @@ class Painter:
         self._has_margin = colours and columns >= _LEAST_COLUMNS
         self._width = columns - MARGIN - 3 if self._has_margin else max(20, columns - 1)
         self._column = 0
-        self._word: list[Piece] = []  # characters of the word that is still incomplete
+        self._word: list[Piece] = []  # characters of the unfinished word
         self._margin = ""
         self._colour = "0"
 
     def add(self, pieces: Iterable[Piece], margin: str = "") -> None:
-        """Prints the words that new tokens complete. pieces: (text, what drafted it) of each token.
-        margin: numbers to show at the line's right."""
+        """Prints the words that new tokens complete. pieces: (text, what drafted it) of each new
+        token. margin: numbers to show at the right of the line."""
         self._margin = margin
         text = "".join(
             self._put(character, source)
@@ -179,7 +180,7 @@ class Painter:
         return word + (self._end_of_word() if width_of(character) == 2 else "")
 
     def _end_of_word(self) -> str:
-        """Returns the text of the current word, after a line break if the line has no room."""
+        """Returns the current word as text to print, on a new line if this line has no room."""
         word = self._word
         self._word = []
         room = self._width - self._column
@@ -210,10 +211,10 @@ class Painter:
 
 
 class Show:
-    """Turns the rounds of one sequence into its text, on rank 0, and passes the text to `write`.
-    text: decodes tokens. write: is called with (pieces of text, numbers for the margin). limit:
-    most tokens of the answer. is_live: whether `write` prints at once. has_cache: whether rounds
-    look up a speculation cache."""
+    """Turns the rounds of one sequence into text, on rank 0, and passes the text to `write`. text:
+    decoder of tokens into text. write: function called with (pieces of text, numbers for the
+    margin). limit: largest number of tokens in the answer. is_live: whether `write` prints at once.
+    has_cache: whether rounds look up the speculation cache of SSD."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class Show:
         self.meter = Meter(has_cache)
 
     def take(self, result: RoundResult) -> None:
-        """Decodes and writes the text that a round has added to the sequence."""
+        """Decodes the tokens that a round has added to the sequence, and writes their text."""
         places = np.flatnonzero(result.outcome.ids == WATCHED)
         if self.is_over or not len(places):
             return
@@ -256,8 +257,9 @@ class Show:
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Show | None]:
-    """Prints a run's first answer, if tokens are text: on a terminal while it is decoded, in a pipe
-    when it is complete. Yields an object whose `take` must be called after each round, or None."""
+    """Prints a run's first answer, if its tokens are text: on a terminal while it is decoded, in a
+    pipe when it is complete. Yields an object whose `take` must be called after each round, else
+    None."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield None
         return
@@ -281,7 +283,7 @@ def shown(workload: Workload) -> Iterator[Show | None]:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
         show = Show(text, write, config.token_limit, terminal is not None, config.mode == "ssd")
         yield show
-        if rest := text.flush():  # text that was held back, as it might have begun a stop string
+        if rest := text.flush():  # held back: it might begin a stop string
             write([(rest, "bonus")], show.meter.short())
         if terminal is None:
             output.write(f"\n{harmless(''.join(kept))}\n")

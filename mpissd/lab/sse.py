@@ -1,4 +1,4 @@
-"""Parses server-sent events as WHATWG's HTML standard (section 9.2) interprets an event stream."""
+"""Parses server-sent events, following WHATWG's HTML standard (section 9.2)."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-DONE = "[DONE]"  # data of the last event of a stream in OpenAI's API
-# The exceptions that reading JSON may raise if its structure is not the expected one.
+DONE = "[DONE]"  # the data of the event that ends a stream in OpenAI's API
+# Reading JSON may raise these exceptions if the JSON has another structure than expected.
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class StreamEvent(NamedTuple):
-    """A server-sent event. kind: its type, "message" unless the stream names another."""
+    """One server-sent event. kind: its type, which is "message" unless the stream names another."""
 
     kind: str
     data: str
 
 
 class EventStream:
-    """A parser of one response's events; the response's bytes may be split at any place."""
+    """A parser of the events in one HTTP response, whose bytes may be split anywhere."""
 
     def __init__(self) -> None:
-        self._parts = list[bytes]()  # pieces of the line that is still incomplete
+        self._parts = list[bytes]()  # parts of the line that is still incomplete
         self._is_first = True  # whether no line has ended yet
         self._ends_in_return = False  # After a final CR, an LF in the next bytes ends no line.
         self._kind = "message"
         self._data = list[str]()
 
     def push(self, new: bytes) -> Iterator[StreamEvent]:
-        """Takes the response's next bytes; yields the events that are complete with them."""
+        """Takes the next bytes of the response; yields the events that these bytes complete."""
         if not new:
             return
         if self._ends_in_return:

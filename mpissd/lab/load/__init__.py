@@ -1,1 +1,1 @@
-"""Open-loop load: arrivals do not depend on the server, and times count from the arrivals."""
+"""Load tests: requests arrive at given times, whether or not earlier ones were answered."""

@@ -1,6 +1,6 @@
 """The command `load`: sends Poisson arrivals of requests to a server and measures latencies.
 
-It prints a table with one line per request rate, and writes one row per rate to OUT/loads.jsonl.
+It prints a table with a line for each request rate, and writes a row for each to OUT/loads.jsonl.
 """
 # ruff: noqa: RUF009 (`key` makes a field)
 
@@ -37,14 +37,14 @@ ANSWERED = 200
 REFUSED = 429
 Times = Mapping[str, float]
 _COUNTS = ("drafted", "accepted", "hits", "rounds")
-# Keys of the description of itself that an mpissd server gives, and the types of their values.
+# Keys of the description that an mpissd server gives of itself, with the types of their values.
 _SERVER: dict[str, type] = {
     **dict.fromkeys("draft mode backend device_name draws".split(), str),
     **dict.fromkeys("tp num_drafts replicas world_size lookahead max_running".split(), int),
 }
-# Members of a streamed chunk's `delta` that hold generated text.
+# These members of a streamed chunk's `delta` may hold generated text.
 _GENERATED = ("content reasoning_content reasoning refusal tool_calls function_call audio").split()
-_FAILED = 599  # status recorded for a connection or an answer that broke off
+_FAILED = 599  # recorded in place of an HTTP status if a connection or an answer broke off
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -53,9 +53,10 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class LoadRow:
-    """The result of sending requests to one server at one rate: a line of OUT/loads.jsonl. Times
-    count from a request's arrival. OUT/loads/<load_id>.npz holds for each request at_s, ttft_s,
-    latency_s (NaN: none), num_tokens, prompt_tokens and status (200: answered)."""
+    """The result of sending requests to a server at one rate: a line of OUT/loads.jsonl. Times
+    count from a request's arrival. OUT/loads/<load_id>.npz has for each request at_s (arrival),
+    ttft_s (time to the first token), latency_s (to the last), num_tokens, prompt_tokens and status.
+    """
 
     schema: int = key("version of the set of keys: 1")
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
@@ -104,7 +105,8 @@ class LoadRow:
 
 def load(config: LoadConfig) -> int:
     """Runs the command `load`; returns the exit code: 0, or 5 if the server answered nothing. The
-    last line on stdout is the row of the last rate, as JSON. Raises ConfigError for wrong flags."""
+    last line on stdout is the result at the last rate, as JSON. Raises ConfigError for wrong flags.
+    """
     check_output(config.out)
     planned = list(loads(config))
     try:
@@ -131,11 +133,11 @@ async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow
 def _kept(
     config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
 ) -> LoadRow:
-    """Returns the row of one rate, after printing its line of the table and writing the row and the
-    numbers of each request to OUT. served: how each request ended. about: the server's description
-    of itself."""
+    """Prints the table's line for one rate, and writes its row and the numbers of each request to
+    OUT; returns the row. load: the sent requests. served: how each of them ended. about: the
+    server's description of itself. Raises ConfigError if a file cannot be written."""
     mode = about.get("mode")
-    kind = mode if mode in (AUTO, *MODES) else "server"  # part of a file's name
+    kind = mode if mode in (AUTO, *MODES) else "server"
     named = {
         "load_id": f"load-{kind}-{secrets.token_hex(6)}",
         "server": about["server"],
@@ -185,7 +187,8 @@ def _kept(
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request. at_s: its arrival in s from the load's start. entry: its prompt or messages."""
+    """One request of a load test. at_s: arrival, in s from the start of the test. entry: its
+    prompt."""
 
     at_s: float
     entry: Entry
@@ -194,7 +197,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Load:
-    """The requests to send at one rate (requests a second), over duration_s seconds."""
+    """The requests that a load test sends at one rate (requests/s), over duration_s seconds."""
 
     rate: float
     duration_s: float
@@ -202,8 +205,9 @@ class Load:
 
 
 def loads(config: LoadConfig) -> Iterator[Load]:
-    """Yields the requests to send at each rate, the same for the same flags. Prompts are taken in
-    random order, each once before any is taken again. Raises ConfigError for a wrong max_tokens."""
+    """Yields the requests to send at each rate of the flag --rate; equal flags yield equal
+    requests. Prompts are taken in random order, and each is taken once before any is taken again.
+    Raises ConfigError for a wrong max_tokens in the file of prompts."""
     assert config.prompts is not None, "checked"
     entries: list[tuple[Entry, int]] = []
     for where, entry in read_entries(config.prompts):
@@ -223,9 +227,9 @@ def loads(config: LoadConfig) -> Iterator[Load]:
 
 
 def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
-    """Returns the times in s of Poisson arrivals: `count` arrivals if given, else those within
-    duration_s, at least one. With one seed, the gaps at another rate are the same up to a factor.
-    """
+    """Returns the times in s of Poisson arrivals: `count` of them if given, else those within
+    duration_s, at least one. rate: arrivals per second. At another rate, one seed gives the same
+    times up to a factor."""
     random = np.random.default_rng(seed)
     times = list[float]()
     at = 0.0
@@ -239,10 +243,10 @@ def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> lis
 
 @dataclass(frozen=True)
 class Served:
-    """How one request ended. at_s: its arrival, from the start of the load; other times count from
-    its arrival. status: 200 answered, 429 refused, others failed. late_s: delay of sending it.
-    speculation: the server's counts of drafted and accepted tokens, cache hits and rounds, if any.
-    why: the reason of a failure."""
+    """How one request of a load test ended. at_s: its arrival, from the start of the test; other
+    times count from its arrival. status: 200 if answered, 429 if refused, another if it failed.
+    late_s: by how much it was sent too late. speculation: the server's counts of drafted and
+    accepted tokens, cache hits and rounds (None: not reported). why: the reason of a failure."""
 
     at_s: float
     status: int
@@ -269,8 +273,8 @@ def row_of(
     about: Mapping[str, Any],
     named: Mapping[str, Any],
 ) -> LoadRow:
-    """Returns the result row of one rate. served: how each request ended. about: the server's
-    description of itself. named: keys of the row that are copied into it, such as load_id."""
+    """Returns the result row of one rate of a load test. load: the sent requests. served: how each
+    ended. about: the server's description of itself. named: further keys of the row, as load_id."""
     answered = [e for e in served if e.status == ANSWERED]
     refused = sum(e.status == REFUSED for e in served)
     good = sum(e.ttft_s <= config.ttft and not e.tpot_s > config.tpot for e in answered)
@@ -318,7 +322,7 @@ def row_of(
 
 
 class Client:
-    """An HTTP client that sends a load's requests to one server; used in `async with`."""
+    """An HTTP client that sends the requests of a load test to one server; used in `async with`."""
 
     def __init__(self, config: LoadConfig) -> None:
         """Raises ConfigError if httpx is not installed, or if the URL is invalid."""
@@ -339,7 +343,7 @@ class Client:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=config.deadline_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # A proxy named in the environment would add its own latency.
+            trust_env=False,  # Proxies of the environment would add latency.
         )
         self.model = config.model or ""
 
@@ -366,15 +370,15 @@ class Client:
         return {n: about[n] for n, kind in _SERVER.items() if type(about.get(n)) is kind}
 
     async def send_all(self, load: Load) -> list[Served]:
-        """Sends each request of a load at its arrival time; returns how each ended, in order."""
+        """Sends each request of a load test at its arrival time; returns how each ended."""
         start = time.monotonic()
         arrivals = enumerate(load.arrivals)
         return await asyncio.gather(*(self._send(start, n, arrival) for n, arrival in arrivals))
 
     async def _send(self, start: float, number: int, arrival: Arrival) -> Served:
-        """Sends one request at its arrival time and returns how it ended. start: the load's
-        beginning on the monotonic clock. number: the request's index, which is added to the
-        sampling seed, so that requests with equal prompts draw different tokens."""
+        """Sends one request at its arrival time; returns how it ended. start: beginning of the test
+        on the monotonic clock. number: index of the request, which is added to the sampling seed,
+        so that requests with equal prompts sample different tokens."""
         due = start + arrival.at_s
         await asyncio.sleep(due - time.monotonic())
         late = time.monotonic() - due
@@ -413,8 +417,9 @@ class Client:
         )
 
     async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Reply) -> int:
-        """Sends a request and adds its streamed chunks to `answer`; returns the HTTP status, or
-        _FAILED if the stream broke off. due: the arrival time, from which times count."""
+        """Sends a request and adds the chunks of the streamed answer to `answer`; returns the HTTP
+        status, or _FAILED if the stream broke off. due: the arrival time, from which times count.
+        """
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return response.status_code
@@ -422,14 +427,15 @@ class Client:
             async for part in response.aiter_bytes():
                 for event in stream.push(part):
                     answer.add(event, time.monotonic() - due)
-        return ANSWERED if answer.has_ended else _FAILED  # No end marker: it was cut off.
+        return ANSWERED if answer.has_ended else _FAILED  # Without an end it was cut off.
 
 
 class Reply:
-    """The part of a streamed answer that has arrived. first_s, last_s: seconds from the request's
-    arrival to the first and the last chunk with tokens (or to the chunk that ends the answer).
-    num_chunks: number of chunks with tokens. usage: the server's token counts. has_ended: whether
-    the answer is complete. is_done: whether the stream is over, too."""
+    """The part of a streamed answer that has arrived so far. first_s, last_s: seconds from the
+    request's arrival to the first and to the last chunk with tokens (if there is none, to the chunk
+    that ends the answer). num_chunks: number of chunks with tokens. usage: the server's token
+    counts. has_ended: whether the answer is complete. is_done: whether the stream has ended, too.
+    """
 
     def __init__(self) -> None:
         self.first_s = self.last_s = np.nan
@@ -438,8 +444,8 @@ class Reply:
         self.usage: Mapping[str, Any] = {}
 
     def add(self, event: StreamEvent, now_s: float) -> None:
-        """Adds one event of the stream, which arrived at now_s. Raises an exception of DAMAGED if
-        the event is no chunk of an answer, or reports an error."""
+        """Adds one event of the stream. now_s: seconds from the request's arrival to the event.
+        Raises an exception of DAMAGED if the event is no chunk of an answer or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True
@@ -464,7 +470,7 @@ class Reply:
 
 
 def _counts(values: Any) -> dict[str, int]:
-    """Returns the members of a JSON object that are integers from 0 to 2^31 − 1; {} if `values` is
-    no object. (The counts are stored as int32.)"""
+    """Returns the members of a JSON object that are integers from 0 to 2^31 − 1, as they are stored
+    as int32; {} if `values` is no JSON object."""
     members = values.items() if isinstance(values, dict) else ()
     return {name: n for name, n in members if type(n) is int and 0 <= n < 1 << 31}

@@ -1,11 +1,12 @@
-"""Compares a run with alternatives on the same ranks, to tell whether its speculation pays.
+"""Compares a finished run with alternatives on the same ranks, to tell whether speculation pays.
 
-The alternatives are AR and inline SD (the draft model on the target's ranks), on the run's target
-ranks and on all its ranks, each at its best K; of text, inline SD of a draft with mask tokens in
-one forward as well, with the K that the timed forwards make best if as many tokens are accepted. A
-turn measures the run's configuration and each alternative once, with one seed and the same prompts.
-The order changes from turn to turn, and a run over many prompts takes other prompts in each turn.
-What no open question needs is not measured again. Each measurement's row is kept in OUT/beside.
+The alternatives are AR and inline SD (the draft model on the target's ranks), once on the run's
+target ranks and once on all its ranks, each at its best K. On text, a draft model with mask tokens
+is also tried in inline SD with one draft forward a round; its K is the best by timed forwards if as
+many tokens are accepted. The measurements are made in turns. A turn measures the run's
+configuration and each alternative once, with one seed and the same prompts. The order changes from
+turn to turn, and if the run has many prompts, each turn takes others. Configurations that no open
+question needs are left out of later turns. The rows are written to OUT/beside.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
 _OWN = """lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape
     parallel_drafting""".split()
-_WIDTH = 0.03  # Turns end when the intervals of all ratios are within ±3%.
-_TURNS = 4  # number of turns before which narrow intervals do not end the comparison
-_LATE_S = 20.0  # extra time in s to reach the fewest turns that a verdict needs
-_PASS_S = 0.25  # target duration in s of one measurement
-_ANSWER = 0.05  # longest measurement of a run over many prompts, as a share of the whole time
-_FEWEST = 32  # fewest tokens of a sequence in one measurement
+_WIDTH = 0.03  # The comparison ends when the intervals of all speed ratios are within ±3%.
+_TURNS = 4  # Narrow intervals end the comparison only after this number of turns.
+_LATE_S = 20.0  # extra time in s that is granted if a verdict still needs turns
+_PASS_S = 0.25  # intended duration of one measurement in s
+_ANSWER = 0.05  # With many prompts, a measurement may take this share of the comparison's time.
+_FEWEST = 32  # A measurement decodes at least this number of tokens of a sequence.
 _MOST = 4000
 _WARM_ROUNDS = 4  # warm-up rounds before every measurement
-_SPARE_BYTES = 4 << 30  # memory left for activations, graphs and libraries if two jobs are open
+_SPARE_BYTES = 4 << 30  # memory to leave for activations and CUDA graphs while two jobs are open
 _MOST_SEED = 2**64
 
 
 @dataclass
 class Place:
-    """One of the compared alternatives, with the machine and configuration that measure it."""
+    """One of the compared configurations (use), with the flags and the machine that measure it."""
 
     use: TimedUse
     machine: Machine
@@ -61,9 +62,10 @@ class Place:
 def compared(
     machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
 ) -> UseComparison | str | None:
-    """Compares a finished run with alternatives on its ranks; all ranks must call this. Returns the
-    comparison, or a text that says why there is none; None except on rank 0. row: the run's row on
-    rank 0, None elsewhere. measure: measures one configuration. say: shows progress on rank 0."""
+    """Compares a finished run with alternatives (AR, inline SD) on its ranks; all ranks must call
+    this. Returns on rank 0 the comparison, or a text that says why there is none; None elsewhere.
+    row: the run's result row, on rank 0. measure: function that measures one configuration and
+    returns its row. say: function that shows progress on rank 0."""
     try:
         comparison = _Beside(machine, run, row, measure, say).compared()
     except Refused as refused:  # raised on all ranks
@@ -75,8 +77,9 @@ class _Beside:
     def __init__(
         self, machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
     ) -> None:
-        """machine, run, row: of the finished run (row: None except on rank 0). Chooses how many
-        tokens and prompts one measurement decodes. All ranks must call this."""
+        """Chooses how many tokens and prompts each measurement decodes. All ranks must call this.
+        machine, run, row: ranks, configuration and result row (only on rank 0) of the finished run.
+        """
         job = machine.resolve(run)
         if run.pair is None and run.target is None:  # The default pair depends on T.
             run = replace(run, target=job.target_where, draft=job.draft_where or None)
@@ -95,12 +98,12 @@ class _Beside:
         if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
             note = f"Passes decode at most the first {self._tokens} tokens of an answer."
             self._comparison.notes.append(note)
-        self._probes: list[dict[str, float]] = []  # for each turn: {disturbance: share of time}
+        self._probes: list[dict[str, float]] = []  # {disturbance: share of time} by turn
 
     def compared(self) -> UseComparison:
         """Measures the run's configuration and the alternatives in turns; all ranks must call this.
-        Only rank 0's result has the speeds. An alternative that cannot run is kept with its reason.
-        Raises Refused if OUT/beside cannot be written."""
+        Returns the comparison, which has the speeds only on rank 0. An alternative that cannot run
+        is kept in it with the reason. Raises Refused if OUT/beside cannot be written."""
         machine = self._machine
         run = self._run
         topology = machine.topology
@@ -111,14 +114,14 @@ class _Beside:
         has_draft = run.beside != "ar" and (run.target is None or run.draft is not None)
         modes = ("ar", "sd") if has_draft else ("ar",)
         mode = {"prompt": LOOKUPS[0]}.get(run.lookup, run.lookup) if run.is_lookup else run.mode
-        first = Family(mode, topology.tp, topology.num_drafts)  # the run's own
+        first = Family(mode, topology.tp, topology.num_drafts)
         self._masks = self._tried_masks() if has_draft else 0
         ways = [(m, False) for m in modes] + [("sd", True)] * bool(self._masks)
         narrow, wide = ([(Family(m, tp, 0), p) for m, p in ways] for tp in (first.tp, first.gpus))
         own = first, run.parallel_drafting and run.mode != "ar"
         has_best_k = (
             first.mode == "sd" and not run.tree
-        )  # An inline SD run is also measured at its best K.
+        )  # If so, the run is also measured at its best K.
         others = [use for use in narrow if use != own or has_best_k]
         places = [self._place(machine, *use) for use in (own, *others)]
         again = [place for place in places[1:] if place.use == places[0].use]
@@ -152,8 +155,9 @@ class _Beside:
         return self._comparison
 
     def _tried_masks(self) -> int:
-        """Returns how many mask tokens the draft has, 0 where the acceptance of drafts in one
-        forward is not known: flags impose only that of the run's own. Collective."""
+        """Returns how many mask tokens the draft model has, with which it drafts several tokens in
+        one forward. Returns 0 if that is not to be tried, because flags give the acceptance rates
+        of the run's own way to draft only. All ranks must call this."""
         run = self._run
         if not (run.is_text or run.parallel_drafting):
             return 0
@@ -162,8 +166,9 @@ class _Beside:
         return 0
 
     def _place(self, machine: Machine, family: Family, parallel: bool) -> Place:
-        """Adds an alternative (mode, T and D) to the comparison and chooses its K; returns it with
-        the configuration that measures it. All ranks must call this."""
+        """Adds a configuration to the comparison and chooses its K; returns it with its machine.
+        family: its mode, T and D. parallel: whether one forward drafts all K tokens. All ranks must
+        call this."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
@@ -185,15 +190,14 @@ class _Beside:
             with agreed(machine.topology.world):
                 job = machine.resolve(config)
             use.lookahead = job.lookahead
-            machine.models.expect([job])  # so that all jobs of this machine share programs
+            machine.models.expect([job])  # so that its jobs share compiled forwards
         except Refused as refused:
             use.refused = str(refused)
         return Place(use, machine, config)
 
     def _holds_both(self, places: Sequence[Place]) -> bool:
-        """Returns whether each rank has memory for two sets of models at once: with the run's
-        division into target and draft ranks, and with all ranks as target ranks. All ranks must
-        call this."""
+        """Returns whether each rank has memory for two sets of models at once: one for the run's
+        target and draft ranks, and one with all ranks as target ranks. All ranks must call this."""
         machine = self._machine
         jobs = [machine.resolve(place.config) for place in places if not place.use.refused]
         sizes = [job.rank_bytes(machine.backend.itemsize) for job in jobs]
@@ -203,10 +207,10 @@ class _Beside:
         return all(machine.topology.world.allgather(room is None or both + _SPARE_BYTES <= room))
 
     def _turns(self, places: Sequence[Place], budget_s: float) -> None:
-        """Measures the alternatives in turns until the intervals of all speed ratios are narrow, or
-        the time is over; all ranks must call this. The first turn only warms up. A turn begins if
-        it should end within budget_s; within twice that time if no verdict is known yet; or up to
-        _LATE_S later if a verdict needs more turns."""
+        """Measures the configurations `places` in turns; all ranks must call this. It ends when the
+        intervals of all speed ratios are narrow, or the time is over. The first turn only warms up.
+        A turn begins if it should end within budget_s; within 2 · budget_s if a verdict is still
+        unknown; or up to _LATE_S later if there were fewer turns than a verdict needs."""
         begun = perf_counter()
         world = self._machine.topology.world
         left = [place for place in places if not place.use.refused]
@@ -224,7 +228,7 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                # The trimmed mean drops a few disturbed turns; more of them make the machine busy.
+                # The trimmed mean drops a few disturbed turns; with more, the machine is busy.
                 is_busy = worst[-1 - int(TRIMMED * len(worst))]
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
@@ -242,8 +246,9 @@ class _Beside:
             turn += 1
 
     def _speed(self, place: Place, turn: int) -> float | None:
-        """Measures one alternative once; returns its tokens/s on rank 0, or None elsewhere and if
-        it failed. All ranks must call this. turn: number of the turn, which changes the seed."""
+        """Measures one configuration once; returns its tokens/s on rank 0, None elsewhere and after
+        a failure. All ranks must call this. turn: number of the turn, which is added to the seed.
+        """
         machine = place.machine
         session = row = None
         seed = (self._run.seed + turn) % _MOST_SEED
@@ -256,7 +261,7 @@ class _Beside:
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
-            if refused.exit_code != GateError.exit_code:  # An inconsistent row is only left out.
+            if refused.exit_code != GateError.exit_code:  # An inconsistent row is left out.
                 place.use.refused = str(refused)
         if session is not None:
             session.resources.close()
@@ -267,16 +272,16 @@ class _Beside:
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
         is_whole = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
         if job.workload.is_imposed and is_whole and not job.config.tree:
-            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # The draws would only add noise.
+            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # without the noise of the draws
             return speed(row) * mean / row.acceptance_length
         return speed(row)
 
 
 def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
-    """Returns (most tokens of a sequence, number of sequences) to decode in one measurement. row,
-    prompts: the run's row and number of prompts. A measurement should take .25 s at the run's
-    speed. If the prompts do not fit into one batch, longer answers are decoded to their end, in up
-    to a 20th of the comparison's time."""
+    """Returns (tokens of a sequence, number of sequences) that one measurement should decode at
+    most, so that it takes .25 s at the run's speed. If there are more prompts than fit in a batch,
+    answers are decoded to their end if that takes up to a 20th of the comparison's time. row: the
+    run's result row. prompts: its number of prompts."""
     is_long = prompts > row.batch_size
     per_s = row.tok_per_s / row.batch_size
     seconds = max(_PASS_S, _ANSWER * run.beside_s) if is_long else _PASS_S
@@ -289,19 +294,21 @@ def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
 
 
 def acceptance_rates(row: Row) -> tuple[float, ...] | None:
-    """Returns the measured acceptance rate of each draft position, given that the ones before were
-    accepted; the last rate is repeated for later positions. None if the run did not measure it."""
+    """Returns the acceptance rate of each draft position by a result row, given that the positions
+    before were accepted; 8 further positions repeat the last rate. None if the row does not tell.
+    """
     counts = np.array(row.accept_histogram, np.float64)
     if row.tree_nodes or len(counts) < 2:
         return None
-    reached = counts[::-1].cumsum()[::-1]  # number of rounds that accepted at least k, [K + 1]
+    reached = counts[::-1].cumsum()[::-1]  # rounds with ≥ k accepted tokens, [K + 1]
     rates = (reached[1:] + 0.5) / (reached[:-1] + 1)
     return (*rates.tolist(), *[float(rates[-1])] * 8)
 
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
-    """Returns the configuration that does the run's work in another mode without a draft rank.
-    Flags that belong to the run's own mode get defaults; only SD keeps the run's draft tree."""
+    """Returns the configuration that decodes the same as `run` in another mode, without a draft
+    rank. Flags that only make sense in the run's mode get their defaults; SD keeps the run's draft
+    tree."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
     values: dict[str, Any] = {name: fields[name].default for name in reset}
@@ -316,9 +323,9 @@ def rival(run: RunConfig, mode: str) -> RunConfig:
 
 
 def speed(row: Row) -> float:
-    """Returns a row's decoding speed in tokens/s; for text without the first round and the time of
-    later prompts. If every sequence reached the token limit, the tokens of its last round beyond
-    the limit count, too, because that round took as long as others."""
+    """Returns the decoding speed of a result row in tokens/s. For text, the first round and the
+    time of storing later prompts are left out. If all sequences reached the token limit, tokens
+    that their last rounds emitted beyond it count, because these rounds took as long as others."""
     prompts = row.num_prompts or row.batch_size or 1
     tokens = float(row.num_tokens)
     if tokens == prompts * (row.token_limit or 0):

@@ -1,11 +1,11 @@
-"""Times a job's forwards one by one, and computes the host's costs from its warm-up rounds.
+"""Times a job's forwards one by one, and computes the durations of host work from warm-up rounds.
 
 Before the rounds, `calibrate` times the target's and the draft's forward at each row count while
-other ranks wait, and measures memory bandwidth and flop/s. Afterwards `host_costs` computes the
-durations of host work. Each is the median of a timed phase; if a phase waits for a forward, the
-forward's time is subtracted. The part of rank 0's wait for draft tokens that the draft's phases do
-not explain is the time of messages. Measured rounds are not used, so that a row's prediction does
-not depend on the durations with which it is compared.
+other ranks wait, and measures memory bandwidth and flop/s. After the warm-up rounds, `host_costs`
+computes the durations of host work: each is the median of a timed phase, minus the time of a
+forward if the phase waits for one. The part of rank 0's wait for draft tokens that the draft's
+phases do not explain is the time of messages. Measured rounds are not used, so that a row's
+prediction does not depend on the durations with which it is compared.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ from mpissd.engine.session.session import Machine, Session
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.simulation import Grid, expect
 
-WARM_ID = 1 << 30  # first request id of the warm-up's sequences
-_SKIPPED = 6  # The first sixth of the warm-up rounds does not count.
+WARM_ID = 1 << 30  # request id of the first warm-up sequence; larger than any id of a run
+_SKIPPED = 6  # Of the warm-up rounds, the first sixth does not count.
 _REPEATS = 5
-_MOST_REPEATS = 50  # most timed repeats of a transformer's forward on a CPU
-_BUDGET_S = 0.1  # time in s for the repeats of one forward on a CPU
+_MOST_REPEATS = 50  # A transformer's forward is timed at most this often on a CPU.
+_BUDGET_S = 0.1  # time in s that may be spent on timing one forward on a CPU
 _BUILDING_S = 3600.0
-_MOST_K = 10  # largest K that is tried when K is chosen
+_MOST_K = 10  # the largest K (tokens drafted a round) that may be chosen
 _CHOSEN = "lookahead", "fan_out", "backup_lookahead"
-_VERIFIED = (1, 4, 8)  # row counts of the target's forward that are timed to choose K
-_DRAFTED = (1, 8, 16)  # row counts of the draft's forward that are timed to choose K
-_MARGIN = 1.05  # The default K and fan-out are kept unless others are this much faster.
-Seconds = Mapping[int, float]  # seconds of a forward, by its rows
+_VERIFIED = (1, 4, 8)  # To choose K, target forwards with these numbers of rows are timed.
+_DRAFTED = (1, 8, 16)  # To choose K, draft forwards with these numbers of rows are timed.
+_MARGIN = 1.05  # Other values than the default K and fan-out must be faster by this factor.
+Seconds = Mapping[int, float]  # {number of rows: seconds of a forward}
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class JobProfile:
-    """The measured durations of a job, from which its rounds are predicted, and the rates that give
-    the shortest possible time of a forward."""
+    """The measured durations of a job's forwards and host work, from which its rounds are
+    predicted; and the device's rates, which give the shortest possible time of a forward."""
 
     device: DeviceCosts
-    read_bytes_per_s: float | None  # read rate of the lead's device
+    read_bytes_per_s: float | None  # memory bandwidth of rank 0's device
     peak_flops_per_s: float | None
-    all_reduce_s: float | None  # seconds of all collectives of one verification
+    all_reduce_s: float | None  # seconds of all all-reduces in one verification
     calibrated_at: str  # when the oldest of these values was measured (ISO 8601, UTC)
     host: HostCosts = field(default_factory=HostCosts)
 
 
 def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
-    """Times the job's forwards; returns the durations (without host work) on rank 0, None
-    elsewhere. All ranks must call this. Earlier measurements of this process are reused. is_brief:
-    each forward is timed once, and bandwidth and flop/s are not measured."""
+    """Times the job's forwards; returns the durations, without host work, on rank 0, None
+    elsewhere. All ranks must call this. Measurements of earlier jobs in this process are reused.
+    is_brief: whether each forward is timed only once, and bandwidth and flop/s are not measured."""
     session = rank.session
     topology = session.topology
     backend = session.backend
@@ -109,7 +109,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         return seconds, {candidates: {rows: timed(rows, lists=True) for rows in scoring}}
 
     session.barrier(Waiter(_BUILDING_S, spin=False))  # Other ranks may still be making weights.
-    stepper = None  # stays None except in the first target group: all groups' devices are alike
+    stepper = None  # Only the first target group is timed.
     seconds: Seconds = {}
     reduces = read = peak = None
     if topology.group_index == 0 and rank.target is not None:
@@ -147,9 +147,9 @@ def _stepper(worker: Any) -> Stepper:
 def forwards(
     stepper: Stepper, rows: int, sequences: int, waiter: Waiter, *, lists: bool = False
 ) -> Iterator[float]:
-    """Yields the device seconds of a forward of `rows` rows, which runs each time that a value is
-    requested. The inputs are uploaded again each time, because forwards of other sizes may run in
-    between. sequences: batch size. lists: whether the top k tokens of each row are selected."""
+    """Yields the device's seconds of a forward of `rows` rows; a forward runs for each value that
+    is requested. Its inputs are uploaded each time, because other forwards may run in between.
+    sequences: batch size. lists: whether it also selects the top k tokens of each row."""
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
     places = _timed_places(rows, sequences, stepper.options)
     while True:
@@ -160,9 +160,9 @@ def forwards(
 
 
 def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns positions in the KV cache for `rows` rows after the configured context, for timing;
-    None if the model has no cache. Consecutive rows belong to one sequence, as in a verification,
-    so that they read the same keys and values."""
+    """Returns KV cache positions for the `rows` rows of a timed forward, after the configured
+    context; None if the model has no cache. Consecutive rows belong to one sequence, as in a
+    verification, so that they read the same keys and values. sequences: batch size."""
     if not options.capacity:
         return None
     number = np.arange(rows)
@@ -172,9 +172,9 @@ def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places 
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
-    """Returns the median device seconds of repeated forwards of `rows` rows. On a CPU more repeats
-    are run, because other processes may slow it. lists: whether the top k tokens of each row are
-    selected. is_brief: whether only one forward is timed."""
+    """Returns the median of the device's seconds of a forward of `rows` rows, run several times. A
+    CPU runs it more often, because other processes may slow it. lists: whether the forward also
+    selects the top k tokens of each row. is_brief: whether only one forward is timed."""
     batch = session.job.config.batch_size
     start = perf_counter()
     timed = forwards(stepper, rows, batch, session.waiter, lists=lists)
@@ -193,8 +193,8 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
 
 
 def chosen(session: Session) -> dict[str, Any] | None:
-    """Returns the timed seconds from which this run's K and fan-out were chosen; None if they were
-    not chosen by timing."""
+    """Returns the timed seconds of forwards from which this run's K and fan-out were chosen; None
+    if they were not chosen by timing."""
     values = session.calibrations.get(session.backend, {})
     config = session.job.config
     value, _ = values.get(("chosen", config.mode, config.drafts), (None, None))
@@ -202,9 +202,9 @@ def chosen(session: Session) -> dict[str, Any] | None:
 
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
-    """Returns the configuration with the K and fan-out that are fastest on this machine, or
-    unchanged if a given flag sets them or acceptance rates are unknown (_is_chosen_here). All ranks
-    must call this. given: names of the given flags."""
+    """Returns the configuration with the K and fan-out that are fastest on this machine. It is
+    returned unchanged if the user set one of them, or if acceptance rates are unknown
+    (_is_chosen_here). All ranks must call this. given: names of the flags that the user gave."""
     if not (_is_chosen_here(machine, config) and given.isdisjoint(_CHOSEN)):
         return config
     with agreed(machine.topology.world):
@@ -213,9 +213,9 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
 
 
 def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = None) -> RunConfig:
-    """Returns an SD configuration with the fastest K on these ranks; all ranks must call this.
-    rates: measured acceptance rate of each draft position; without them, K is kept unless
-    acceptance is imposed or known. Raises Refused on all ranks if the job is impossible."""
+    """Returns an SD configuration with the K that is fastest on these ranks. All ranks must call
+    this. rates: measured acceptance rate of each draft position; without them, K is kept unless the
+    rates are known otherwise. Raises Refused on all ranks if the job is impossible."""
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
@@ -236,8 +236,8 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
 
 
 def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
-    """Returns whether K may be chosen for this configuration: it decodes one sequence with the
-    built-in pair, whose acceptance rates are known, on CPUs."""
+    """Returns whether K may be chosen by timing: on CPUs, for one sequence of text with the default
+    model pair, whose acceptance rates are known."""
     is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
     is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
     is_drafted = config.mode != "ar" and config.backup == "jit" and machine.backend.name == "numpy"
@@ -245,9 +245,9 @@ def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
 
 
 def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[float]) -> RunConfig:
-    """Times forwards, and returns the configuration with the K and fan-out that are fastest by
-    them. All ranks must call this. job: the configuration as a job, large enough for the rows to
-    time. rates: acceptance rate of each draft position."""
+    """Times forwards, and returns the configuration with the K and fan-out that these times make
+    fastest. All ranks must call this. job: the configuration as a Job with the largest K to try.
+    rates: acceptance rate of each draft position."""
     machine.models.expect([job])
     best = None
     session = machine.session(job)
@@ -263,9 +263,9 @@ def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[f
 
 
 def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
-    """Returns {rows: median seconds} of the target's forwards, and of the draft's; all ranks must
-    call this. On CPUs, CPU time is measured, which excludes other processes. In SSD, target and
-    draft are timed at the same time, because they share the memory bandwidth."""
+    """Returns {rows: median seconds} of target forwards, and the same of draft forwards, for the
+    choice of K. All ranks must call this. On CPUs, CPU time is measured, which excludes other
+    processes. In SSD both are timed at the same time, because they share the memory bandwidth."""
     topology = session.topology
     config = session.job.config
     is_ahead = config.mode == "ssd"
@@ -301,9 +301,10 @@ def fastest(
     job: Job, verify_s: Seconds, draft_s: Seconds, rates: Sequence[float] = DEFAULT_RATES
 ) -> tuple[int, str]:
     """Returns the (K, fan-out) with the most simulated tokens/s; the job's own values unless others
-    are 5% faster. verify_s, draft_s: {rows: seconds} of forwards. rates: acceptance rate of each
-    position. The tokens/s are a mean over draft steps 20% shorter to 25% longer, because steps that
-    only just fit into the target's forward would promise too much."""
+    are 5% faster. verify_s, draft_s: {rows: seconds} of target and draft forwards. rates:
+    acceptance rate of each position. The tokens/s are a mean of simulations with draft steps 20%
+    shorter, unchanged and 25% longer, lest steps that barely fit into the target's forward look too
+    good."""
     default = (job.lookahead, job.config.fan_out)
     jobs = dict[tuple[int, str], Job]()
     for k, f in product(range(1, 1 + len(rates)), (1, 2, 3) if job.fan_out else (0,)):
@@ -321,10 +322,10 @@ def fastest(
 
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
-    """Returns the seconds of all all-reduces in one verification of b(K+1) rows: 0 at T = 1, None
-    if unknown. All target ranks must call this. All-reduces inside a CUDA graph cannot be timed;
-    so on GPUs the same number is timed in a program of its own. On CPUs None is returned, because
-    Group.spent_s times them during the rounds."""
+    """Returns the seconds of all all-reduces in one verification of b(K+1) rows (b sequences, K
+    drafted tokens): 0 at T = 1, None if unknown. All target ranks must call this. Inside a CUDA
+    graph they cannot be timed; so on GPUs the same number is timed in a graph of their own. On CPUs
+    the result is None, because Group.spent_s times them during the rounds."""
     cost = stepper.cost(stepper.bucket(session.job.verify_rows))
     backend = session.backend
     group = session.group
@@ -333,7 +334,7 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     if isinstance(backend, EmulatedBackend):
         try:
             once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        except ConfigError:  # The profile was measured on one rank and has no all-reduces.
+        except ConfigError:  # The profile has no all-reduces.
             return None
         return cost.num_all_reduces * once
     if group.spent_s is not None:
@@ -356,11 +357,11 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The timed phases of the n warm-up rounds that count, on rank 0 or on a draft. ledger: round,
-    its ns, and the ns of each phase, [n, 2 + phases]. num_rows (rank 0 only): rows of each
-    verification, [n]. accepted (rank 0 only): the tokens accepted in the round before each, [n].
-    rounds (draft only): the columns DraftLog.COLUMNS. grow_s (draft only): the
-    median seconds of a step that grows branches; None if no branch grew."""
+    """The timed phases of the n warm-up rounds that count, on rank 0 or on a draft rank. ledger:
+    int64 [n, 2 + phases]: number of the round, its duration in ns, and ns of each phase. On rank 0:
+    num_rows [n], rows of each verification; accepted [n], tokens accepted in the round before. On a
+    draft: rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median seconds of a step
+    that grows branches (None: no branch grew)."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None
@@ -370,8 +371,8 @@ class WarmUp:
 
     @classmethod
     def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
-        """Returns the warm-up rounds of a draft: the first `count` rounds of its log, without those
-        that do not count."""
+        """Returns the warm-up rounds of a draft that count. log: the draft's log. count: number of
+        warm-up rounds at its beginning."""
         span = count // _SKIPPED, count
         slices = log.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9
@@ -379,7 +380,7 @@ class WarmUp:
         return cls(log.ledger.table(*span), None, log.table(*span), grow_s)
 
     def seconds(self, phase: int) -> Floats:
-        """Returns the seconds that the phase took in each round, [n]."""
+        """Returns the seconds that the phase with index `phase` took in each round, [n]."""
         return np.asarray(self.ledger[:, 2 + phase] * 1e-9, np.float64)
 
     def column(self, name: str) -> NDArray[Any]:
@@ -390,8 +391,8 @@ class WarmUp:
 
 
 def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
-    """Runs `count` warm-up rounds on throw-away sequences, before any others of `loop`; returns the
-    timed phases of the rounds that count."""
+    """Runs `count` warm-up rounds on sequences that are thrown away, before `loop` decodes others;
+    returns the timed phases of the rounds that count."""
     requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
     loop.admit(requests)
     loop.ledger.restart()
@@ -410,8 +411,8 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
 
 
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
-    """Returns a job's durations of host work, from its warm-up rounds on rank 0 (lead) and on the
-    draft (None in AR, or if the draft rank was lost). device: durations of forwards."""
+    """Returns a job's durations of host work, computed from its warm-up rounds on rank 0 (lead) and
+    on the draft (None: there is no draft, or its rank was lost). device: durations of forwards."""
     costs: dict[str, Any] = {
         f"lead_{name}": np.median(lead.seconds(LeadPhase[name.upper()]))
         for name in "send commit broadcast upload sample record".split()
@@ -431,15 +432,16 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
 
 
 def _forward_s(table: RowTable, rows: Any) -> Floats:
-    """Returns, for each of `rows`, the seconds of the smallest timed forward with at least as many
-    rows, to which the forward is padded."""
+    """Returns the seconds of forwards with `rows` rows. A forward is padded to the next row count
+    in `table`, so the time at that count is returned."""
     places = np.searchsorted(table.rows, rows)
     last = len(table.rows) - 1
     return np.asarray(np.asarray(table.seconds)[np.minimum(places, last)], np.float64)
 
 
 def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> dict[str, Any]:
-    """Returns {field of HostCosts: seconds} of the host work on the draft."""
+    """Returns the durations of host work on the draft as {field of HostCosts: seconds}, computed
+    from the warm-up rounds of the draft and of rank 0 (lead). device: durations of forwards."""
     costs: dict[str, Any] = {
         f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
         for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)
@@ -447,7 +449,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
     answers = draft.seconds(DraftPhase.SPECULATE)
     num_jit = draft.column("num_jit")
     steps_ready = draft.column("steps_ready")
-    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # rounds that needed no draft step
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # no draft step was needed
     if job.config.backup == Source.FAST.name.lower():
         is_ready |= (num_jit == 0) & (steps_ready == 0)
     assemble = answers[is_ready].min() if is_ready.any() else 0.0
@@ -456,7 +458,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
         return costs
     batch = job.config.batch_size
     branches = batch * job.fan_outs.branches
-    # A branch's rows by step. Those of a parallel draft come with accepted tokens.
+    # Rows of a branch in each draft step; a parallel draft also stores accepted tokens.
     wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])
     wide = np.array([job.step_rows]) if job.masks else wide
     backup = job.num_forwards(job.backup_lookahead)
@@ -480,10 +482,10 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
 
 
 def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
-    """Returns {field of HostCosts: seconds} of one message between rank 0 and the draft (link), and
-    of reading a message that has already arrived (draft_read), as it has if the draft was still
-    growing branches. In such rounds rank 0 also waits for the running draft step; so `link` comes
-    from the other rounds or, if there are none, from the fastest round."""
+    """Returns two durations as {field of HostCosts: seconds}: link, of one message between rank 0
+    and the draft; and draft_read, of reading a message that has already arrived, as happens if the
+    draft was still growing branches. Rank 0 then also waits for the draft step that is running; so
+    `link` comes from other rounds or, if there are none, from the fastest round."""
     is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
     reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
     read = np.median(reads) if len(reads) else 0.0

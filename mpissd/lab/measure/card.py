@@ -57,7 +57,7 @@ def print_card(session: Session) -> None:
 
 
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
-    """Returns (name of the rank, text with its role, host and device) for each rank."""
+    """Returns ("rank N", text with role, host and device) for each rank."""
     lines = []
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
         role = "target" if rank % topology.tp else "lead"
@@ -70,10 +70,10 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
 def progress_line(
     config: RunConfig, terminal: TextIO | None = None, every_s: float = 0.5
 ) -> Iterator[Callable[[Callable[[float], str]], None]]:
-    """Yields a function show(text), which may be called often and writes a progress line now and
-    then. The line is text(seconds since the beginning). On a terminal (None: stderr, if it is one)
-    one line is redrawn at most every every_s seconds. In a launcher's pipe, new lines are written
-    instead, because Open MPI 5 holds output back until a line ends."""
+    """Yields a function show(text), which may be called often and now and then writes a progress
+    line. Its argument is a function that returns the line, given the seconds since the beginning.
+    On a terminal (None: stderr, if that is one) one line is redrawn, at most every every_s seconds.
+    In a launcher's pipe new lines are written, because Open MPI 5 holds back incomplete lines."""
     screen = terminal or (sys.stderr if sys.stderr.isatty() else None)
     begun = monotonic()
     if config.progress == "off" or (config.progress == "auto" and screen is None):
@@ -103,8 +103,8 @@ def progress_line(
 
 @contextmanager
 def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function advance(n), which adds n rounds to a progress line on stderr. rounds: the
-    number of rounds at the end (None: unknown)."""
+    """Yields a function advance(n), which adds n to the number of rounds in a progress line on
+    stderr. rounds: the expected total (None: unknown)."""
     done = 0
     total = f" of {rounds}" if rounds else ""
 
@@ -119,8 +119,9 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 
 @contextmanager
 def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
-    """Yields a function say(text), which replaces the text of the progress line; every 4 s the line
-    also shows the seconds so far. terminal: None means stderr, if that is a terminal."""
+    """Yields a function say(text), which changes the text of a progress line; every 4 s the line
+    also shows the seconds so far. terminal: where to write (None: stderr, if that is a terminal).
+    """
     shown = ""
     is_over = Event()
 
@@ -145,8 +146,8 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
 
 
 def print_summary(row: Row, out: str = "", busy: Iterable[str] = ()) -> None:
-    """Prints a short table of a result row. out: the folder with the answers, named in the table if
-    there are several. busy: texts on what disturbed the machine."""
+    """Prints a short table of a result row. out: folder of the answers, which the table names if
+    there are several answers. busy: texts on what disturbed the machine."""
 
     def us(value: float | None) -> str:
         if value is None:

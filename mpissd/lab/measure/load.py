@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from mpissd.engine.comm.topology import usable_cores
 
-if TYPE_CHECKING:  # not imported at run time, because the command `doctor` must work without MPI
+if TYPE_CHECKING:  # A real import would need MPI, which the command `doctor` must do without.
     from mpissd.engine.session.session import Machine, Session
 
-_NAMED = 0.05  # smallest share of time that is reported; quiet machines have 1 to 2%
+_NAMED = 0.05  # A disturbance is reported from this share of time on; quiet machines lose 1 to 2%.
 _TEXTS = {  # texts for each kind of disturbance
     "others": "other processes used {:.0%} of its {}",
     "delayed": "its ranks waited {:.0%} of the time for a core",
@@ -29,9 +29,10 @@ _GPU = "uuid,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_ther
 
 
 def counters() -> dict[str, float]:
-    """Returns {name: seconds} of the operating system's counters, as far as they exist. wall: the
-    clock. own: CPU time of this process. delayed: its waits for a core. busy, stolen: CPU time of
-    the usable cores, used or taken by the hypervisor. throttled: stopped by a CPU quota."""
+    """Returns {name: seconds} of the operating system's counters that exist here. wall: the clock.
+    own: CPU time of this process. delayed: its waits for a core. busy, stolen: CPU time of all
+    usable cores, used or taken by the hypervisor. throttled: time for which a CPU quota stopped
+    this process."""
     tick = os.sysconf("SC_CLK_TCK")
     values = {"wall": perf_counter(), "own": process_time()}
     with suppress(OSError, ValueError, IndexError):
@@ -40,7 +41,7 @@ def counters() -> dict[str, float]:
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         names = {f"cpu{n}" for n in usable_cores()}
         times = [[int(word) / tick for word in row[1:9]] for row in rows if row[0] in names]
-        # user nice system idle iowait irq softirq steal
+        # The columns are: user nice system idle iowait irq softirq steal.
         values["busy"] = sum(sum(row[:3]) + row[5] + row[6] for row in times)
         values["stolen"] = sum(row[7] for row in times)
     for path in _QUOTA:  # files of cgroup version 2 and version 1
@@ -52,9 +53,9 @@ def counters() -> dict[str, float]:
 
 
 def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float]:
-    """Returns {text on what disturbed the ranks of one host: share of time lost}. spent: for each
-    rank of the host, the increase of its counters. cores: number of cores that the ranks may use;
-    other processes on cores beyond the number of ranks do not count."""
+    """Returns {text on a disturbance of one host's ranks: share of time lost}. spent: for each rank
+    of the host, the increase of its `counters`. cores: number of cores that the ranks may use;
+    other processes do no harm on cores beyond one for each rank."""
     ranks = len(spent)
     first = spent[0]
     used = min(ranks, cores)
@@ -70,9 +71,9 @@ def reasons(spent: Sequence[Mapping[str, float]], cores: int) -> dict[str, float
 
 
 def disturbances(before: Mapping[str, float], session: Session | Machine) -> dict[str, float]:
-    """Returns {text on what disturbed the ranks of any host: share of time lost} since this rank
-    read the counters `before`. For GPUs the share is unknown and given as 0. All ranks must call
-    this."""
+    """Returns {text on a disturbance of any host's ranks: share of time lost} since this rank read
+    the counters `before`. The share lost by a disturbed GPU is unknown and given as 0. All ranks
+    must call this, and get the same result."""
     topology = session.topology
     rank = topology.world.rank
     now = counters()
@@ -87,8 +88,8 @@ def disturbances(before: Mapping[str, float], session: Session | Machine) -> dic
 
 
 def gpu_reasons(uuids: Sequence[str], command: str = "nvidia-smi") -> list[str]:
-    """Returns texts on what slows GPUs of this host at present, by nvidia-smi; an empty list if
-    nothing does, or if that is unknown. uuids: the ids of the GPUs."""
+    """Returns texts on what slows the GPUs with the ids `uuids` of this host now, by nvidia-smi; []
+    if nothing does, or if nvidia-smi is missing."""
 
     def asked(query: str) -> list[str]:
         words = [command, query, "--format=csv,noheader"]

@@ -19,9 +19,9 @@ _STARTED = datetime.now(timezone.utc)
 
 
 def provenance(infos: list[DeviceInfo], hosts: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the row's key `provenance`: versions, command, hosts and devices, which could explain
-    why a result differs from another day's. infos, hosts: device and host of each rank. The member
-    `cuda` has the versions that are loaded at run time; None without CuPy."""
+    """Returns the row's key `provenance`, which may explain why results of two days differ:
+    versions, command line, commit, hosts and devices. infos, hosts: the device and host of each
+    rank. The member `cuda` has the versions that are loaded at run time (None without CuPy)."""
     packages: dict[str, str | None] = dict.fromkeys(("numpy", "mpi4py", "nvmath-python"))
     for name in packages:
         with suppress(metadata.PackageNotFoundError):

@@ -1,6 +1,5 @@
-"""Builds a run's result row from the ranks' reports on the measured rounds, and writes the files:
-the row, its raw rounds, and the answers of a run on text. Unknown values of a row are None.
-"""
+"""Builds a run's result row from what the ranks report on the measured rounds, and writes the
+files: the row, the raw rounds and, for runs on text, the answers. Unknown values are None."""
 
 from __future__ import annotations
 
@@ -41,13 +40,14 @@ from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.predict.simulation import expected, follow, is_followable, is_predictable
 
-_FEWEST_WARM = 8  # fewest warm-up rounds from which durations of host work are estimated
+_FEWEST_WARM = 8  # With fewer warm-up rounds, host work is not timed and nothing is predicted.
 
 
 @dataclass(frozen=True)
 class LeadReport:
-    """What the first rank of a target group reports on the measured rounds. ledger: int64 [rounds,
-    2 + phases] with the round's number, its ns, and the ns of each phase."""
+    """What the first rank of a target group (the ranks that share one target model) reports on the
+    measured rounds. ledger: int64 [rounds, 2 + phases]: number of the round, its duration in ns,
+    and ns of each phase. last_round: the number after that of the last measured round."""
 
     records: RoundRecords
     first_round: int
@@ -58,26 +58,26 @@ class LeadReport:
     warm_up: WarmUp
     messages_per_round: float
     bytes_per_round: float
-    prefill_s: float  # seconds spent on prompts
-    all_reduce_s: float | None  # host seconds in all-reduces over all rounds; None on a GPU
-    draft_lost_round: int | None  # first measured round without the draft rank; None: never lost
-    learner: dict[str, Any] | None = None  # report of the rank that trains the draft, if any
+    prefill_s: float  # seconds spent on storing prompts in the KV cache
+    all_reduce_s: float | None  # seconds of all all-reduces; None on a GPU
+    draft_lost_round: int | None  # first measured round without a draft rank, or None
+    learner: dict[str, Any] | None = None  # report of the rank that trains the draft
     kernel: str | None = None  # names of the kernels that read the target's weights
     draws: str = "host"  # where sampled tokens are drawn: the host or the device
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What a draft rank reports on the measured rounds. ledger: int64 [rounds, 2 + phases] with the
-    round's number, its ns, and the ns of each phase."""
+    """What a draft rank reports on the measured rounds. ledger: int64 [rounds, 2 + phases]: number
+    of the round, its duration in ns, and ns of each phase."""
 
-    rounds: NDArray[Any]  # one row a round, with the columns DraftLog.COLUMNS
+    rounds: NDArray[Any]  # table with a line for each round and the columns DraftLog.COLUMNS
     ledger: NDArray[np.int64]
     phases: list[str]
-    learned: dict[str, Any]  # counts of bonus tokens' ranks, from RankCounts.to_dict
+    learned: dict[str, Any]  # how high the draft ranked the target's tokens, by RankCounts.to_dict
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # a row for each forward that serves several groups
-    updates: dict[str, list[Any]] | None = None  # new draft weights received while decoding
+    forwards: NDArray[np.int64] | None = None  # forwards that serve several target groups
+    updates: dict[str, list[Any]] | None = None  # when new draft weights arrived
 
     def column(self, name: str) -> NDArray[np.float64]:
         return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
@@ -85,18 +85,18 @@ class DraftReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured in a run: the ranks' reports, and the job's durations (profile)."""
+    """All that was measured in a run: the reports of ranks, and the job's durations (profile)."""
 
     lead: LeadReport
-    draft: DraftReport | None  # the first draft's report; None in AR or if the draft was lost
+    draft: DraftReport | None  # report of the first draft rank; None in AR or if that rank was lost
     profile: JobProfile
-    rank_digests: list[int | None]  # for each MPI rank, a digest of the outcomes it received
-    groups: Sequence[LeadReport] = ()  # a report for each target group, if there are several
+    rank_digests: list[int | None]  # digest of the outcomes that each rank received
+    groups: Sequence[LeadReport] = ()  # one for each target group, if several
 
 
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
-    """Returns one report on the rounds of several target groups, numbered group after group. Its
-    wall time is that of the slowest group, because all groups begin together."""
+    """Returns one report on the rounds of several target groups (each has its own copy of the
+    target), numbered group after group. All begin together, so the slowest sets the wall time."""
     counts = [len(lead.records) for lead in leads]
     total = max(1, sum(counts))
 
@@ -121,8 +121,9 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
 def draft_report(
     drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]], updates: Updates | None
 ) -> DraftReport | None:
-    """Returns this rank's report as a draft for all target groups; None if the rank does not draft.
-    spans: for each group, its first measured round and the round after its last. updates: the
+    """Returns this rank's report on the rounds in which it was a draft, for all target groups that
+    it served; None if this rank does not draft. drafters: its draft loops, one for each group.
+    spans: the first measured round of each group, and the round after its last. updates: the
     receiver of new draft weights, if the draft is trained while decoding."""
     pairs = list(zip(drafters, spans, strict=False))
     if not pairs:
@@ -139,7 +140,8 @@ def draft_report(
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
-    # The result has a row for each shared forward; its last row is the rounds' begin and end in ns.
+    # The result has a row for each forward that served several groups; its last row has the begin
+    # and the end of the measured rounds in ns.
     slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
     begin = min(int(part[0, 2]) for part in slices)
     end = max(int(part[-1, 3]) for part in slices)
@@ -149,7 +151,7 @@ def draft_report(
 
 
 def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Concatenates tables of rounds; if there are several, renumbers the first column from 0."""
+    """Concatenates tables of rounds; if there are several, numbers their first column from 0."""
     if len(tables) == 1:
         return tables[0]
     joined = np.concatenate(tables)
@@ -158,8 +160,8 @@ def _renumbered(tables: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None = None) -> Row:
-    """Returns the result row of a measured job. sweep: the row's value of provenance.sweep, which
-    names the sweep and its task; None outside sweeps."""
+    """Returns the result row of a measured job. sweep: the name of the sweep and its task, which
+    becomes the row's provenance.sweep (None: the run is not part of a sweep)."""
     job = session.job
     config = job.config
     lead = measured.lead
@@ -168,7 +170,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     draft = measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
-    # Only the row's histogram over all groups is kept, not one for each group.
+    # The row has one histogram over all groups, so a group's own is dropped.
     groups: list[Mapping[str, Any]] = [
         {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
         for of in measured.groups
@@ -208,8 +210,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         fuse=config.fuse,
         lm_head=job.options.lm_head,
         context=config.context,
-        on_late="finish" if job.fan_out else None,  # Older rows could have other values.
-        backup=config.backup if job.draft else None,  # In SD, the backup drafts all tokens.
+        on_late="finish" if job.fan_out else None,  # Old rows have other values.
+        backup=config.backup if job.draft else None,  # In SD, this drafts all tokens.
         backup_lookahead=job.backup_lookahead if job.draft else None,
         num_layers=job.target.num_layers,
         seed=config.seed,
@@ -249,8 +251,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
 
 
 def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
-    """Returns the result row's values about decoded tokens, rounds and rates, as {key: value}.
-    lead: the report of one target group, or of all groups joined."""
+    """Returns the result row's values on decoded tokens, rounds and rates, as {key: value}. lead:
+    the report of one target group, or the joined report of all groups."""
     sequences = lead.records.sequences()
     limit = job.config.token_limit
     counts = [len(tokens) for tokens in lead.records.token_arrays().values()]
@@ -273,8 +275,8 @@ def _decoded(lead: LeadReport, job: Job) -> dict[str, Any]:
 
 
 def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | None:
-    """Returns {phase: mean µs in a round}; the values add up to the mean round. None if there is no
-    report, or no round."""
+    """Returns {phase: mean µs in a round} of a report; the values add up to the mean duration of a
+    round. None if there is no report, or if no round was measured."""
     if report is None or not len(report.ledger):
         return None
     means = report.ledger[:, 2:].mean(axis=0) * 1e-3
@@ -282,8 +284,9 @@ def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | 
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Returns how rank 0's device spends the mean round, in µs: "forward" is the target's forward
-    without all-reduces, "all_reduce" the all-reduces, "idle" the rest; None means unknown."""
+    """Returns how the device of rank 0 spends a mean round, as {key: µs} (None: unknown). "forward"
+    is the target's forward without all-reduces, "all_reduce" the all-reduces, and "idle" the rest.
+    """
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
     reduce_s = measured.profile.all_reduce_s  # seconds of all-reduces in a full verification
@@ -298,9 +301,9 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result row's predicted rate and round times, as {key: value}; {} if there is no
-    prediction. The measured outcomes are replayed in the simulation with the job's own durations.
-    If acceptance is imposed by a model, the predicted long-run mean rate is added."""
+    """Returns the result row's predicted rate and its error, as {key: value}; {} if the job cannot
+    be predicted. The rate comes from a simulation with the measured outcomes and the durations of
+    forwards and host work. If acceptance is drawn from a model, the long-run mean is added."""
     lead = measured.lead
     profile = measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
@@ -324,8 +327,8 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
 
 
 def _weights(job: Job) -> dict[str, Any]:
-    """Returns the result row's values of `forward` (whether models are bare matrix products or
-    whole transformers) and `weights` (names and digests of the weights)."""
+    """Returns the result row's keys `forward` ("gemm" for bare matrix products, or "transformer")
+    and `weights` (names and digests of the weights)."""
     if not job.config.is_transformer:
         return {"forward": "gemm", "weights": None}
     drafts = {"draft": job.draft_where} if job.drafts_by_transformer else {}
@@ -341,13 +344,14 @@ def _weights(job: Job) -> dict[str, Any]:
 
 
 def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the result row's seconds of verifying, drafting and growing branches, and the
-    shortest possible time of a verification, as {key: value}. t_draft_s is measured if no sequence
-    hit the cache in at least 10 rounds, else it is computed."""
+    """Returns the result row's times of forwards, as {key: value}: those of verifying, of drafting
+    K tokens, and of growing branches, in s; and the shortest time of a verification that the
+    hardware allows. t_draft_s is measured if in at least 10 rounds no sequence hit the speculation
+    cache; otherwise it is computed from the time of one draft step."""
     job = session.job
     records = measured.lead.records
     draft = measured.draft
-    # Only rounds in which every sequence had K drafted tokens (in a tree: K levels) count.
+    # Rounds count only if every sequence had K drafted tokens.
     full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None
@@ -377,10 +381,10 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
 def floor_of(
     job: Job, itemsize: int, rates: Mapping[str, float | None]
 ) -> tuple[dict[str, float | None], float | None]:
-    """Returns the result row's values about a verification's floor as {key: value}, and the floor
-    in s (None: unknown): the time to read a target rank's bytes or to compute its flops, whichever
-    is longer. itemsize: bytes of a weight. rates: {"read_bytes_per_s": …, "peak_flops_per_s": …}.
-    """
+    """Computes the shortest possible time of a verification (its floor): the time to read the bytes
+    of a target rank, or to compute its flops, whichever is longer. Returns ({key of the result row:
+    value}, floor in s or None if unknown). itemsize: bytes of a weight. rates: {"read_bytes_per_s":
+    …, "peak_flops_per_s": …} of the device."""
     cost = job.target_shard.cost(job.verify_rows, job.config.batch_size, itemsize, job.options)
     size = cost.weight_bytes + cost.kv_bytes
     read, peak = rates.values()
@@ -389,8 +393,8 @@ def floor_of(
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
-    """Returns the result row's value of `pool`: number, mean size and busy share of draft forwards
-    that serve several target groups at once; None if there are none."""
+    """Returns the result row's key `pool` on draft forwards that serve several target groups at
+    once: their number, mean rows and sequences, and share of time; None if there are none."""
     if draft is None or draft.forwards is None:
         return None
     forwards = draft.forwards[:-1]
@@ -405,16 +409,16 @@ def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
 
 
 def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
-    """Returns the first rank whose GPU is also used by the rank that trains the draft (learner), or
-    None. infos: the devices of all ranks but the learner."""
+    """Returns the first rank whose GPU is also used by the rank that trains the draft while
+    decoding; None if no rank shares it. infos: the devices of all ranks but the training one."""
     gpu = (measured.lead.learner or {}).get("gpu")
     ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
     return next(ranks, None)
 
 
 def _learner(session: Session, measured: Measured) -> dict[str, Any]:
-    """Returns the result row's values about training the draft while decoding, as {key: value}; {}
-    without such training."""
+    """Returns the result row's values on training the draft while decoding, as {key: value}; {} if
+    the draft was not trained."""
     lead = measured.lead
     if lead.learner is None:
         return {}
@@ -437,8 +441,8 @@ def _learner(session: Session, measured: Measured) -> dict[str, Any]:
 
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of a run's raw rounds, by their names in OUT/rounds/RUN_ID.npz. The array
-    `tokens` has the emitted ids of all requests, one request after the other."""
+    """Returns {name: array} of a run's raw rounds, as stored in OUT/rounds/RUN_ID.npz. The array
+    `tokens` holds the emitted token ids of all requests, one request after the other."""
     lead = measured.lead
     draft = measured.draft
     emitted = [tokens for _, tokens in sorted(lead.records.token_arrays().items())]
@@ -466,9 +470,9 @@ def write_row(
     arrays: Mapping[str, NDArray[Any]],
     violations: Sequence[str],
 ) -> None:
-    """Writes a run's answers (if text) to OUT/text/RUN_ID.jsonl, its arrays to
-    OUT/rounds/RUN_ID.npz, and its row to OUT/runs.jsonl, or to OUT/flagged.jsonl if `violations`
-    lists faults of the row. Each file is written completely or not at all. Raises OSError."""
+    """Writes the answers of a run on text to OUT/text/RUN_ID.jsonl, the raw rounds to
+    OUT/rounds/RUN_ID.npz, and the result row to OUT/runs.jsonl, or to OUT/flagged.jsonl if the row
+    has faults (violations). A file is written completely or not at all. Raises OSError."""
     out = Path(session.job.config.out)
     if isinstance(session.workload, TextWorkload):
         _write_text(session.workload, measured.lead, row.run_id, violations)
@@ -486,11 +490,11 @@ def answers_file(out: str, run_id: str) -> Path:
 def _write_text(
     workload: TextWorkload, lead: LeadReport, run_id: str, faults: Sequence[str]
 ) -> None:
-    """Writes a JSON line for each answer that was begun, in the order of the prompts. Its keys: the
-    prompt's own; text: the answer without stop token or stop string (None without a tokenizer);
-    tokens: the emitted ids, with that stop token; sources: what drafted each token; ended:
-    "stop_token", "stop" (a stop string), "length" (--num_tokens or the context was reached), or
-    "rounds" (the run ended first); gates: the row's faults, if any."""
+    """Writes each answer that was begun as a JSON line, in the order of the prompts. The keys are
+    those of the prompt's own line, and: text, the answer without stop token or stop string (null
+    without a tokenizer); tokens, the emitted ids, including a stop token; sources, what drafted
+    each token; ended, which is "stop_token", "stop" (a stop string), "length" (--num_tokens or the
+    context was reached) or "rounds" (the run ended first); gates, the faults of the row, if any."""
     records = lead.records
     config = workload.job.config
     sources = records.source_arrays()

@@ -1,7 +1,7 @@
 """The command `run`: measures one configuration and prints its result row.
 
-All ranks warm up and decode the measured rounds together; then rank 0 gathers their reports, builds
-the result row, and writes the files. Rank 0 also prints, and decides when the rounds end.
+All ranks decode warm-up rounds and then the measured rounds together. Rank 0 decides when the
+rounds end, gathers all ranks' reports, builds the result row, writes the files, and prints.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mpissd.lab.measure.verdict import UseComparison
 from mpissd.lab.show import open_terminal, shown
 
 _INSTANT_S = 5e-6
-_ATTEMPTS = 100  # most attempts to read two clocks without a preemption in between
+_ATTEMPTS = 100  # most attempts to read two timers without a preemption in between
 
 
 class UnwrittenError(FaultError):
@@ -59,9 +59,9 @@ class UnwrittenError(FaultError):
 
 
 def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
-    """Runs the command `run` on all ranks; returns the exit code. The last ranks may train the
-    draft instead of decoding. given: names of the flags that the user gave; K and fan-out may be
-    chosen by timing if they are not among them."""
+    """Runs the command `run` on all ranks; returns the exit code. If the flags ask for training
+    while decoding, the last ranks train the draft model. given: names of the flags that the user
+    gave; if K and fan-out are not among them, they may be chosen by timing."""
     sharpen_sleep()
     comms = LearnerComms(PIECE_BYTES) if config.learners else None
     with nullcontext() if comms is None else closing(comms):
@@ -82,7 +82,7 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
                 print_card(session)
             before = counters()
             row = measure(session)
-            # If a draft rank may have been lost, no collective call can include all ranks.
+            # A lost draft rank could not take part in this collective call.
             busy = disturbances(before, session) if config.on_draft_loss == "abort" else {}
             if row is not None and not is_shown:
                 print_summary(row, config.out, busy)
@@ -105,9 +105,9 @@ def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"]
 
 
 def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
-    """Returns whether alternatives (AR, SD) are measured after the run, to tell whether speculation
-    pays; the same on all ranks, which must all call this. row: the run's row on rank 0. is_shown:
-    on rank 0, whether a terminal showed the answer."""
+    """Returns whether the alternatives (AR, SD) are measured after the run, to tell whether
+    speculation pays. All ranks must call this and get the same result. row: the run's result row,
+    on rank 0. is_shown: whether a terminal showed the answer, known on rank 0."""
     config = session.job.config
     is_able = config.groups == 1 and not config.learners and config.on_draft_loss == "abort"
     if config.beside != "auto" or not (is_able and config.is_text):
@@ -120,16 +120,16 @@ def measure(
     session: Session, sweep: dict[str, Any] | None = None, *, is_brief: bool = False
 ) -> Row | None:
     """Measures one configuration and writes its result row; returns the row on rank 0, None
-    elsewhere. All ranks must call this. sweep: the row's value of provenance.sweep. is_brief:
-    whether each forward is timed only once before the rounds. Raises Refused on every rank if
-    memory is too small, or if the row contradicts itself."""
+    elsewhere. All ranks must call this. sweep: name of the sweep and task for the row's
+    provenance.sweep. is_brief: whether each forward is timed only once before the rounds. Raises
+    Refused on every rank if memory is too small or if the row contradicts itself."""
     if session.topology.is_lead:
         tell_doubt(session.job)
     rank = Rank(session)
     guard.stage(Stage.WARM_UP)
     try:
         row = _passes(rank, sweep, is_brief=is_brief)
-    except Refused:  # All ranks raise this. After other errors, close would wait for lost ranks.
+    except Refused:  # All ranks raise this. After other errors, closing would wait for lost ranks.
         rank.close()
         raise
     rank.close()
@@ -137,9 +137,9 @@ def measure(
 
 
 def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row | None:
-    """Times the forwards, decodes the measured rounds, and writes the result row; returns the row
-    on rank 0. All ranks must call this. Raises GateError on every rank if the row contradicts
-    itself."""
+    """Times the forwards, decodes warm-up and measured rounds, and writes the result row; returns
+    the row on rank 0, None elsewhere. All ranks must call this. Raises GateError on every rank if
+    the row contradicts itself, and UnwrittenError if it cannot be written."""
     session = rank.session
     topology = session.topology
     config = session.job.config
@@ -148,7 +148,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     rank.prepare()
     clocks = None
     if config.trace is not None:
-        session.barrier()  # The comparison of clocks needs prompt answers from all ranks.
+        session.barrier()  # Comparing clocks needs prompt answers.
         clocks = compare_clocks(topology.world, session.waiter)
     if not topology.is_lead:  # Rank 0 enters this stage later, after its warm-up rounds.
         guard.stage(Stage.ROUNDS)
@@ -173,7 +173,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         several = len(groups) > 1
         digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
-            if not several and rank.device_rounds is None:  # else the device runs whole rounds
+            if not several and rank.device_rounds is None:  # otherwise host work is not timed
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
@@ -191,15 +191,15 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
 
 
 def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None) -> Row:
-    """Builds the result row on rank 0, checks it, and writes the files. Raises GateError if the row
-    contradicts itself, and UnwrittenError if a file cannot be written; then a valid row is printed
-    first."""
+    """Builds and checks the result row on rank 0, and writes the files; returns the row. Raises
+    GateError if the row contradicts itself. Raises UnwrittenError if a file cannot be written; a
+    valid row is then printed first, so that it is not lost."""
     row = make_row(session, measured, sweep)
     arrays = round_arrays(measured)
     faults = violations(row, arrays)
     try:
         write_row(session, row, measured, arrays, faults)
-    except OSError as error:  # for example a full disk, or a file system that has gone away
+    except OSError as error:  # for example, the disk is full
         if not faults:
             print(json_line(row.to_dict()), flush=True)
         where = f"out={session.job.config.out!r}: {error.filename}"
@@ -210,8 +210,9 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
 
 
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
-    """Runs warm-up rounds on throw-away sequences, then the measured rounds, on the first rank of a
-    target group; returns its report. is_alone: whether to show text, as outside sweeps."""
+    """Decodes warm-up rounds on sequences that are thrown away, then the measured rounds, on the
+    first rank of a target group; returns its report. is_alone: whether no sweep runs, so that text
+    is shown."""
     session = rank.session
     config = session.job.config
     group = session.group
@@ -226,7 +227,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         assert rank.target is not None, "a lead without a target"
         oracle = rank.target.oracle
         assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
-        loop.tell()  # drops the examples of the last warm-up round, before `sender` is attached
+        loop.tell()  # drops training examples of the warm-up
         sender = ExampleSender(oracle, learning.outlet)
         loop.observers.append(sender)
     first = loop.round
@@ -279,8 +280,8 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
 
 
 def _begin(ledger: Ledger) -> float:
-    """Starts timing phases in `ledger`; returns the perf_counter time of the same instant, in s. If
-    the OS preempts the rank between the two clock readings, both are repeated."""
+    """Starts timing phases in `ledger`; returns the perf_counter time of that instant, in s. If the
+    OS preempts the rank between reading both clocks, they are read again."""
     for _ in range(_ATTEMPTS):
         before = perf_counter()
         ledger.restart()

@@ -1,12 +1,12 @@
-"""Writes --trace=FILE: what every rank did in the measured rounds, as a Chrome trace.
+"""Writes the file of --trace=FILE: what every rank did in the measured rounds, as a Chrome trace.
 
 Open the file with ui.perfetto.dev or chrome://tracing. Each rank is shown as a process with a row
 for the phases of its host; rank 0 also has a row for its device's forwards. Arrows show messages.
 
-The trace is made after the rounds from timestamps that are always recorded, so that it does not
-slow them. The ranks' clocks are compared before the rounds: rank 0 notes when it sends a question
-and when all answers have arrived; the other ranks read their clocks in between. The error of
-offset = t_remote − (t_send + t_received)/2 is at most half the time between these two instants.
+The trace is made after the rounds, from timestamps that are always recorded, so that it does not
+slow them. Before the rounds the ranks' clocks are compared: rank 0 sends a message and notes when
+all answers have arrived; the other ranks read their clocks in between. The error of offset =
+t_remote − (t_send + t_received)/2 is at most half the time between these two instants.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from mpissd.common.trace import DraftLog, DraftPhase, FollowPhase, LeadPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.session.rank import Rank
 
-MOST_ROUNDS = 1000  # rounds in one trace: 3 MB of JSON with three ranks
-EXCHANGES = 64  # comparisons of all clocks; about 0.5 ms
-Clocks = list[tuple[int, int]]  # for each rank: (ns ahead of rank 0's clock, largest error in ns)
+MOST_ROUNDS = 1000  # largest number of rounds in a trace: 3 MB of JSON with three ranks
+EXCHANGES = 64  # number of times that the clocks are compared, in about 0.5 ms
+Clocks = list[tuple[int, int]]  # of each rank: (ns ahead of rank 0's clock, largest error)
 
 
 class Track(NamedTuple):
-    """One row of activities of a rank in the trace. labels: names of the activities. slices: int64
-    [n, 4] with round, index into labels, start and end in ns of the rank's clock, by time."""
+    """One horizontal row of the trace, with what one rank did over time. name: title of the row.
+    labels: names of the activities. slices: int64 [n, 4], each activity's round number, index into
+    labels, start and end, in order of time. Start and end are in ns of the rank's own clock."""
 
     name: str
     labels: Sequence[str]
     slices: NDArray[np.int64]
 
 
-# A message that is drawn in every round: its name, and (rank, index of the phase) of both ends.
+# A message of every round: (name, sender, receiver), where both ends are (rank, index of a phase).
 Arrow = tuple[str, tuple[int, int], tuple[int, int]]
 
 
 def compare_clocks(comm: MPI.Comm, waiter: Waiter, exchanges: int = EXCHANGES) -> Clocks | None:
     """Compares the clocks of all ranks of `comm`, which must all call this. Returns on rank 0, for
-    each rank, (ns ahead of rank 0's clock, largest error), from the shortest exchange of messages;
-    None elsewhere. Raises FaultError if a rank does not answer in time."""
+    each rank, (ns by which its clock is ahead of rank 0's, largest error in ns), from the shortest
+    exchange of messages; None elsewhere. Raises FaultError if a rank does not answer in time."""
     word = np.zeros(1, np.int64)
     times = np.zeros(comm.size, np.int64)
     readings = list[Any]()
@@ -73,10 +74,10 @@ def write_trace(
     t_target_s: NDArray[np.float64] | None,
     clocks: Clocks | None,
 ) -> None:
-    """Writes the trace file on rank 0, after Rank.run_pass; all ranks must call this. draft: this
-    rank's log as a draft. rounds: the first measured round, and the one after the last. t_target_s,
-    clocks: seconds of each forward, and the clocks' offsets; None except on rank 0. Raises
-    ConfigError if the file cannot be written."""
+    """Writes the trace file on rank 0, after Rank.run_pass; all ranks must call this. draft: the
+    log of this rank's draft loop, if it drafts. rounds: the first measured round, and the one after
+    the last. t_target_s: seconds of each round's target forward (None except on leads). clocks: the
+    result of compare_clocks. Raises ConfigError if the file cannot be written."""
     session = rank.session
     first, last = rounds
     topology = session.topology
@@ -126,8 +127,9 @@ def write_trace(
 
 def _device_track(host: NDArray[np.int64], t_target_s: NDArray[np.float64]) -> Track:
     """Returns the trace row of rank 0's device. host: slices of rank 0's host, [n, 4]. t_target_s:
-    seconds of each forward. Device events have no time on the host's clock; so a forward is drawn
-    to end when the host noticed its end, which is the latest possible time."""
+    seconds of each forward. A device measures how long a forward took, but not when on the host's
+    clock; so the forward is drawn to end when the host noticed its end, the latest possible time.
+    """
     waits = host[host[:, 1] == LeadPhase.DEVICE_WAIT]
     seconds = t_target_s[: len(waits)]
     is_timed = np.isfinite(seconds)
@@ -145,8 +147,9 @@ def events(
     clocks: Clocks,
     arrows: Sequence[Arrow] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yields the events of a Chrome trace, with times in µs since the earliest slice. names,
-    tracks, clocks: one element for each rank. arrows: messages to draw in every round."""
+    """Yields the events of a Chrome trace, with times in µs since the earliest activity. names,
+    tracks, clocks: title, trace rows and clock offset of each rank. arrows: messages of each round.
+    """
     first = (
         t.slices[:, 2].min() - ahead
         for (ahead, _), of in zip(clocks, tracks, strict=True)

@@ -1,9 +1,9 @@
 """Decides whether speculation pays, and whether a separate core or GPU for the draft pays.
 
-The compared configurations are measured in turns. Their speed ratio is the trimmed mean of the
-logarithms of the turns' ratios, a fifth trimmed at each end, with a 95% interval (Tukey and
-McLaughlin, 1963). A disturbance of a whole turn cancels in the ratio, and one of a single
-measurement is trimmed.
+The compared configurations were measured in turns. The ratio of two speeds is the trimmed mean of
+the logarithms of the turns' ratios (a fifth is dropped at each end), with a 95% interval [Tukey and
+McLaughlin, 1963]. A disturbance of a whole turn cancels in the turn's ratio, and a disturbance of a
+single measurement is dropped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from mpissd.lab.tables.compare import bound, student_t
 from mpissd.lab.tables.uses import WORTH, Family
 
-FEWEST_TURNS = 3  # fewest turns for a verdict, because an interval of two is unreliable
-TRIMMED = 0.2  # share of the turns that the trimmed mean drops at each end
-_CLOSE = 0.85  # A configuration with at least this share of the fastest speed may be as fast.
-_NEAR = 1.05  # An upper bound up to this factor above a 5% gain is called near 5%.
-_TELLING = 2  # An interval that reaches beyond this multiple of the mean is not printed.
+FEWEST_TURNS = 3  # A verdict needs 3 turns, because the interval of two values is unreliable.
+TRIMMED = 0.2  # The trimmed mean drops this share of the turns at each end.
+_CLOSE = 0.85  # A configuration above this share of the fastest speed may still be the fastest.
+_NEAR = 1.05  # A gain is called "near 5%" if its upper bound is within this factor of 1.05.
+_TELLING = 2  # An interval is not printed if its upper bound exceeds twice the mean.
 _COLUMNS = 100
 PAID = "pays"
 LOST = "does not pay"
@@ -32,8 +32,8 @@ UNKNOWN = "cannot tell"
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two speeds, or one speed in tokens/s, with its 95% interval. turns: the number of
-    measurements."""
+    """A ratio of two speeds, or one speed in tokens/s, with the ends of its 95% interval. turns:
+    the number of turns that it is the mean of."""
 
     mean: float
     low: float
@@ -42,8 +42,8 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
-        """Returns the trimmed geometric mean of the values (one for each turn) and its interval,
-        which is practically infinite after one turn."""
+        """Returns the trimmed geometric mean of the values, one from each turn, with its 95%
+        interval. A single value has a practically infinite interval."""
         logs = np.sort(np.log(values))
         count = len(values)
         half = 700.0
@@ -57,16 +57,16 @@ class Ratio:
         return cls(mean, mean * math.exp(-half), mean * math.exp(half), count)
 
     def interval(self, text: Callable[[float], str]) -> str:
-        """Returns the interval as text, or the number of turns if the interval is too wide. text:
-        formats one bound."""
+        """Returns the 95% interval as text. If it is too wide, the number of turns is returned
+        instead. text: function that formats one end of the interval."""
         if self.high > _TELLING * self.mean:
             return f"{self.turns} turn{'s' * (self.turns > 1)}"
         return f"{text(self.low)}–{text(self.high)}"
 
     def judgement(self, *, is_busy: bool) -> str:
-        """Returns the verdict on a speedup: it pays if the mean is at least 5% and the interval
-        excludes a loss; it does not pay if it is surely below 5%; else "cannot tell". On a busy
-        machine the whole interval must be above 5%, or below −5%."""
+        """Returns the verdict on a speedup. It "pays" if the mean is at least 5% and the interval
+        excludes a loss; it "does not pay" if the whole interval is below 5%; otherwise "cannot
+        tell". On a busy machine the whole interval must be above 5%, or below a loss of 5%."""
         if self.turns < FEWEST_TURNS:
             return UNKNOWN
         if self.low > (WORTH if is_busy else 1) and self.mean >= WORTH:
@@ -76,9 +76,9 @@ class Ratio:
 
 @dataclass
 class TimedUse:
-    """One compared configuration and its measured tokens/s in each turn (None: not measured).
-    family: its mode, T and D. unit: what a rank runs on, "core" or "GPU". lookahead: K. refused:
-    why it cannot run here ("" if it can). parallel: whether one forward drafts all K tokens."""
+    """One of the compared configurations with its tokens/s in each turn (None: not measured in that
+    turn). family: its mode, T and D. unit: what each rank runs on, "core" or "GPU". lookahead: K.
+    refused: why it cannot run here, if so. parallel: whether one forward drafts all K tokens."""
 
     family: Family
     unit: str
@@ -99,7 +99,7 @@ class TimedUse:
 
     @property
     def speed(self) -> Ratio | None:
-        """This configuration's tokens/s over all turns, with interval; None if never measured."""
+        """The mean tokens/s of all turns, with its interval; None if no turn measured it."""
         speeds = [speed for speed in self.speeds if speed]
         return Ratio.of(speeds) if speeds else None
 
@@ -109,8 +109,8 @@ class TimedUse:
         return self.speed.mean if self.speed else 0.0
 
     def over(self, other: TimedUse) -> Ratio | None:
-        """Returns the ratio of this speed to that of `other`, over the turns that measured both;
-        None if there are none."""
+        """Returns the ratio of this configuration's speed to that of `other`, over the turns that
+        measured both configurations; None if there is no such turn."""
         pairs = zip(self.speeds, other.speeds, strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
         return Ratio.of(ratios) if ratios else None
@@ -118,9 +118,9 @@ class TimedUse:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to whether something (what) pays: configuration `use` has it, and `rival` is the
-    fastest without it. ratio: speed of use / rival. candidates: the configurations from which `use`
-    or `rival` was chosen as the fastest."""
+    """The answer to the question whether something pays. what: its name, such as "Speculation on 1
+    GPU". use: the fastest configuration that has it. rival: the fastest without it. ratio: speed of
+    `use` / `rival`. candidates: the configurations from which one of these was chosen."""
 
     what: str
     use: TimedUse
@@ -133,9 +133,9 @@ class Answer:
 @dataclass
 class UseComparison:
     """The comparison of a run's configuration (uses[0]) with alternatives on the same ranks. busy:
-    what disturbed the machine too much. notes: sentences on the measurement. num_rounds: rounds
-    of the shortest measurement. prompts: text on how many of the run's prompts were decoded, if
-    turns took different ones."""
+    what disturbed the machine so much that verdicts are uncertain. notes: sentences on how it was
+    measured. num_rounds: rounds of the shortest measurement. prompts: text that says how many of
+    the run's prompts were decoded, if each turn took other prompts."""
 
     uses: list[TimedUse]
     busy: list[str] = field(default_factory=list)
@@ -143,11 +143,11 @@ class UseComparison:
     num_rounds: int = 0
     prompts: str = ""
 
-    FEWEST_ROUNDS = 6  # fewest rounds of a measurement for a verdict
+    FEWEST_ROUNDS = 6  # A verdict needs measurements of at least 6 rounds.
 
     def answers(self) -> list[Answer]:
-        """Returns the answers for which both sides were measured: whether speculation pays on the
-        run's target ranks, and whether a separate rank for the draft pays."""
+        """Returns the answers to two questions, if measured: does speculation pay on the run's
+        target ranks, and does a separate rank for the draft model pay?"""
         first = self.uses[0]
         plain = [use for use in self.uses if use.mean and not use.family.num_drafts]
         narrow = [use for use in plain if use.family.tp == first.family.tp]
@@ -167,8 +167,9 @@ class UseComparison:
         return answers
 
     def needed(self, width: float) -> list[TimedUse]:
-        """Returns the configurations that need another turn: those of answers without a verdict or
-        with an interval wider than ±width, and alternatives that may be as fast as these."""
+        """Returns the configurations to measure in another turn. An answer without a verdict, or
+        with an interval wider than ±width, needs its two and every alternative that may be as fast.
+        """
         is_long = self.num_rounds >= self.FEWEST_ROUNDS  # More turns do not help short answers.
         needed = list[TimedUse]()
         for answer in self.answers():
@@ -180,8 +181,8 @@ class UseComparison:
         return needed
 
     def lines(self) -> list[str]:
-        """Returns lines of text: a table of all configurations, what disturbed the measurements,
-        and a sentence on each question."""
+        """Returns the printed lines: a table of all configurations, what disturbed the
+        measurements, and a sentence with each answer."""
         counts = sorted({use.speed.turns for use in self.uses if use.speed})
         turns = " to ".join(map(str, [*counts[:1], *counts[1:][-1:]])) or "0"
         lines = [f"tok/s in {turns} turns (95% interval):" if turns != "1" else "tok/s in 1 turn:"]

@@ -8,13 +8,13 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, contained, flag, integer, words
 
-_RECORDED = 8  # default number of draft tokens K in a recording
-_PRINTED = 4  # default K for which acceptance and hit models are printed
+_RECORDED = 8  # default of K, the number of draft tokens to record at each position
+_PRINTED = 4  # default of K (tokens drafted a round) whose acceptance and hit models are printed
 
 
 @dataclass(frozen=True)
 class PairConfig(Checked):
-    """Flags of the command `pair`; a flag that `run` also has means the same in both."""
+    """Flags of the command `pair`. A flag that `run` has, too, has the same meaning here."""
 
     sources: str | None = flag(
         None,
@@ -47,7 +47,7 @@ class PairConfig(Checked):
 
     @property
     def steps(self) -> int:
-        """The number of draft tokens K to record or, with sources, the K whose models to print."""
+        """K: the number of draft tokens to record or, with `sources`, the K to print models of."""
         return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
 
     def check(self) -> None:
@@ -55,7 +55,7 @@ class PairConfig(Checked):
         recordings (sources) to evaluate."""
         super().check()
         run = self.run
-        named = (run.target is not None) + (run.draft is not None)  # none, one or both
+        named = (run.target is not None) + (run.draft is not None)
         if self.sources is None and named != (2 if run.pair is None else 0):
             raise ConfigError(
                 "needed: sources (recordings), or one pair to record: pair=NAME, or target and "

@@ -1,17 +1,17 @@
-"""Fits a model pair's acceptance and cache-hit models ("laws") and writes files for --laws.
+"""Fits models of acceptance and of cache hits ("laws") to data, and writes the files for --laws.
 
-The data are recordings or result rows. A recording at temperature 0 (docs/recordings.md) determines
-the rounds of SD at each K, the number of tokens drafted a round. A result row of text has only the
-rounds of its own K and temperature; its key `learned` counts the ranks of its bonus tokens (the
-token that the target emits after the accepted ones) among the draft's candidates.
+The data are recordings or result rows of one model pair. A recording at temperature 0
+(docs/recordings.md) determines the rounds of SD at each K, the number of tokens drafted a round. A
+result row of text has only the rounds of its own K and temperature; its key `learned` counts how
+high the draft ranked the bonus tokens (those that the target emits after the accepted ones).
 
 Rounds of one text are not independent. Therefore the 95% intervals come from a jackknife over
 groups of whole sequences. The file also holds the models fitted without each group, from which
 `plan` computes the sampling error.
 
 The probability that the bonus token is not among the draft's top F candidates is modelled as
-miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor added]. floor is
-the measured share of tokens outside the draft's vocabulary; A and r are fitted by maximum
+miss(F) = floor + A·F^−r [Kumar, Dao, May 2026, definition 11, with A and a floor added]. The floor
+is the measured share of tokens outside the draft's vocabulary; A and r are fitted by maximum
 likelihood to the ranks of the others (mpissd/engine/law/fit.py).
 """
 
@@ -46,40 +46,42 @@ from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]
-BEYOND = 0  # stands for the rank of a token that is not among the recorded candidates
-OUTSIDE = -1  # stands for the rank of a token outside the draft's vocabulary
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates F whose miss rates are listed
+BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
+OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates whose miss rate is printed
 GROUPS = 20  # largest number of groups of sequences in the jackknife
-_FAILS = 0.1  # A larger relative error of the fitted miss rate is reported as a failed fit.
+_FAILS = 0.1  # If the relative error of a fitted miss rate is larger, the fit counts as failed.
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 
 class Ranks(NamedTuple):
-    """Counts of the ranks that bonus tokens (the target's tokens after the accepted ones) have
-    among the draft's candidates. counts: int64 [sequences, F + 2], with columns for rank 1 … F, for
-    tokens not among the F recorded candidates, and for tokens outside the draft's vocabulary.
-    knows_vocabulary: whether these last two kinds are distinguished."""
+    """Counts of how high a draft model ranked the bonus tokens (the target's tokens after the
+    accepted ones). counts: int64 [sequences, F + 2], with columns for rank 1 … F among its F
+    recorded candidates, for tokens beyond these, and for tokens outside the draft's vocabulary.
+    knows_vocabulary: whether the last two kinds of token were told apart."""
 
     counts: Array
     knows_vocabulary: bool
 
     @classmethod
     def of(cls, sequence: Array, rank: Array, num_sequences: int, limit: int, knows: bool) -> Ranks:
-        """Counts the ranks of n tokens by sequence. sequence: index of each token's sequence, [n].
-        rank: from 1, or BEYOND, or OUTSIDE, [n]. limit: the number F of recorded candidates."""
+        """Counts the ranks of n tokens, for each sequence. sequence: index of each token's
+        sequence, [n]. rank: each token's rank, from 1 on, or BEYOND, or OUTSIDE, [n]. limit: F, the
+        number of recorded candidates. knows: whether OUTSIDE is used."""
         counts = np.zeros((num_sequences, limit + 2), np.int64)
         np.add.at(counts, (sequence, np.where(rank > 0, rank - 1, limit - rank)), 1)
         return cls(counts, knows)
 
 
 class Outcomes(NamedTuple):
-    """Counts of the rounds of one recording or row with K drafted tokens. accepted: for each
-    sequence, the number of rounds that accepted 0 … K tokens, [sequences, K + 1]. ranks: of bonus
-    tokens after a rejection, and after K accepted tokens; None if unknown. fast: {kind of lookup:
-    the same counts as `accepted` if that lookup alone drafts}; {} if unknown. The kind PARALLEL is
-    no lookup but a draft model that drafts all K tokens in one forward. levels: for that model and
-    each of the K positions, counts of the target token's rank among the R recorded candidates, or
-    beyond them, if all tokens before it are among the candidates, [sequences, K, R + 1]."""
+    """Counts of the rounds in one recording or row with K drafted tokens. accepted: int64
+    [sequences, K + 1], how many rounds of a sequence accepted 0 … K tokens. ranks: how high the
+    draft ranked the bonus token after a rejection, and after K accepted tokens (None: unknown).
+    fast: {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind
+    PARALLEL stands for a draft model that drafts all K tokens in one forward. levels: for that
+    model, int64 [sequences, K, R + 1], the rank of the target's token at each of the K positions
+    among R candidates, or beyond them; counted where all tokens before it are among the candidates.
+    """
 
     accepted: Array
     ranks: tuple[Ranks, Ranks] | None
@@ -103,15 +105,15 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A recording, or one result row: about describes its origin (file, models, temperature), and
-    outcomes holds the counts of its rounds for each K."""
+    """The data of a recording or of one result row. about: its origin (file, models, temperature).
+    outcomes: {K: counts of its rounds with K drafted tokens}."""
 
     about: dict[str, Any]
     outcomes: Mapping[int, Outcomes]
 
 
 def new_file(out: str) -> Path:
-    """Returns the path of the file `out`; raises ConfigError if it exists or cannot be written."""
+    """Returns `out` as a path. Raises ConfigError if that file exists or cannot be written."""
     check_file("out", out)
     if Path(out).exists():
         raise ConfigError(f"out={out}: exists: allowed: a new file")
@@ -119,8 +121,8 @@ def new_file(out: str) -> Path:
 
 
 def print_laws(config: PairConfig) -> None:
-    """Prints the acceptance and hit models fitted to config.sources, at one K; if config.out is
-    given, writes those of every K to that file. Raises ConfigError."""
+    """Fits acceptance and hit models to the data in config.sources, and prints those of one K. If
+    config.out is given, the models of every K are written to that file. Raises ConfigError."""
     path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
@@ -135,13 +137,13 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Dataset]:
-    """Yields the data in a recording (.npz), or of each row of text in a file or folder. Raises
-    ConfigError if there are none."""
+    """Yields the data in a recording (a file .npz), or of each row of text in a file or folder.
+    Raises ConfigError if there are none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
         file: dict[str, Any] = {"file": recording.name, "sha256": recording.sha256}
-        # The "context" is the mean number of tokens before an answered token.
+        # The "context" is the mean number of tokens before a token of an answer.
         total = sum((len(p.prompt) + p.end / 2) * p.end for p in recording.sequences)
         file["tokens"] = sum(p.end for p in recording.sequences)
         file["context"] = round(total / file["tokens"])
@@ -169,8 +171,8 @@ def read(name: str) -> Iterator[Dataset]:
 
 
 def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
-    """Counts the rounds that SD would have on this recording with K = lookahead tokens drafted by
-    the draft model, and with K tokens drafted by each kind of lookup."""
+    """Counts the rounds that SD would have had on this recording with K = lookahead: with tokens
+    drafted by the draft model, and with tokens drafted by each kind of lookup."""
     vocabulary = None if recording.known is None else set(recording.known.tolist())
     widest = recording.widest
     num = len(recording.sequences)
@@ -220,7 +222,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
-    """Yields (c, k) of each round of an answer: the round begins after c answered tokens and
+    """Yields (c, k) for each round of an answer: the round begins after c tokens of the answer, and
     accepts k drafted tokens. drafts: the K tokens drafted after each number of tokens, [≥ end, K].
     """
     end = part.end
@@ -233,7 +235,7 @@ def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
 
 
 def _of_row(row: Row, rounds: Path) -> Outcomes:
-    """Counts the measured rounds of a row of text. rounds: the file with the row's raw rounds.
+    """Counts the measured rounds of a row of text. rounds: path of the file with its raw rounds.
     Raises ConfigError if the file cannot be read or has no round with K drafted tokens."""
     try:
         check_regular(rounds)
@@ -241,7 +243,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
             lines = archive["sequences"]
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
-    # Rounds with fewer than K drafted tokens, and those drafted by a lookup in SSD, do not count.
+    # Rounds with fewer than K drafted tokens do not count, nor in SSD those that a lookup drafted.
     is_full = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
         is_full &= lines[:, 5] != Source.FAST
@@ -253,7 +255,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     accepted = np.zeros((len(ids), row.lookahead + 1), np.int64)
     np.add.at(accepted, (sequence.reshape(-1), lines[:, 3]), 1)
     ranks = []
-    for end in ("rejected", "all_accepted"):  # entries: (number of candidates F, rank, count)
+    for end in ("rejected", "all_accepted"):  # Columns: F, rank, count.
         counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
         if len(np.unique(counts[:, 0])) != 1:
             return Outcomes(accepted, None)
@@ -301,8 +303,8 @@ def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
 
 
 def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
-    """Returns the counts and models at one K: acceptance by position, cache hits, and lookups. Its
-    member alpha is accepted / (accepted + rejected) over all tokens that the target judged."""
+    """Returns the counts and the fitted models at one K, as JSON: acceptance by position, cache
+    hits, and lookups. The member alpha is accepted / (accepted + rejected) of all judged tokens."""
     total = np.sum([of.accepted.sum(axis=0) for of in outcomes], axis=0)
     accepted = int(total @ np.arange(lookahead + 1))
     rounds = int(total.sum())
@@ -331,8 +333,9 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
 
 
 def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
-    """Returns the counts of bonus tokens' ranks, the measured and fitted miss rates by number of
-    candidates, and the fitted A, r and floor. Ranks count up to the smallest F of any table."""
+    """Returns, as JSON, how often the bonus token had each rank among the draft's candidates, the
+    measured and the fitted miss rate by number of candidates, and the fitted A, r and floor. Tables
+    with different numbers of candidates are cut to the smallest."""
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2
@@ -361,8 +364,8 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
 
 
 def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines that print the models at one K. about: what the data are. variants: the
-    models fitted to all sequences, then those without each group, which give the intervals."""
+    """Yields the printed lines about the models at one K. about: description of the data. variants:
+    the models fitted to all sequences, then those without each group, for the intervals."""
     at = variants[0]
 
     def read(*keys: str | int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The command `pair`: records the target's greedy answers and the draft's continuations."""
+"""The command `pair`: records the target's greedy answers and the draft model's continuations."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from mpissd.engine.text.tokenizer import load_tokenizer
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.pair.laws import new_file, print_laws
 
-_CHUNK = {"numpy": 32, "cupy": 128}  # most tokens in one forward, by backend
+_CHUNK = {"numpy": 32, "cupy": 128}  # {backend: largest number of tokens in one forward}
 _TELL_S = 2.0
-_RANKS = 8  # number of recorded candidates at each mask token of a draft that uses mask tokens
+_RANKS = 8  # number of candidates to record at each mask token, if the draft model uses such tokens
 
 Tokens = Sequence[int]
 
 
 def pair(config: PairConfig) -> int:
-    """Runs the command `pair`; returns the exit code 0. It records a pair to config.out, or prints
-    the acceptance and hit models fitted to config.sources. Raises ConfigError if a model, the
-    prompts or a source cannot be read, or if the output file exists."""
+    """Runs the command `pair`; returns the exit code 0. It records a model pair to the file
+    config.out or, if config.sources is given, prints the acceptance and hit models fitted to these
+    recordings. Raises ConfigError if an input cannot be read, or if the file exists."""
     if config.sources is not None:
         print_laws(config)
         return 0
@@ -61,8 +61,8 @@ def pair(config: PairConfig) -> int:
 
 
 def make(config: PairConfig) -> Recording:
-    """Answers the prompts with the target, drafts after every answered token, and returns both.
-    Raises ConfigError if the models or prompts cannot be read."""
+    """Answers the prompts with the target, drafts after every token of the answers, and returns the
+    recording of both. Raises ConfigError if the models or prompts cannot be read."""
     given = replace(config.run, workload="text")
     target, draft = split_pair(given.pair) if given.pair else (given.target, given.draft)
     assert target is not None and draft is not None, "a pair without a model"
@@ -100,7 +100,7 @@ def make(config: PairConfig) -> Recording:
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
     masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1))
-    a_prefix = steps + len(masks)  # number of tokens in the draft's forwards for one prefix
+    a_prefix = steps + len(masks)  # number of tokens that the draft computes for one prefix
     count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
     with (
         _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
@@ -144,7 +144,7 @@ def _opened(
 @contextmanager
 def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
     """Shows a progress bar on stderr that counts the tokens in the model's forwards. verb: label of
-    the bar. rows: the number of tokens at its end."""
+    the bar. rows: the number of tokens at which the bar is full."""
     with tqdm(
         total=rows, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
     ) as bar:
@@ -153,8 +153,8 @@ def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
 
 
 class Model:
-    """A whole model on one device, with a KV cache. advance: a function that is called after each
-    forward with the forward's number of tokens."""
+    """A whole model on one device, with a KV cache, for recording. advance: function that is called
+    after each forward with its number of tokens."""
 
     advance: Callable[[int], Any] = staticmethod(lambda rows: None)
 
@@ -168,8 +168,8 @@ class Model:
         slots: int,
         seed: int,
     ) -> None:
-        """Reads the weights. rows: most tokens in a forward. slots: most sequences in the KV cache.
-        seed: of random weights."""
+        """Reads the weights. rows: largest number of tokens in a forward. slots: largest number of
+        sequences in the KV cache. seed: seed of random weights, if the model has no files."""
         self.rows = rows
         self._waiter = Waiter(math.inf, spin=False)
         self._stepper = Stepper(
@@ -186,8 +186,8 @@ class Model:
         self.close = self._stepper.close
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
-        """Runs a forward over n tokens; returns the likeliest next tokens after each, best first,
-        [n, top_k]. places: each token's position in the KV cache."""
+        """Runs a forward over n tokens; returns the top_k likeliest next tokens after each of them,
+        best first, [n, top_k]. places: where each token is stored in the KV cache."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
@@ -196,8 +196,8 @@ class Model:
         return ids
 
     def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
-        """Writes a sequence to slot `slot` of the KV cache; returns the likeliest next tokens after
-        each of tokens[first:], best first, [len(tokens) − first, top_k]."""
+        """Stores a sequence in the KV cache under slot `slot`; returns the likeliest next tokens
+        after each of tokens[first:], best first, [len(tokens) − first, top_k]."""
         likeliest = []
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
@@ -211,8 +211,9 @@ class Model:
 def answered(
     model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], extra: int
 ) -> list[tuple[list[int], int]]:
-    """Decodes the prompts greedily as one batch; returns (tokens, end) of each answer. end: number
-    of tokens up to a stop token or `limit`. After them, tokens has `extra` further ones."""
+    """Decodes the prompts greedily as one batch; returns (tokens, end) for each. end: number of
+    tokens in the answer, up to a stop token (one of `stops`) or `limit`; `extra` more tokens follow
+    these."""
     answers: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
 
@@ -237,16 +238,16 @@ def answered(
 def drafted(
     model: Model, prompt: Tokens, answer: Tokens, lookahead: int, masks: Sequence[int] = ()
 ) -> tuple[Ints, Ints, Ints | None]:
-    """Returns what a draft predicts after each proper prefix of an answer of n tokens: its greedy
-    continuation of K = lookahead tokens, [n, K]; its likeliest next tokens, best first, [n, top_k];
-    and, if the draft predicts several tokens in one forward by mask tokens (masks: their ids), the
-    likeliest tokens for the 2nd, 3rd, … place, [n, len(masks), _RANKS] (None without masks)."""
+    """Returns what a draft model predicts after each proper prefix of an answer of n tokens: its
+    greedy continuation of K = lookahead tokens, [n, K]; its likeliest next tokens, best first, [n,
+    top_k]; and, if it has mask tokens (masks: their ids), with which one forward predicts several
+    tokens, the likeliest tokens of the 2nd, 3rd, … position, [n, len(masks), _RANKS], else None."""
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):
         part = rollout[start : start + model.rows]
         slots = np.zeros(len(part), np.int32)
-        lanes = np.arange(len(part), dtype=np.int32)  # each prefix has scratch memory of its own
+        lanes = np.arange(len(part), dtype=np.int32)  # a scratch KV row for each prefix
         trunks = len(prompt) + start + lanes
         for step in range(lookahead - 1):
             places = Places(slots, trunks + np.int32(step), lanes, trunks)

@@ -1,10 +1,10 @@
-"""Lists the configurations that the command `plan` may advise, and simulates their tokens/s.
+"""Lists the configurations that the command `plan` may recommend, and simulates their tokens/s.
 
-`survey` finds each number of target ranks T with which a model pair fits on a machine, and the
-durations of forwards and host work there (a Sharding). `candidates` yields configurations of every
-mode (a Choice each); a Space lists the values to try of SSD's K (tokens drafted a round), fan-out
-(bonus-token candidates per position) and K_b (tokens drafted after a cache miss). `weigh` simulates
-choices.
+The modes are autoregressive decoding (AR), speculative decoding (SD) and SSD, in which a draft
+model on its own GPU drafts for several possible results of the running verification. `survey` finds
+over how many target ranks T a model can be divided, and how long forwards and host work then take.
+`candidates` yields the configurations to try: every mode, K (tokens drafted a round) and, for SSD,
+fan-out (candidates for the next token at each position). `weigh` simulates them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from mpissd.lab.predict.simulation import Grid, expect
 from mpissd.lab.tables.uses import TREE, Family, tps_of
 
 MOST_LOOKAHEAD = 16
-LOOKUP = "lookup"  # SD whose drafts are looked up in the sequence itself, without a model
-CONTEXT = 512  # context length if neither a flag nor a --laws file gives one
-FEW_HITS = "smollm2"  # the pair whose cache-hit model is used if a --laws file has too little data
-_MOST_READ = 63  # most fan-out of a position, as the top 64 logits of a row are read
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # numbers of top logits read per row for which time is known
-_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # most branches of a sequence: 10 per position
-_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)  # nodes, K, fan-out of SSD's trees
+LOOKUP = "lookup"  # name of SD that copies its drafts from the sequence, without a draft model
+CONTEXT = 512  # context length in tokens, if neither a flag nor a --laws file gives one
+FEW_HITS = "smollm2"  # The cache-hit model of this model pair replaces one with too little data.
+_MOST_READ = 63  # largest allowed fan-out of a position: the host reads 64 logits of a row
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # values of k for which selecting the top k was timed
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # largest number of branches that a sequence may have
+# SSD with draft trees is tried at these numbers of nodes, numbers of levels, and fan-outs.
+_TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)
 Hosts = Mapping[tuple[str, int], HostCosts | None]
 
 
@@ -63,8 +64,9 @@ def longest_lookahead(config: RunConfig) -> int:
 
 
 def ways(run: RunConfig, lookahead: int, *, trees: bool = False) -> tuple[bool, ...]:
-    """Returns whether K tokens, or trees of K levels, are drafted in one forward: False, and True
-    as well where the laws have measured such drafts."""
+    """Returns the ways to draft that may be tried at K = lookahead: False drafts token after token
+    (or level after level of a tree), True drafts all in one forward. True is included only if the
+    --laws file has measured the acceptance of such drafts. trees: whether the drafts are trees."""
     if lookahead == 1 or not run.acceptance_text.startswith("laws:"):
         return (False,)
     laws = load_laws(str(run.laws)).behind(lookahead)
@@ -73,8 +75,8 @@ def ways(run: RunConfig, lookahead: int, *, trees: bool = False) -> tuple[bool, 
 
 
 def cut_law(text: str, length: int) -> str:
-    """Returns an acceptance model's text with at most `length` rates, if it is a list of rates by
-    position ("rates:…", "marginal:…"); any other text is returned unchanged."""
+    """Cuts an acceptance model given as text ("rates:…" or "marginal:…", one rate per draft
+    position) to its first `length` rates; returns other kinds of acceptance model unchanged."""
     kind, _, values = text.strip().partition(":")
     if kind not in ("rates", "marginal"):
         return text
@@ -82,9 +84,9 @@ def cut_law(text: str, length: int) -> str:
 
 
 def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
-    """Returns a configuration that has --laws (fitted acceptance and hit models) with defaults: the
-    context length of the fitted prompts, unless has_context; and another pair's hit model, if the
-    file's data were too few to fit one."""
+    """Completes a configuration that names a --laws file (acceptance and cache-hit models fitted to
+    prompts). Unless the user gave a context length (has_context), that of the prompts is taken. If
+    the file has too little data for a cache-hit model, another model pair's is taken."""
     laws = load_laws(str(run.laws))
     if run.is_transformer and not has_context:
         contexts = (int(source.get("context") or 0) for source in laws.about["sources"])
@@ -98,10 +100,13 @@ def with_laws(run: RunConfig, has_context: bool) -> RunConfig:
 
 @dataclass(frozen=True)
 class Choice:
-    """One configuration that `plan` considers, and its simulated speed. backup: what drafts after a
-    cache miss ("jit": the draft model, "fast": a lookup), backup_lookahead tokens. tree: nodes of a
-    draft tree (None: a chain). derived: how some durations were derived, if not all were measured.
-    parallel: whether one forward drafts all K tokens, also after a miss."""
+    """One configuration that the command `plan` considers, with its simulated speed. Most fields
+    are flags of `run`: tp is T, num_drafts is D, lookahead is K. backup: what drafts after a miss
+    of the speculation cache ("jit": the draft model, "fast": a lookup in the sequence).
+    backup_lookahead: how many tokens that drafts. tok_per_s, round_us, hit_rate: simulated results.
+    derived: text that says which durations were computed from others (None: all were measured).
+    tree: number of nodes of a draft tree (None: a chain of tokens). parallel: whether one forward
+    of the draft model drafts all K tokens."""
 
     mode: str
     tp: int
@@ -120,7 +125,7 @@ class Choice:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs, T + D."""
+        """The number of GPUs, T target ranks + D draft ranks."""
         return self.tp + self.num_drafts
 
     @property
@@ -129,12 +134,13 @@ class Choice:
 
     @property
     def run_mode(self) -> str:
-        """The value of --mode for this choice: "sd" for lookups and trees, too."""
+        """The value of the flag --mode that runs this configuration. It is "sd" also for SD by
+        lookup and SD with draft trees, which have mode names of their own here."""
         return "sd" if self.mode in (LOOKUP, TREE) else self.mode
 
     def flags(self) -> dict[str, str]:
-        """Returns {flag: value} of `mpissd run` for this choice, except the flags that name models,
-        acceptance and hits."""
+        """Returns {flag: value} with which `mpissd run` runs this configuration. Flags that name
+        the models, the acceptance rates and the cache-hit rates are not included."""
         flags = {"mode": self.run_mode, "num_drafts": str(self.num_drafts)}
         if self.mode == LOOKUP:
             flags["backup"] = "fast"
@@ -150,7 +156,8 @@ class Choice:
         return flags
 
     def __str__(self) -> str:
-        """Returns the settings: "K=4 uniform:3; on a miss jit K=2", or "K=4, in one forward"."""
+        """Returns the settings as text, such as "K=4 uniform:3; on a miss jit K=2" for SSD, or
+        "K=4, in one forward" for SD whose draft model drafts all tokens in one forward."""
         text = f"K={self.lookahead}" if self.mode != "ar" else ""
         if self.tree is not None:
             text += f" tree={self.tree}"
@@ -164,8 +171,9 @@ class Choice:
 
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
-    """Returns a choice as a resolved job, which the simulation takes. Raises ConfigError if its
-    fan-out is impossible."""
+    """Resolves a configuration to a Job, from which the simulation takes rows, fan-out and
+    acceptance. config: the flags that all configurations share. Raises ConfigError if the fan-out
+    is impossible."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
@@ -191,8 +199,9 @@ def job_of(config: RunConfig, choice: Choice) -> Job:
 
 @lru_cache(maxsize=512)
 def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) -> Job:
-    """Returns a choice as a resolved job, with fan-out uniform:1 unless the choice has one.
-    memory_bytes: memory of each rank, in which the job must fit (None: no limit)."""
+    """Resolves a considered configuration to a Job; if the configuration has no fan-out,
+    "uniform:1" (one candidate per position) is used. memory_bytes: memory of each rank, into which
+    the job must fit (None: no limit). Raises ConfigError if the job is impossible."""
     if config.pair is None and (config.target is None or config.draft is None):
         raise ConfigError("plan: needs a pair, or a target and a draft")
     config = replace(
@@ -213,17 +222,17 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
 
 
 def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
-    """Returns a job of `config`'s model pair with the mode, T and D of `family`; its K = 1 and its
-    acceptance are placeholders. memory_bytes: memory of each rank (None: no limit). Raises
-    ConfigError if the job does not fit there, or if the model cannot be divided over T ranks."""
+    """Returns a job with the model pair of `config` and the mode, T and D of `family`; its K = 1
+    and its acceptance are placeholders. memory_bytes: memory of each rank (None: no limit). Raises
+    ConfigError if the job does not fit, or if the model cannot be divided over T ranks."""
     config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
     return _job_of(config, choice, memory_bytes)
 
 
 def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> bool:
-    """Returns whether the model pair can be divided over the T and D ranks of `family`, and fits in
-    memory_bytes of each rank (None: no limit)."""
+    """Returns whether the model pair can be divided over the T target and D draft ranks that
+    `family` names, and fits in their memory. memory_bytes: memory of each rank (None: no limit)."""
     try:
         pair_job(config, family, memory_bytes)
     except ConfigError:
@@ -233,9 +242,10 @@ def fits(config: RunConfig, family: Family, memory_bytes: int | None = None) -> 
 
 @lru_cache(maxsize=4096)
 def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) -> tuple[int, ...]:
-    """Returns the fan-out F_0 … F_K (candidates for the bonus token after k = 0 … K accepted
-    tokens) that --fan_out=`text` gives. hazards: acceptance rate of each position given the ones
-    before, [K]. served: number of tokens that were drafted in the round."""
+    """Parses a value of the flag --fan_out; returns F_0 … F_K, where F_k is the number of
+    candidates for the next token of the target after k accepted draft tokens. hazards: acceptance
+    rate of each draft position, given that the positions before it were accepted, [K]. served: the
+    number of tokens that were drafted in the round. hit: the model of cache hits."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
         # Positions at the end whose acceptance rate is 0 are never reached and get no candidates.
@@ -249,11 +259,12 @@ def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) ->
 
 @dataclass(frozen=True)
 class Sharding:
-    """The target divided over T ranks (tp), with all durations that a simulation needs. device: of
-    forwards. num_drafts: the numbers of draft ranks D that fit. hosts: {(mode, D): costs of host
-    work}; None: unknown; a missing key: free. label: returns a text on how a choice's durations
-    were derived, or None if all were measured. most_rows: choices with forwards of more rows are
-    not advised, because their durations are not known well enough (None: no limit)."""
+    """The target model divided over T ranks (tp), with all durations that a simulation needs.
+    device: durations of forwards. num_drafts: the values of D (number of draft ranks) that fit in
+    memory. hosts: {(mode, D): durations of host work}; a value of None means that they are unknown,
+    a missing key that host work takes no time. label: a function that returns how a configuration's
+    durations were derived, or None if all were measured. most_rows: configurations with a forward
+    of more rows are not recommended, because its duration is uncertain (None: no limit)."""
 
     tp: int
     device: DeviceCosts
@@ -263,8 +274,8 @@ class Sharding:
     most_rows: int | None = None
 
     def host(self, mode: str, num_drafts: int) -> HostCosts | None:
-        """Returns the durations of host work in a mode with D draft ranks; None if unknown. Lookups
-        and trees have those of SD."""
+        """Returns the durations of host work in a mode with D = num_drafts draft ranks; None if
+        they are unknown. SD by lookup and SD with trees have the durations of SD."""
         key = (mode if mode in ("ar", "ssd") else "sd"), num_drafts
         return self.hosts.get(key, HostCosts())
 
@@ -276,9 +287,9 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Survey:
-    """A model pair on a machine with `gpus` GPUs: how it can be divided, and what cannot be judged.
-    unjudged: {mode with T and D that would fit: why its durations are unknown}. too_large: modes
-    with T and D that do not fit in memory."""
+    """The result of `survey`: how a model pair can run on a machine with `gpus` GPUs. shardings:
+    the divisions of the target that can be simulated. unjudged: {mode, T and D that fit in memory:
+    why the durations are unknown}. too_large: modes, T and D that do not fit in memory."""
 
     run: RunConfig
     profile: Profile
@@ -290,7 +301,8 @@ class Survey:
 
 def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every number of target ranks T up to `gpus` over which the target can be divided and
-    fits in memory, with its durations from `profile`. Raises ConfigError if none can be judged."""
+    fits in memory, with its durations from `profile`. Raises ConfigError if no durations are known.
+    """
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -325,16 +337,17 @@ def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
 
 
 def runnable_at(run: RunConfig, tp: int) -> RunConfig:
-    """Returns `run`, or `run` as a whole transformer if only a transformer can be divided over T =
-    tp ranks: models of bare matrix products need shares of equal size."""
+    """Returns the configuration with which a model can be divided over T = tp ranks: `run` itself,
+    or `run` with whole transformers in place of bare matrix products. Bare matrix products can only
+    be divided into equal shares; a transformer may be divided unevenly."""
     use = Family("ar", tp, 0)
     transformer = replace(run, forward="transformer", fuse=False)
     return transformer if not fits(run, use) and fits(transformer, use) else run
 
 
 def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
-    """Returns the target divided over T = tp of the machine's `gpus` GPUs, with durations from
-    `profile`. Raises ConfigError if the profile does not cover its forwards."""
+    """Returns the target model divided over T = tp of the machine's `gpus` GPUs, with durations
+    from `profile`. Raises ConfigError if the profile lacks a forward that is needed."""
     device = _device_costs(run, profile, tp)
     drafts = tuple(
         count
@@ -362,9 +375,9 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 
 def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
-    """Returns a model of bare matrix products on a T = tp that divides it unevenly, without a draft
-    rank: its durations are interpolated between the nearest T that divide it evenly. Raises
-    ConfigError if the profile lacks either of these."""
+    """Returns a Sharding of bare matrix products over a T that divides the model into unequal
+    shares. Its durations are interpolated between the nearest lower and higher T that divide the
+    model evenly; it has no draft rank. Raises ConfigError if the profile lacks one of these two."""
     target = pair_job(run, Family("ar", 1, 0)).target.name
     evens = [even for even in tps_of(target, 8 * tp) if fits(run, Family("ar", even, 0))]
     low = max(even for even in evens if even < tp)
@@ -373,7 +386,7 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
         raise ConfigError(f"profile {profile.name} has no forwards of T above {tp}: probe first")
 
     def verify(slow: RowTable, fast: RowTable) -> RowTable:
-        # The time of a forward is a + c/T, as if all shares were of equal size.
+        # A forward is taken to last a + c/T, with a and c from the two neighbouring T.
         part = (1 / tp - 1 / high) / (1 / low - 1 / high)
         pairs = zip(slow.seconds, fast(slow.rows).tolist(), strict=True)
         seconds = tuple(shorter + part * (longer - shorter) for longer, shorter in pairs)
@@ -391,10 +404,10 @@ def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 
 def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
-    """Returns the durations of forwards on T = tp ranks, at every row count that a search needs.
-    The KV bytes that a branch reads depend on K; those of the middle K are used for all (an error
-    of less than 2% of a draft step of 8b/1b with 24 branches). Raises ConfigError if a measured
-    profile lacks the forwards, or if all-reduces over T ranks are unknown."""
+    """Returns the durations of forwards on T = tp target ranks, at every row count that the search
+    needs. The KV bytes that a draft forward reads depend on K; those of one middle K are used for
+    all K, an error of less than 2% for 8b/1b with 24 branches. Raises ConfigError if a measured
+    profile lacks the forwards, or if the duration of all-reduces over T ranks is unknown."""
     job = replace(pair_job(run, Family("sd", tp, 1)), lookahead=MOST_LOOKAHEAD // 2)
     draft = job.draft_shard
     assert draft is not None, "a pair without a draft"
@@ -402,7 +415,7 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     check_device(profile, job)
 
     def table(shard: AnyShard, per_sequence: int, options: ForwardOptions) -> RowTable:
-        # The row counts are all multiples of the batch size, and the powers of two below the last.
+        # The row counts are multiples of the batch size, and the powers of two up to the largest.
         batch = run.batch_size
         rows = {batch * n for n in range(1, per_sequence + 1)}
         rows |= {1 << n for n in range((batch * per_sequence).bit_length())}
@@ -418,8 +431,8 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 
 def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
-    """Returns {(mode, D): durations of host work} at T = tp; a value of None means unknown. The
-    result is empty if the profile has no host costs at all; host work is then free."""
+    """Returns {(mode, D): durations of host work} at T = tp target ranks (None: unknown). It is {}
+    if the profile has no such durations at all; host work then takes no time."""
     costs: dict[tuple[str, int], HostCosts | None] = {}
     for mode, drafts in METHODS if profile.hosts else ():
         job = replace(pair_job(run, Family(mode, 1, drafts)), tp=tp, lookahead=run.lookahead)
@@ -430,9 +443,10 @@ def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
 
 @dataclass(frozen=True)
 class Space:
-    """The values of SSD's parameters that a search tries. backup_shares: K_b / K, where K_b is the
-    number of tokens drafted after a cache miss (None: every K_b in 1 … K). fast: whether a lookup
-    drafts after a miss (True) or the draft model (False)."""
+    """Values of SSD's parameters that a search tries. lookaheads: values of K. fan_outs: values of
+    the flag --fan_out. backup_shares: values of K_b / K, where K_b tokens are drafted after a cache
+    miss (None: every K_b). fast: whether a lookup (True) or the draft model (False) drafts after a
+    miss."""
 
     lookaheads: tuple[int, ...] = ()
     fan_outs: tuple[str, ...] = ()
@@ -447,8 +461,9 @@ class Space:
 
 
 def _fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
-    """Returns the values of --fan_out: "uniform:F" with F candidates for each position, and
-    "geometric:B" with B candidates in all."""
+    """Returns values of the flag --fan_out: "uniform:F" (F candidates at each position) for each F
+    in `uniform`, and "geometric:B" (B in all, more at likelier positions) for each B in `budgets`.
+    """
     return (*(f"uniform:{count}" for count in uniform), *(f"geometric:{b}" for b in budgets))
 
 
@@ -467,9 +482,10 @@ ROUGH = Space(  # for large batches, whose simulation takes longer
 def candidates(
     run: RunConfig, sharding: Sharding, space: Space, *, trees: bool = False
 ) -> Iterator[Choice]:
-    """Yields the configurations to simulate at one T: AR, SD and lookups at every K, and SSD at the
-    values in `space`. Lookups are left out if none of their tokens would be accepted. trees:
-    whether to yield draft trees, too: up to MOST_LOOKAHEAD nodes in SD, _TREES in SSD."""
+    """Yields the configurations to simulate at one number of target ranks T: AR; SD and SD by
+    lookup at every K; SSD with the parameters in `space`. Lookups are left out if their drafts are
+    never accepted. trees: whether to yield draft trees, too: up to MOST_LOOKAHEAD nodes in SD,
+    _TREES in SSD."""
     tp = sharding.tp
     batch = run.batch_size
     longest = longest_lookahead(run)
@@ -496,8 +512,9 @@ def candidates(
 
 
 def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Choice]:
-    """Yields configurations of SSD on T + 1 GPUs at the values in `space`. If the hit rate is
-    imposed, only fan-out 1 is tried, as more candidates would cost time without more hits."""
+    """Yields configurations of SSD on T target GPUs and one draft GPU, with the parameters in
+    `space`. If the hit rate is given, only fan-out 1 is tried, because more candidates bring no
+    more hits."""
     if not sharding.has_ssd:
         return
     fan_outs = space.fan_outs if hit_law_of(run, 1).p_hit is None else ("uniform:1",)
@@ -512,8 +529,8 @@ def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Ch
 
 
 def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> list[Choice]:
-    """Simulates choices; returns those that are possible, with their tokens/s, round time and hit
-    rate. quick: whether to simulate fewer rounds, which suffices to rank many choices."""
+    """Simulates configurations; returns those that are possible, with tokens/s, round time and hit
+    rate. quick: whether to simulate fewer rounds, which suffices to rank many configurations."""
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     alike: dict[Family, list[tuple[Choice, Job]]] = {}
     for choice in choices:
@@ -522,7 +539,7 @@ def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> 
         except ConfigError:
             if choice.fan_out is None and not choice.parallel:
                 raise
-            continue  # Its budget or the draft's masks are too few, or no candidate can hit.
+            continue  # The fan-out is impossible, or the draft has too few mask tokens.
         most_rows = by_tp[choice.tp].most_rows
         if most_rows is None or job.draft_buckets()[-1] <= most_rows:
             alike.setdefault(choice.family, []).append((choice, job))

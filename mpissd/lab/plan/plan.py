@@ -1,11 +1,11 @@
-"""Finds the fastest configuration on given GPUs by simulation, and says how sure that is.
+"""Finds the fastest configuration on given GPUs by simulation, and how sure that prediction is.
 
-A prediction's relative error is ERROR if all durations were measured, DERIVED_ERROR if some were
-derived, MODEL_ERROR if a whole transformer's were derived from another model's, and DATASHEET_ERROR
-if nothing was measured. With --laws (models fitted to prompts) the sampling error of the prompts is
-added by a jackknife over groups of prompts; the errors are independent, so their squares add. If
-the interval of a speedup excludes 1, that is a verdict, unless it rests on a datasheet or few
-prompts, or contradicts measured rows.
+A predicted rate has a relative error that depends on where its durations come from: ERROR if all
+were measured; DERIVED_ERROR if some were computed from others; MODEL_ERROR if another transformer
+was measured; DATASHEET_ERROR if nothing was. With --laws (acceptance and cache-hit models fitted to
+prompts), the sampling error of the prompts is added, by a jackknife over groups of prompts; the two
+errors are independent, so their squares add. A speedup is a verdict if its interval excludes 1,
+unless it is based on a datasheet or few prompts, or contradicts measured rows.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_FEW = 8  # largest batch size for which the larger grid of configurations is simulated
-_REFINED = 3  # number of coarse SSD choices that the fine search starts from
-_FINALISTS = 4  # choices of each mode, T and D that are simulated again with more rounds
+_FEW = 8  # Up to this batch size the larger grid of configurations is simulated.
+_REFINED = 3  # The fine search begins at this number of SSD configurations of the coarse search.
+_FINALISTS = 4  # For each mode, T and D, so many configurations are simulated with more rounds.
 # On an H200, 95% of predictions by measured durations were within 8.4%, by derived ones 19.9%.
-# docs/predictions.md has these errors, docs/profile.md those of other models and datasheets.
+# docs/predictions.md lists the errors of predictions, docs/profile.md those of derived durations.
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
 FEWEST_PROMPTS = 8  # fewest prompts for a verdict
-_BUSIEST = 0.9  # The share of time taken by other processes is assumed to be at most this.
-_LARGEST = math.log(10)  # A wider interval (half-width of the logarithm) is not shown.
+_BUSIEST = 0.9  # upper limit of the share of time that other processes are assumed to take
+_LARGEST = math.log(10)  # An interval that is wider than a factor of 10 each way is not shown.
 _MEASURED_TO = r"measured up to context=(\d+)"
-_FARTHEST = 4  # Beyond this multiple of the longest measured context, errors are a datasheet's.
-_SMALL = 0.05  # sampling error for which the needed number of prompts is told
+_FARTHEST = 4  # At contexts over 4 times the longest measured one, DATASHEET_ERROR applies.
+_SMALL = 0.05  # The output says how many prompts would reduce the sampling error to this value.
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
     "yes": "{what} pays",
@@ -82,7 +82,8 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rate (tokens/s) or a speedup; the ends of its interval are value · exp(±half)."""
+    """A predicted rate (tokens/s) or speedup with its 95% interval. half: the half-width of the
+    logarithm's interval, so that the ends are value · exp(±half)."""
 
     value: float
     half: float
@@ -93,7 +94,7 @@ class Estimate:
         return self.value / factor, self.value * factor
 
     def __str__(self) -> str:
-        """Returns value and interval as text, such as "1.06 (.88–1.27)" or "548 (501–600)"."""
+        """Returns the value and its interval as text, such as "1.06 (.88–1.27)"."""
         return f"{number(self.value)} ({self.interval})"
 
     @property
@@ -102,8 +103,8 @@ class Estimate:
 
 
 def number(value: float) -> str:
-    """Returns a positive number as text with three significant digits; from 100 to a million as a
-    whole number, above in millions ("1.23M"). Numbers below 1 begin with the decimal point."""
+    """Returns a positive number as text of three significant digits: "1.06", ".88", "548", "1.23M".
+    From 100 to a million, all digits before the decimal point are shown, and none after it."""
     if value >= 999_999.5:
         return f"{value / 1e6:.2f}M"
     if value >= 99.95:
@@ -112,15 +113,17 @@ def number(value: float) -> str:
 
 
 def name_of(choice: Choice) -> str:
-    """Returns a choice's mode and GPUs (T, + D) for a sentence: "a lookup on 2", "SSD on 1 + 1"."""
+    """Returns a configuration's mode and GPUs (target + draft), as in "a lookup on 2", "SSD on 1 +
+    1"."""
     name = _NAMES.get(choice.mode, "SSD" + " with trees" * (choice.tree is not None))
     name += " in one forward" * choice.parallel
     return f"{name} on {choice.tp}" + f" + {choice.num_drafts}" * bool(choice.num_drafts)
 
 
 class Question(NamedTuple):
-    """Whether something pays, such as a draft model. what: its name. use, other: the fastest
-    choices with and without it."""
+    """A question that `plan` answers: does something pay, for example a draft model? what: name of
+    that thing. use: the fastest configuration with it. other: the fastest configuration without it.
+    """
 
     what: str
     use: Choice
@@ -129,12 +132,13 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest choice of each mode, T and D by simulation (judged, fastest first), and the
-    evidence about them. A Family is a mode with its T and D. measured: {family: measured rows of
-    the same case}. samples: {family: log of its tokens/s without each of G groups of prompts, [G]};
-    empty without --laws, or if no hit model can be fitted without some group. ssd_gains: {prompts:
-    (measured speedup of SSD over the strongest alternative, the alternative's name)}, by rows of
-    the same pair on real text."""
+    """The result of a search: the fastest configuration of each mode, T and D (judged, fastest
+    first), with evidence. A Family is a mode with its T and D. measured: {family: measured rows of
+    the same models, batch size and acceptance}. samples: {family: logarithms of its predicted
+    tokens/s when the models are fitted without each of G groups of prompts, [G]}; {} without
+    --laws, or if a fit without some group is impossible. ssd_gains: {prompts: (measured speedup of
+    SSD over the strongest alternative, that one's name)}, from rows of the same model pair on real
+    text."""
 
     survey: Survey
     judged: tuple[Choice, ...]
@@ -143,8 +147,9 @@ class Plan:
     ssd_gains: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
     def with_evidence(self, rows: Iterable[Row]) -> Plan:
-        """Returns the plan with its evidence: what `rows` have measured in the same case, and, with
-        --laws, the predicted tokens/s without each group of prompts."""
+        """Returns this plan with its evidence. rows: measured result rows; those on another kind of
+        device are ignored. With --laws, the predictions without each group of prompts are computed,
+        too."""
         run = self.survey.run
         logs: dict[Family, list[float]] = {}
         parts = () if run.laws is None else load_laws(run.laws).without_each
@@ -169,21 +174,22 @@ class Plan:
 
     @property
     def missing(self) -> list[Family]:
-        """The modes with T and D that would fit, but whose durations are unknown."""
+        """The modes, with T and D, that would fit in memory but whose durations are unknown."""
         return sorted(self.survey.unjudged)
 
     @property
     def best(self) -> Choice:
-        """The choice with the most predicted tok/s."""
+        """The configuration with the highest predicted tokens/s."""
         return self.judged[0]
 
     def first(self, *modes: str) -> Choice | None:
-        """Returns the fastest choice whose mode is one of `modes`; None if there is none."""
+        """Returns the fastest configuration whose mode is one of `modes`; None if there is none."""
         return next((choice for choice in self.judged if choice.mode in modes), None)
 
     def other(self, mode: str, gpus: int) -> Choice | None:
-        """Returns the fastest choice of another mode than `mode` on at most `gpus` GPUs. None if
-        there is none, or if the speed of one that would fit is unknown: it may be the fastest."""
+        """Returns the fastest configuration on at most `gpus` GPUs whose mode is not `mode`. None
+        if there is none, or if one that would fit has unknown durations, because it might be the
+        fastest."""
         if any(use.mode != mode and use.gpus <= gpus for use in self.missing):
             return None
         uses = (use for use in self.judged if use.mode != mode and use.gpus <= gpus)
@@ -191,8 +197,8 @@ class Plan:
 
     @property
     def to_probe(self) -> tuple[Choice, ...]:
-        """The choices whose durations should be measured, as some were derived: of the two fastest
-        choices, and of the best alternative on the fastest one's GPUs."""
+        """The configurations to measure next, because some of their durations were computed: of the
+        two fastest, and the fastest of another mode than the best on no more GPUs."""
         rival = None if self.missing else self.other(self.best.mode, self.best.gpus)
         deciding = (*self.judged[:2], rival)
         return tuple(dict.fromkeys(use for use in deciding if use and use.derived))
@@ -205,8 +211,8 @@ class Plan:
         return None if laws is None else load_laws(laws).about.get("prompts", 0)
 
     def error(self, *choices: Choice) -> float:
-        """Returns the relative error of predictions about these choices, by where their durations
-        come from."""
+        """Returns the relative error of predictions about these configurations, which depends on
+        where their durations come from (measured, computed from others, or a datasheet)."""
         if is_datasheet(self.survey.profile):
             return DATASHEET_ERROR
         sources = [choice.derived for choice in choices if choice.derived]
@@ -220,9 +226,9 @@ class Plan:
         return (DERIVED_ERROR if sources else ERROR) + slower
 
     def sampling(self, *pair: Choice) -> float:
-        """Returns the sampling error by the choice of prompts, as the half-width of a logarithm's
-        95% interval: of a choice's tokens/s, or with two choices of their ratio; infinite if it is
-        unknown, 0 without --laws."""
+        """Returns the sampling error that comes from the choice of prompts, as the half-width of
+        the 95% interval of a logarithm: that of the configuration's tokens/s or, if two are given,
+        of the ratio of theirs. It is 0 without --laws, and infinite if unknown."""
         if self.survey.run.laws is None:
             return 0.0
         logs = [self.samples[use.family] for use in pair if use.family in self.samples]
@@ -231,8 +237,9 @@ class Plan:
         return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
 
     def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
-        """Returns a text in parentheses: the largest sampling error of the speedups (pairs of
-        choices) in `questions`, and how many prompts would reduce that error to 5%."""
+        """Returns a text in parentheses: the largest sampling error of several speedups, and the
+        number of prompts that would reduce it to 5%. questions: the two configurations of each
+        speedup."""
         half = max((self.sampling(*uses) for uses in questions), default=math.inf)
         if not self.prompts or half > _LARGEST:
             return " (±: unknown)"
@@ -254,15 +261,16 @@ class Plan:
         return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
 
     def measured_gain(self, *pair: Choice) -> float | None:
-        """Returns the speedup of the first choice over the second by measured rows; None if either
-        was not measured."""
+        """Returns the speedup of the first configuration over the second as measured, from result
+        rows; None if one of the two was not measured."""
         uses = [self.measured.get(choice.family) for choice in pair]
         rates = [use.tok_per_s for use in uses if use is not None]
         return rates[0] / rates[1] if len(rates) == 2 else None
 
     def answer(self, use: Choice, other: Choice) -> str:
-        """Returns whether `use` is faster than `other`: "yes", "no" or "no difference"; or why that
-        cannot be told: "datasheet", "too few" (prompts), "busy" or "contradicted" (by rows)."""
+        """Returns whether configuration `use` is faster than `other`: "yes", "no" or "no
+        difference". If that cannot be told, returns the reason: "datasheet" (nothing was measured),
+        "too few" (prompts), "busy" (machine), or "contradicted" (by measured rows)."""
         low, high = self.gain(use, other).ends
         seen = self.measured_gain(use, other)
         answer = "yes" if low > 1 else "no" if high < 1 else "no difference"
@@ -279,8 +287,9 @@ class Plan:
         return answer
 
     def level(self, best: Choice) -> list[Choice]:
-        """Returns `best` and the choices that may be as fast: the interval of the speedup over them
-        includes 1, or they were measured to be faster. Empty if `best` surely is the fastest."""
+        """Returns `best` and the configurations that may be as fast: the interval of the speedup
+        over them includes 1, or they were measured to be faster. Returns [] if `best` is surely the
+        fastest."""
         level = [
             choice
             for choice in self.judged
@@ -290,8 +299,8 @@ class Plan:
         return [best, *level] if level else []
 
     def sentence(self, what: str, use: Choice, other: Choice) -> str:
-        """Returns a sentence on whether `what` (such as "The draft") pays, with the speedup of the
-        choice `use`, which has it, over the choice `other`."""
+        """Returns a sentence on whether something (what, such as "The draft") pays, with the
+        speedup of configuration `use`, which has that thing, over `other`, which has not."""
         lower = what[0].lower() + what[1:]
         text = _ANSWERS[self.answer(use, other)]
         answer = text.format(what=what, lower=lower, prompts=self.prompts or "These")
@@ -305,10 +314,10 @@ class Plan:
 
 
 def plan(survey: Survey, *, trees: bool = False) -> Plan:
-    """Returns the fastest K, fan-out and backup of each mode, T and D in a survey. A coarse grid is
-    simulated first, then a fine grid around the best few; a test compares the result with an
-    exhaustive search. trees: whether draft trees are tried, too. Raises ConfigError if the
-    profile's rounds take no time."""
+    """Returns the fastest K, fan-out and drafter after a cache miss for each mode, T and D. It
+    simulates a coarse grid first, then fine grids around the best few; a test compares the result
+    with an exhaustive search. trees: whether draft trees are tried, too. Raises ConfigError if
+    rounds take no time by the profile."""
     run = survey.run
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     space = COARSE if run.batch_size <= _FEW else ROUGH
@@ -337,8 +346,8 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
 
 
 def _fan_outs_around(leader: Choice) -> list[Space]:
-    """Returns the values for a finer search around a good choice of SSD: every fan-out at its K and
-    K ± 1, with its backup."""
+    """Returns the parameters for a finer search around a good configuration of SSD: every fan-out,
+    at K − 1, K and K + 1, with the same drafter after a cache miss."""
     k = leader.lookahead
     share = leader.backup_lookahead / k
     like = replace(FULL, backup_shares=(share,), fast=(leader.backup == "fast",))
@@ -346,19 +355,19 @@ def _fan_outs_around(leader: Choice) -> list[Space]:
 
 
 def _policies_around(leader: Choice) -> list[Space]:
-    """Returns the values for a finer search around a good choice of SSD: both backups and every
-    number of tokens they draft, at its K and fan-out."""
+    """Returns the parameters for a finer search around a good configuration of SSD: at its K and
+    fan-out, the draft model or a lookup that drafts any number of tokens after a cache miss."""
     return [Space((leader.lookahead,), (str(leader.fan_out),))]
 
 
 def by_speed(choices: Iterable[Choice]) -> list[Choice]:
-    """Sorts choices, fastest first; if rates are equal to five digits, fewer GPUs, then smaller K,
-    come first."""
+    """Returns the configurations sorted by simulated tokens/s, fastest first. If the rates agree in
+    five digits, fewer GPUs and then the smaller K come first."""
     return sorted(choices, key=lambda c: (-float(f"{c.tok_per_s:.5g}"), c.gpus, c.lookahead))
 
 
 def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
-    """Returns the choices whose value of kind(choice) no earlier choice has, in order."""
+    """Returns the first configuration of each kind, in order. kind: returns its kind."""
     first: dict[Hashable, Choice] = {}
     for choice in choices:
         first.setdefault(kind(choice), choice)
@@ -366,8 +375,9 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
 
 
 def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:
-    """Returns {family: its fastest measured configuration} for the mode, T and D of each choice.
-    Only rows with the planned models, batch size, context, acceptance and hits count."""
+    """Returns measured result rows for each mode, T and D of the configurations `judged`, as
+    {family: the rows of the fastest measured K and options}. Only rows with the planned models,
+    batch size, context, acceptance model and cache-hit model are taken."""
     names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
     shared = {"workload": "gemm", "schedule": None} | {name: getattr(run, name) for name in names}
     measured = {}
@@ -395,11 +405,12 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
-    """Returns {prompts: (measured speedup of SSD, name of the strongest alternative)} on `gpus`
-    GPUs. Only rows of whole transformers with the planned pair, batch size and context count, whose
-    acceptance comes from a recording or --laws. For each set of prompts, SSD's newest measurements
-    count. If no draft tree was measured with them, only a speedup too small to pay is returned,
-    since a further alternative could only lower it."""
+    """Returns how much faster SSD was measured to be on `gpus` GPUs, as {name of the prompts:
+    (speedup over the strongest alternative, name of that alternative)}. Only rows of whole
+    transformers with the planned models, batch size and context are taken, with acceptance from a
+    recording or --laws. The newest rows of SSD on each set of prompts are compared with rows of the
+    same commit and machine. If no SD with draft trees is among these, a speedup that pays is left
+    out, because trees might be faster than the alternatives that were measured."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)

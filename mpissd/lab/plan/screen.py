@@ -1,10 +1,10 @@
-"""Prints the answer of the command `plan`, as text or JSON.
+"""Prints the result of the command `plan`, as text or as JSON.
 
-The text has 23 lines of 100 columns: sentences about what pays, with their intervals; a table of
-the fastest choices (mode, T, D and settings); the command that runs the best one; and the command
-that measures what is unknown. With --details, all choices, assumptions and sources of derived
-durations are listed. If the speed of a choice is unknown, it is named first, and nothing is called
-best. If acceptance is only assumed, measured rows of the same pair decide whether SSD pays.
+The text has at most 23 lines of 100 columns: sentences on what pays, with intervals; a table of the
+fastest configurations; the command that runs the best one; and the command that measures what is
+unknown. With --details the text also lists all configurations, assumptions, and how durations were
+derived. If the speed of a configuration that would fit is unknown, none is called the best. If
+acceptance rates are only assumed, measured rows of the model pair decide whether SSD pays.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
 from mpissd.lab.tables.load import LeftOut, load_rows, row_files
 from mpissd.lab.tables.uses import TREE, WORTH
 
-COLUMNS, LINES = 100, 23  # A terminal of 24 lines then still shows the shell's prompt.
-ALPHAS = 0.6, 0.9  # If acceptance is assumed, speedups at these rates are shown, too.
-_ENGINES = (1, 2, 4, 8)  # tensor-parallel degrees T that common engines offer
+COLUMNS, LINES = 100, 23  # size of the text: it fits on a terminal of 24 lines, with the prompt
+ALPHAS = 0.6, 0.9  # acceptance rates at which speedups are also shown if no flag gives a rate
+_ENGINES = (1, 2, 4, 8)  # the tensor-parallel degrees T that common inference engines offer
 _ROWS = 10
 _LEGEND = """\
 T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
@@ -56,8 +56,9 @@ tok/s of measured rows of the same case. ≈: no slower than the best for sure."
 
 @dataclass(frozen=True)
 class Screen:
-    """Formats a plan as text (`lines`) and as JSON (`numbers`). device: the value of --profile. at:
-    {acceptance rate: the plan at that rate}, if acceptance is only assumed."""
+    """Formats a plan as text (method `lines`) and as JSON (method `numbers`). device: the value of
+    the flag --profile. at: {acceptance rate: the plan at that rate}, filled if no flag gives the
+    acceptance rate; the text then shows how the speedups depend on it."""
 
     plan: Plan
     device: str = ""
@@ -67,9 +68,9 @@ class Screen:
     def of(
         cls, run: RunConfig, profile: Profile, gpus: int, device: str, folders: str, *, trees: bool
     ) -> Screen:
-        """Runs all parts of the command `plan`: simulates, reads measured rows, and returns the
-        result. device: the value of --profile. folders: with measured rows, separated by commas.
-        trees: whether draft trees are considered, too."""
+        """Runs the whole command `plan`: simulates configurations, reads measured rows, and returns
+        the result. device: the value of the flag --profile. folders: the folders with measured
+        rows, separated by commas. trees: whether draft trees are considered, too."""
         surveyed = survey(run, profile, gpus)
         best = plan(surveyed, trees=trees)
         files = [path for folder in folders.split(",") for path in row_files(Path(folder))]
@@ -87,21 +88,22 @@ class Screen:
 
     @property
     def best(self) -> Choice | None:
-        """The advised choice; None if the speed of another one that would fit is unknown."""
+        """The recommended configuration; None if the durations of another that would fit are
+        unknown."""
         return None if self.plan.missing else self.chosen
 
     @property
     def chosen(self) -> Choice:
-        """The fastest choice; SSD is left out if acceptance is only assumed, and measured rows of
-        the pair say that SSD does not pay."""
+        """The fastest configuration. SSD is left out if the acceptance rate is only assumed and
+        measured rows of the same model pair say that SSD does not pay."""
         if is_assumed(self.survey.run) and self._measured_verdict == "does not pay":
             return self.plan.other("ssd", self.survey.gpus) or self.plan.best
         return self.plan.best
 
     @property
     def _measured_verdict(self) -> str | None:
-        """Whether SSD "pays", "does not pay" or "pays on some prompts" by measured rows of the same
-        pair; None without such rows."""
+        """What measured rows of the same model pair say about SSD: it "pays", "does not pay" or
+        "pays on some prompts". None if there are no such rows."""
         pays = [gain >= WORTH for gain, _ in self.plan.ssd_gains.values()]
         if not any(pays):
             return "does not pay" if pays else None
@@ -109,7 +111,7 @@ class Screen:
 
     @property
     def level(self) -> list[Choice]:
-        """The best choice and those that may be as fast; empty if the best is surely faster."""
+        """The best configuration and those that may be as fast; [] if the best is surely faster."""
         return [] if self.best is None else self.plan.level(self.best)
 
     @property
@@ -118,8 +120,8 @@ class Screen:
         return "GPU" if is_gpu else "rank"
 
     def lines(self, *, details: bool = False) -> list[str]:
-        """Returns the lines of text. details: lists all choices, assumptions, and how durations
-        were derived, without the limit of 23 lines."""
+        """Returns the text as lines. details: whether to list all configurations, the assumptions,
+        and how durations were derived, without the limit of 23 lines."""
         run = self.survey.run
         judged = self.plan.judged
         above = [heading(run, self.survey.profile, self.survey.gpus), *self._sentences()]
@@ -138,7 +140,7 @@ class Screen:
         num_rows = min(_ROWS, room - len(screen))
         if details:
             return [*screen, "", *self._table(judged), "", *_lines(self._notes()), "", *under]
-        # The table shows the fastest choice of each mode and place of the draft, then others.
+        # The fastest configuration of each mode (SD with and without a draft GPU) is always shown.
         kinds = firsts(judged, lambda choice: choice.family.name)
         shown = [*kinds, *(choice for choice in judged if choice not in kinds)][:num_rows]
         count = len(judged) - len(shown)
@@ -164,9 +166,9 @@ class Screen:
         }
 
     def _pairs(self, plan: Plan) -> list[tuple[Choice, Choice]]:
-        """Returns up to two pairs of choices to compare: (the fastest with a draft model, the
-        fastest without), then (SSD, the fastest other). If a member of a pair is unknown, this pair
-        and the next are left out."""
+        """Returns up to two pairs of configurations whose speeds are compared: first (the fastest
+        with a draft model, the fastest without one), then (SSD, the fastest of other modes). If one
+        member of a pair is unknown, that pair and later ones are left out."""
         pairs = []
         for use, other in (
             (plan.first(*DRAFTING, TREE), plan.first("ar", LOOKUP)),
@@ -179,8 +181,8 @@ class Screen:
 
     @property
     def _questions(self) -> list[Question]:
-        """The questions that the text answers: whether a draft model pays, and whether a separate
-        GPU for it pays. Empty if the speed of a choice that would fit is unknown."""
+        """The questions that the text answers: does a draft model pay, and does a GPU of its own
+        for the draft model pay? Empty if a configuration that would fit has unknown durations."""
         if self.plan.missing:
             return []
         pairs = self._pairs(self.plan)
@@ -190,13 +192,14 @@ class Screen:
         return [Question(what, *pair) for what, pair in zip(names, pairs, strict=False)]
 
     def _gains(self, plan: Plan) -> list[float]:
-        """Returns the predicted speedup for each question (draft model, separate GPU) in `plan`."""
+        """Returns the predicted speedups of a draft model, and of a GPU of its own for it."""
         pairs = self._pairs(plan)[: len(self._questions)]
         return [use.tok_per_s / other.tok_per_s for use, other in pairs]
 
     def _sentences(self) -> Iterator[str]:
-        """Yields the text's sentences: the fastest choice and its lead, whether the draft and its
-        own GPU pay, what the predictions rest on, and the limits of T."""
+        """Yields the sentences of the text: the fastest configuration and its lead, whether a draft
+        model and a GPU of its own for it pay, what the predictions are based on, and the limits of
+        T."""
         best = self.chosen
         questions = self._questions
         by_rows = self._by_rows()
@@ -264,8 +267,9 @@ class Screen:
         )
 
     def _limits(self) -> str:
-        """Returns sentences on the tensor-parallel degrees T that do not fit (memory, KV heads) and
-        on chosen T that most engines lack, with SSD's speedup at the T that they have."""
+        """Returns sentences on the tensor-parallel degrees T that are impossible (too little
+        memory, too few KV heads). If a deciding configuration has a T that most inference engines
+        lack, a further sentence gives SSD's speedup at the T that they have."""
         run = self.survey.run
         memory = self.survey.profile.memory_bytes
         texts = []
@@ -289,7 +293,7 @@ class Screen:
         return " ".join(texts)
 
     def _basis(self) -> str:
-        """Returns a sentence on where durations, acceptance and hit rates come from."""
+        """Returns a sentence on where durations, acceptance and cache-hit rates come from."""
         run = self.survey.run
         deciding = [*self.plan.judged[:2], *filter(None, [self.plan.first("ssd")])]
         error = f"(±{max(self.plan.error(choice) for choice in deciding):.0%})"
@@ -313,9 +317,9 @@ class Screen:
         return f"It rests on {times}, and {models}."
 
     def _surer(self, details: bool) -> Iterator[str]:
-        """Yields lines that name what is only assumed or derived, and the commands that measure it.
-        `make pair` measures acceptance and also runs `probe`; so `probe` is named alone only for
-        details, profiles without measurements, and --laws."""
+        """Yields lines that name what is only assumed or derived, with the commands that measure
+        it. `make pair` measures acceptance and also runs `probe`; so `probe` is printed alone only
+        with --details or --laws, or if the profile is a datasheet."""
         run = self.survey.run
         use = next(iter(self.plan.to_probe), self.plan.best)
         is_sheet = is_datasheet(self.survey.profile)
@@ -342,7 +346,7 @@ class Screen:
             yield f"    {_command('probe', run, use, _probe_flags(use))} --name={name}"
 
     def _table(self, choices: Iterable[Choice]) -> Iterator[str]:
-        """Yields the lines of the table of choices, its header first."""
+        """Yields the lines of the table of configurations, beginning with its header."""
         level = self.level
         yield f"   {'use':14}{'tok/s':>7} {'interval':19}{'settings':39}{'times':10}by rows"
         for choice in choices:
@@ -356,10 +360,11 @@ class Screen:
             yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
 
     def _notes(self) -> list[str]:
-        """Returns lines for --details: the legend, the assumptions, the copies of one choice with
-        the most total tok/s on all GPUs, and how each derived duration was derived."""
+        """Returns the lines that only --details prints: the legend, the assumptions, the
+        configuration of which copies on all GPUs make the most tokens/s, and how durations were
+        derived."""
         notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
-        # The GPUs hold as many copies of a choice as fit, each with its own batch.
+        # Independent copies of one configuration may share the GPUs, each with its own batch.
         copied = max(
             self.plan.judged,
             key=lambda choice: (
@@ -383,7 +388,7 @@ class Screen:
 
 
 def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
-    """Returns the text's first line: model pair, GPUs, batch size, context and acceptance."""
+    """Returns the text's first line: models, GPUs, batch size, context length, acceptance rate."""
     pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
     accepted = run.acceptance_text
     if accepted.startswith("laws:"):
@@ -403,13 +408,13 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
 
 
 def is_assumed(run: RunConfig) -> bool:
-    """Returns whether the acceptance rate is only assumed, because no flag gives it."""
+    """Returns whether no flag gives an acceptance model, so that its rate is only assumed."""
     return run.alpha is None is run.acceptance and run.laws is None
 
 
 def _assumptions(run: RunConfig) -> str:
-    """Returns a text on what a plan assumes: the models of acceptance, cache hits and lookups, and
-    the options of forwards."""
+    """Returns a text on what the predictions assume: the models of acceptance, of cache hits and of
+    lookups, and the options of forwards."""
     law = hit_law_of(run, 1).label
     if run.laws is not None and run.hit_law == FEW_HITS:
         hits = f"as {DEFAULT_SOURCE}, for want of outcomes ({law})"
@@ -435,8 +440,8 @@ def _lines(texts: Iterable[str]) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Breaks a text into lines of at most COLUMNS characters. A text that is indented by four
-    spaces is a shell command, whose lines are continued by backslashes."""
+    """Breaks a text into lines of at most COLUMNS characters. If the text is indented by four
+    spaces, it is a shell command, and backslashes continue its lines."""
     if not text.startswith("    "):
         return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     lines = [""]
@@ -454,7 +459,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _run_flags(run: RunConfig, choice: Choice) -> dict[str, str]:
-    """Returns {flag: value} of `mpissd run` for a choice, with the planned acceptance and hits."""
+    """Returns {flag: value} with which `run` runs a configuration, with its acceptance model."""
     flags = choice.flags()
     if choice.num_drafts == RunConfig(mode=flags["mode"]).drafts:
         del flags["num_drafts"]
@@ -471,17 +476,18 @@ def _run_flags(run: RunConfig, choice: Choice) -> dict[str, str]:
 
 
 def _probe_flags(choice: Choice) -> dict[str, str]:
-    """Returns {flag: value} of the command `probe` that measures the durations of a choice."""
+    """Returns {flag: value} with which `probe` measures a configuration, without its models."""
     flags = {} if choice.num_drafts else {"num_drafts": "0"}
-    if choice.tree is not None:  # With a tree, the probe must also time the top-k selection.
+    if choice.tree is not None:  # With a draft tree, `probe` must also time the top-k selection.
         settings = choice.flags()
         flags |= {name: settings[name] for name in ("mode", "tree", "lookahead")}
     return flags
 
 
 def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]) -> str:
-    """Returns the shell command that starts `run` or `probe` for a choice: by launch/local.sh if
-    that file is here, else by mpirun. flags: further flags of the command."""
+    """Returns the shell command that starts `run` or `probe` for a configuration: by
+    launch/local.sh if that script is in the current folder, else by mpirun. flags: further flags.
+    """
     models = {name: getattr(run, name) for name in ("pair", "target", "draft")}
     flags = {name: value for name, value in models.items() if value is not None} | flags
     runnable = runnable_at(run, choice.tp)
@@ -492,7 +498,7 @@ def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]
             flags[name] = given[name]
     target = run.target or split_pair(str(run.pair))[0]
     if command == "run" and "forward" not in given and has_weights(target):
-        flags["workload"] = "gemm"  # A pair with weights would otherwise decode text.
+        flags["workload"] = "gemm"  # For models with weights, `run` would otherwise decode text.
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
     if Path("launch/local.sh").is_file():
         return f"{'COMMAND=probe ' * (command == 'probe')}launch/local.sh {choice.gpus} {text}"

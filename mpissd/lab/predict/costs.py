@@ -1,9 +1,9 @@
 """The durations that make up a round, in s: host work by phase, and forwards by row count.
 
-A run times the phases of each round (common/trace.py: LeadPhase on rank 0, DraftPhase on the
-draft). HostCosts has a field for each phase of pure host work: lead_send is that of LeadPhase.SEND.
-The time of a phase that waits or launches forwards is computed from fields of HostCosts and the
-times verify_s and draft_s of the target's and the draft's forward:
+A run times the phases of each round on rank 0 (the lead) and on the draft rank. HostCosts has a
+field for each phase of pure host work: `lead_send` is the phase SEND of rank 0. A phase that waits
+or launches forwards has no field of its own; its time is computed, with verify_s and draft_s, the
+durations of one forward of the target and of the draft:
 
     DRAFT_WAIT   2·link + the draft's work from `draft_read` to `draft_send` − lead_commit, and the
                  rest of a draft step that is running (the simulation computes this)
@@ -30,20 +30,21 @@ from mpissd.engine.model.stacks import AnyShard
 
 Floats = NDArray[np.float64]
 
-EMULATED_ITEMSIZE = 2  # bytes of a weight and of an all-reduced element on the emulated backend
+EMULATED_ITEMSIZE = 2  # bytes of a weight or all-reduced number on the emulated backend (float16)
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Median seconds of the host's work in a round, by phase: lead_* on rank 0 of the target,
-    draft_* on the draft rank. link: one message between them, to a rank that polls. draft_read:
-    reading a message that was already there (0 if never measured; link then includes it).
-    follower: from rank 0's sending the round's inputs to the launch on the slowest other target
-    rank (0 at T = 1 and on the emulated backend). glue, step: the host's share of the draft's
-    scoring forward (over the last token and the drafted tokens) and of one draft step. keys:
-    choosing the bonus-token candidates, plus keys_lane for each branch of the batch (0 if keys was
-    measured at the same fan-out). joined: how much shorter a step is when branches grow than after
-    a cache miss, if the device chains these steps. wake: delay after the target's forward ends."""
+    """Median seconds of the host's work in one round. The fields lead_* and draft_* are phases of
+    rank 0 and of the draft rank. link: one message between these two, to a rank that polls.
+    draft_read: reading a message that had already arrived (0 if never measured: link then includes
+    this). follower: from rank 0's sending the round's inputs until the slowest other target rank
+    launches (0 at T = 1). glue: the host's share of the draft's forward that scores the last token
+    and the drafted ones. step: the host's share of one draft step, a forward that adds a token.
+    keys: choosing the candidates for the next token; keys_lane is added for each branch of the
+    batch (0 if keys was measured at the same fan-out). joined: by how much a step is shorter while
+    branches grow than after a cache miss, if the device starts such steps by itself. wake: delay
+    until rank 0 notices that the target's forward has ended."""
 
     lead_send: float = 0.0
     lead_commit: float = 0.0
@@ -75,8 +76,9 @@ class HostCosts:
 
     @property
     def lead_s(self) -> float:
-        """Seconds of rank 0's work between receiving draft tokens and launching their verification,
-        and between the end of that forward and the acceptance result."""
+        """Seconds of rank 0's work while the draft cannot proceed: from receiving the draft tokens
+        to launching their verification, and from the end of that forward to the acceptance result.
+        """
         launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
@@ -87,14 +89,14 @@ class HostCosts:
 
     @property
     def draft_s(self) -> float:
-        """Seconds of the draft's host work for one answer, without draft steps and messages."""
+        """Seconds of the draft's host work for its next tokens, without draft steps or messages."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HostCosts:
-        """Makes the costs from {field: seconds} in a profile's JSON. Raises ConfigError for a
-        missing or unknown field. Older profiles are accepted: lead_upload and joined may be
-        missing, and the fields nap and patience are ignored."""
+        """Makes the durations from {field: seconds} in a profile's JSON. Older profiles may lack
+        lead_upload and joined (then 0), and have nap and patience (ignored). Raises ConfigError if
+        another field is missing or unknown."""
         names = [field.name for field in fields(cls)]
         values = {"lead_upload": 0.0, "joined": 0.0, **values}
         values = {name: value for name, value in values.items() if name not in ("nap", "patience")}
@@ -107,11 +109,11 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Seconds of a forward by its row count, interpolated linearly between measured points. Below
-    the first point the time is constant, because such forwards are memory-bound; after the last
-    point, the slope of the last two points continues if it is positive. few: the table of another
-    kernel, for configurations whose forwards all have at most `few_rows` rows (None: there is no
-    such kernel)."""
+    """Seconds of a forward as a function of its row count, interpolated linearly between measured
+    points. Below the first point the time is constant, because such forwards are memory-bound.
+    After the last point the slope of the last two points continues, if it is positive. few: the
+    table of another kernel, which runs if no forward of a configuration has more than `few_rows`
+    rows (None: no such kernel)."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -120,13 +122,13 @@ class RowTable:
 
     @classmethod
     def of(cls, points: Mapping[Any, float]) -> RowTable:
-        """Makes a table from {rows: seconds}; rows may be strings, as in JSON."""
+        """Makes a table from {row count: seconds}; row counts may be strings, as in JSON."""
         rows, seconds = zip(*sorted((int(n), float(s)) for n, s in points.items()), strict=True)
         return cls(rows, seconds)
 
     def __call__(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns the seconds of forwards, in the shape of `rows`. most_rows: the row count of the
-        configuration's largest forward, which selects the kernel's table (None: this table)."""
+        """Returns the seconds of forwards with `rows` rows, in the shape of `rows`. most_rows: rows
+        of the configuration's largest forward, which decide whether `few` is used (None: no)."""
         wanted = np.asarray(rows, np.float64)
         times = np.interp(wanted, self.rows, self.seconds)
         if len(self.rows) > 1:
@@ -140,16 +142,17 @@ class RowTable:
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Seconds of one forward, all-reduces included, by the row count it was compiled for."""
+    """Seconds of one forward, including all-reduces, by row count: of the target (verify) and of
+    the draft (None: AR has no draft). lists: (k, seconds of draft forwards that also select the top
+    k tokens of each row) for several k (empty: the selection takes no time)."""
 
     verify: RowTable
-    draft: RowTable | None = None  # None: there is no draft (AR).
-    # (k, seconds of draft forwards that also select a row's top k tokens); empty: as without.
+    draft: RowTable | None = None
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
         """Returns the seconds of draft forwards with `rows` rows, in the shape of `rows`.
-        most_rows: the row count of the configuration's largest forward, which selects a kernel."""
+        most_rows: row count of the configuration's largest forward, which decides the kernel."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
@@ -157,8 +160,8 @@ class DeviceCosts:
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
         """Returns the seconds of draft forwards with `rows` rows that also select the top
-        `candidates` tokens of each row; linear between measured numbers of candidates. most_rows:
-        the row count of the configuration's largest forward, which selects a kernel."""
+        `candidates` tokens of each row (linear between measured numbers of candidates). most_rows:
+        row count of the configuration's largest forward, which decides the kernel."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]
@@ -174,8 +177,9 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the costs from measured {rows: seconds} of the target's forwards (verify) and of
-        the draft's. lists: {k: {rows: seconds}} of draft forwards that select the top k tokens."""
+        """Makes the durations from {row count: seconds} of target forwards (verify) and draft
+        forwards. lists: {k: {row count: seconds}} of draft forwards that select the top k tokens.
+        """
         drafts = None if draft is None else RowTable.of(draft)
         tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
         return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))
@@ -184,9 +188,9 @@ class DeviceCosts:
     def from_profile(
         cls, profile: Profile, job: Job, draft_profile: Profile | None = None
     ) -> DeviceCosts:
-        """Returns the durations of a job's forwards by a device profile, at every row count that is
-        compiled; they equal those of the emulated backend bit by bit. draft_profile: the profile of
-        the draft ranks' device, if it is another one."""
+        """Returns the durations of a job's forwards by a device profile, at every row count for
+        which a forward is compiled. The emulated backend waits for exactly these durations.
+        draft_profile: the profile of the draft ranks' device, if that is of another kind."""
         batch = job.config.batch_size
         drafts = draft_profile or profile
         verify = forwards(profile, job.target_shard, job.target_buckets(), batch, job.options)
@@ -210,9 +214,9 @@ def forwards(
     *,
     any_job: bool = False,
 ) -> RowTable:
-    """Returns the seconds of one rank's forward at each row count, by a device profile. The largest
-    row count selects the kernel, unless any_job is set: then the largest forward is not known yet,
-    and the table holds the times of both kernels. sequences: batch size."""
+    """Returns the seconds of one rank's forward at each row count, by a device profile. The row
+    count of a job's largest forward decides which kernel all its forwards use; with any_job it is
+    not known yet, and the table holds the times of both kernels. sequences: batch size."""
     rows = sorted(rows)
     limit = profile.few_rows
 

@@ -1,9 +1,10 @@
-"""Finds a job's durations (forwards, host work) in a device profile, or derives them from others.
+"""Finds a job's durations of forwards and host work in a device profile, or derives them from
+others.
 
-docs/profile.md has the rules for numbers of target ranks T that were not measured, and the errors
-of these rules. Host work is taken from the most similar mode. If that was measured at several batch
-sizes, each duration is interpolated linearly over the batch size. Only `keys`, the choice of
-bonus-token candidates, is interpolated over the number of branches of the whole batch.
+Forwards on a number of target ranks T that was not measured follow the rules in docs/profile.md,
+which has their errors. Host work is taken from the most similar mode. If that was measured at
+several batch sizes, each duration is interpolated linearly over the batch size; but the time to
+choose candidates for the next token (`keys`) depends on the branches of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
-DERIVED = "derived"  # first word of the text that says how a duration was derived
-BY_LAYERS = "beyond its floor as much a layer as"  # in texts on times derived from another model
-METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, number of draft ranks D)
+DERIVED = "derived"  # A text on how a duration was derived begins with this word.
+BY_LAYERS = "beyond its floor as much a layer as"  # marks texts on times derived from another model
+METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # each (mode, number of draft ranks)
 
 
 def with_models(profile: Profile, job: Job) -> Profile:
-    """Returns the profile with the forwards of a job's target and draft added, as far as they were
-    not measured and can be derived."""
+    """Returns the profile with the forwards of a job's target and draft model added, where they
+    were not measured but can be derived from measured ones."""
     for need in job.needs:
         profile = with_derived(profile, need.shard, job.config.batch_size, need.options)
     return profile
@@ -48,11 +49,11 @@ def with_models(profile: Profile, job: Job) -> Profile:
 def with_derived(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> Profile:
-    """Returns the profile with the forwards of one model shard added, or unchanged if they were
-    measured or cannot be derived. The rules, in this order: interpolate between measured contexts
-    and batch sizes; add all-reduces to the share that one rank measured alone; scale the same model
-    at another T; scale another transformer. sequences: batch size. Raises ConfigError if a rule
-    needs the time of all-reduces over T ranks, but it is unknown."""
+    """Returns the profile with the forwards of one model shard added; unchanged if these were
+    measured or cannot be derived. The first rule that applies is taken: interpolate between
+    measured contexts and batch sizes; add all-reduces to the share that one rank measured alone;
+    scale the same model at another T; scale another transformer. sequences: batch size. Raises
+    ConfigError if a rule needs the duration of all-reduces over T ranks, but that is unknown."""
     key = shard.key(sequences, options)
     if key in profile.forwards:
         return profile
@@ -68,8 +69,8 @@ def with_derived(
 def _of_shares(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns forwards derived from one rank's share of the model, which was measured alone, plus
-    the time of the all-reduces; empty if no such share was measured."""
+    """Returns forwards derived from one rank's share of the model, which one rank measured alone,
+    by adding the duration of the all-reduces; [] if no such share was measured."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
@@ -87,11 +88,11 @@ def _of_shares(
 def _of_other_ranks(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns forwards derived from the same model at the nearest measured T; empty if the model
-    was measured at no T."""
+    """Returns forwards derived from the same model on another number of ranks T, the nearest that
+    was measured; [] if the model was measured on none."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
-        with suppress(ConfigError):  # raised if the model cannot be divided over so many ranks
+        with suppress(ConfigError):  # raised if so many ranks cannot share the model
             other = replace(shard, tp=tp)
             cost = other.cost(1, sequences, EMULATED_ITEMSIZE, options)
             if profile.measured(cost) is not None:
@@ -105,15 +106,15 @@ def _of_other_ranks(
 def _of_other_models(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns a transformer's forwards derived from another transformer, the one measured at the
-    nearest T and nearest in size. The floor of a forward is the time to read its bytes or compute
-    its flops. The other model's time beyond its floor is scaled: by the number of layers for one
-    row, by the size of a rank's weights for further rows. Empty for models of bare matrix products,
-    and if no other transformer or no rate is known."""
+    """Returns a transformer's forwards derived from another transformer: the one that was measured
+    at the nearest T and, among those, is nearest in size. A forward lasts at least the time to read
+    its bytes or to compute its flops (its floor). What the other model takes beyond its floor is
+    scaled: for one row by the number of layers, for further rows by the size of a rank's weights.
+    Returns [] for bare matrix products, or if no other transformer was measured."""
     others = []
     for key, (kernel, *_) in (*profile.forwards.items(), *profile.shards.items()):
         if key.sequences and not kernel.seconds.source.startswith(DERIVED):
-            with suppress(ConfigError):  # raised if the model's files are not here any more
+            with suppress(ConfigError):  # raised if the model's files were removed
                 others.append(TransformerShard(config_of(key.model), key.tp))
     if not isinstance(shard, TransformerShard) or not others:
         return []
@@ -151,14 +152,15 @@ def _of_other_models(
 def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns the forwards of `shard`, for each kernel, derived from the measured forwards of
-    `near`, the same model at another T:
+    """Returns the forwards of `shard`, one for each kernel, derived from the measured forwards of
+    `near`, which is the same model on another number of ranks T:
 
         derived = kept + (measured − kept − near's all-reduces) · bytes / near's bytes + all-reduces
 
-    bytes: weights and KV that one rank reads. kept: the time that does not depend on T. If each
-    matrix product is a kernel launch of its own, kept is what the smallest measured forward takes
-    beyond reading its bytes. If one kernel computes all products, kept is one launch.
+    Here `bytes` is the size of the weights and KV that one rank reads, and `kept` is the time that
+    does not depend on T. If each matrix product is a kernel launch of its own, `kept` is the time
+    that the smallest measured forward takes beyond reading its bytes. If one kernel computes all
+    products, `kept` is the time of one launch.
     """
     reduces = _all_reduces_of(profile, shard.tp)
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
@@ -193,8 +195,8 @@ def _all_reduces_s(profile: Profile, cost: Cost) -> float:
 
 
 def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
-    """Returns the profile that gives the time of all-reduces: `profile` itself, or the built-in
-    profile of the same device if only that one has them."""
+    """Returns the profile that has the durations of all-reduces: `profile` itself, or the built-in
+    profile of the same kind of device if only that one has them."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:
         return profile
     other = shipped_profiles().get(profile.kind)
@@ -202,20 +204,20 @@ def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
 
 
 def is_datasheet(profile: Profile) -> bool:
-    """Returns whether a profile comes from a datasheet, so that nothing in it was measured."""
+    """Returns whether a profile's numbers come from a datasheet, so that nothing was measured."""
     return profile.sources["read_bytes_per_s"].startswith("datasheet")
 
 
 @lru_cache(maxsize=1)
 def shipped_profiles() -> dict[str, Profile]:
-    """Returns {kind of device: its built-in profile}."""
+    """Returns {kind of device: its built-in profile}, as in {"h100": …}."""
     return {profile.kind: profile for profile in map(load_profile, known_profiles())}
 
 
 def with_hosts(profile: Profile) -> Profile:
-    """Returns the profile with host costs (durations of host work) added for modes that it lacks,
-    from the built-in profile of the same device; added entries are labelled "derived". A profile
-    without any host costs is returned unchanged: host work is then free."""
+    """Returns the profile with durations of host work (host costs) for every mode. Modes that it
+    lacks are taken from the built-in profile of the same kind of device and labelled "derived". A
+    profile without any host costs is returned unchanged; host work then takes no time."""
     other = shipped_profiles().get(profile.kind)
     if not profile.hosts or other is None:
         return profile
@@ -229,16 +231,17 @@ def with_hosts(profile: Profile) -> Profile:
 
 
 def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
-    """Returns the profile's host costs of a mode, with the draft on ranks of its own (drafts > 0)
-    or on the target's."""
+    """Returns the profile's host costs of one mode that were measured with draft ranks (drafts >
+    0), or with the draft model on the target's ranks (drafts = 0)."""
     return [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, drafts > 0)]
 
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
-    """Returns the host costs in `profile` that are most similar to the job: of the same mode, with
-    the nearest T, then batch size, then K; or None. A transformer uses a transformer's costs only
-    at the same T, or at any T without a draft rank, because a GPU runs such rounds without the
-    host. Without such costs a transformer uses those of bare matrix products, and vice versa."""
+    """Returns the measured host costs in `profile` that are most similar to a job: of its mode,
+    with the nearest T, then batch size, then K. None if the mode was not measured. Costs of whole
+    transformers and of bare matrix products are kept apart: a transformer job takes a transformer's
+    costs if these have its T, or if there is no draft rank; otherwise it takes those of matrix
+    products. Either kind replaces the other if only one was measured."""
     config = job.config
     alike = _entries(profile, config.mode, config.drafts)
     transformers = [entry for entry in alike if entry.forward == "transformer"]
@@ -255,8 +258,8 @@ def entry_of(profile: Profile, job: Job) -> HostEntry | None:
 
 
 def host_of(profile: Profile, job: Job) -> HostCosts:
-    """Returns a job's host costs by the profile, or by the built-in profile of its device; all
-    costs are 0 if they are unknown."""
+    """Returns a job's host costs by the profile or, for modes that it lacks, by the built-in
+    profile of its device; all are 0 if they are unknown."""
     profile = with_hosts(profile)
     context = job.options.context if job.config.is_transformer else 0
     return costs_at(profile, entry_of(profile, job), job.config.batch_size, context)
@@ -265,9 +268,9 @@ def host_of(profile: Profile, job: Job) -> HostCosts:
 def costs_at(
     profile: Profile, entry: HostEntry | None, batch_size: int, context: int = 0
 ) -> HostCosts:
-    """Returns a round's host costs at this batch size and context, interpolated between the
-    profile's entries that differ from `entry` only in these two: first over the batch size, then
-    over the context. If `entry` is None, all costs are 0. Raises ConfigError for wrong fields."""
+    """Returns a round's host costs at a batch size and context, interpolated linearly between the
+    entries of the profile that differ from `entry` only in these two values. If `entry` is None,
+    all costs are 0. Raises ConfigError if an entry has wrong fields."""
     if entry is None:
         return HostCosts()
 
@@ -288,12 +291,12 @@ def costs_at(
             if all(name in measured for measured in seconds)
         }
         branches = last.lanes * (last.batch_size - first.batch_size)
-        if branches:  # A line through two entries gives the fixed cost `keys` and that of a branch.
+        if branches:  # From two batch sizes: `keys` = fixed part + branches · slope.
             slope = max(0.0, last.seconds["keys"] - first.seconds["keys"]) / branches
             without = first.seconds["keys"] - slope * first.lanes * first.batch_size
             costs |= {"keys": max(0.0, without), "keys_lane": slope}
         by_context[length] = vars(HostCosts.from_dict(costs))
-    points = tuple(length + 1 for length in by_context)  # + 1, since a curve may not begin at 0
+    points = tuple(length + 1 for length in by_context)  # A Curve may not have a point at 0.
     costs = {
         name: Curve(points, tuple(of[name] for of in by_context.values()))(context + 1)
         for name in vars(HostCosts())
@@ -302,9 +305,9 @@ def costs_at(
 
 
 def check_device(profile: Profile, job: Job, draft_profile: Profile | None = None) -> None:
-    """Raises ConfigError if a profile made by `probe` lacks the forwards of the job's models. A
-    built-in profile (h100, h200, …) models any pair. draft_profile: the profile of the draft ranks'
-    device, if it is another one."""
+    """Raises ConfigError if a profile made by the command `probe` lacks the forwards of a job's
+    models. Built-in profiles (h100, h200, …) are valid for any models. draft_profile: the profile
+    of the draft ranks' device, if they have another kind of device."""
     batch = job.config.batch_size
     for device, need in zip((profile, draft_profile or profile), job.needs, strict=False):
         if device.forwards and not device.models_others:
@@ -313,10 +316,11 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
-    """Returns {flag: value} that a profile implies where the user sets no flag, so that it covers
-    the run: `pair`, and either `fuse` and `lm_head`, or `forward`. A flag is included if all
-    measured forwards agree on it, and `pair` only if the profile does not model every pair.
-    forward: "gemm" or "transformer", if only forwards of that kind count."""
+    """Returns the flags that a run needs so that a profile covers it, as {flag: value}: `pair`, and
+    either `fuse` and `lm_head`, or `forward`. They apply where the user sets no flag. A flag is
+    included if all measured forwards have one value of it, but `pair` not if the profile is valid
+    for any models. forward: the kind of forwards that count, "gemm" or "transformer" (None: both).
+    """
     measured = [
         key
         for key, kernels in profile.forwards.items()
@@ -324,7 +328,7 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
         and forward in (None, "transformer" if key.sequences else "gemm")
     ]
     if forward is None and not all(key.sequences for key in measured):
-        measured = [key for key in measured if not key.sequences]  # runs are of products by default
+        measured = [key for key in measured if not key.sequences]  # the default of a run
     models = {key.model for key in measured}
     pairs = [pair for pair, names in PAIRS.items() if set(names) <= models]
     flags: dict[str, Any] = {"pair": pairs[0]} if pairs and not profile.models_others else {}
@@ -339,10 +343,10 @@ def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
 
 def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
     """Returns a text that begins with "derived" and says how a job's durations were derived; None
-    if all were measured. profile: of the target's device and the hosts. drafts: the profile of the
-    draft's device. A forward counts as derived if the profile says so, if fewer rows were measured
-    than the job has, or if the profile lacks it. Host costs count as derived if they come from
-    another T, another kind of model or another profile."""
+    if all were measured. Forwards are derived if the profile says so, if fewer rows were measured
+    than the job has, or if the profile lacks them. Host costs are derived if they come from another
+    T, another kind of model or another profile. profile: of the target's device and all hosts.
+    drafts: of the draft's device."""
     batch = job.config.batch_size
     needs = job.needs[:1] if job.config.is_lookup else job.needs
     models = zip((profile, drafts), needs, strict=False)
@@ -363,7 +367,7 @@ def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
 
 
 def _forward(profile: Profile, need: Need, sequences: int) -> Iterator[str]:
-    """Yields a text on how the duration of a model's largest forward was derived, if it was."""
+    """Yields a text on how a model's largest forward was derived; nothing if it was measured."""
     shard = need.shard
     rows = need.buckets[-1]
     cost = shard.cost(rows, sequences, EMULATED_ITEMSIZE, need.options)

@@ -1,8 +1,9 @@
-"""Simulates the durations of decoding rounds, from the durations of forwards and host work.
+"""Simulates how long decoding rounds take, from the durations of forwards and of host work.
 
-In round r the draft sends tokens; the target verifies them and returns the outcome (accepted tokens
-and bonus token). Meanwhile the draft of SSD grows branches for likely outcomes and polls for the
-real one between two draft steps, which are never cut short. The times at which this happens:
+In each round the draft sends tokens; the target verifies them and returns the outcome: the number
+of accepted tokens and the bonus token (the target's own next token). Meanwhile the draft of SSD
+drafts on for several likely outcomes (branches), and between two draft steps polls whether the real
+one has arrived. A running step is always finished. The times of a round:
 
     sent    the draft sends its tokens
     keys    sent + glue (scoring forward over these tokens) + keys: branches can grow from now on
@@ -11,8 +12,8 @@ real one between two draft steps, which are never cut short. The times at which 
 
 Many configurations are simulated at once, each as several independent chains of rounds. `expect`
 returns long-run means, for which all configurations use the same random numbers. `follow` predicts
-the rounds of a run from its recorded outcomes. Shapes: [G, R] for G configurations and R chains,
-[G, R, b] for the b sequences of a batch.
+the rounds of a run from its recorded outcomes. Arrays have the shapes [G, R] for G configurations
+and R chains, or [G, R, b] for the b sequences of a batch.
 """
 
 from __future__ import annotations
@@ -37,28 +38,33 @@ from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_LAW_SEQUENCE = 1 << 29  # random stream of the simulation; no request of a run has such a large id
-_BURN_IN = 8  # number of first rounds of a chain that do not count
-_SETTLED = 4  # Without branches, all rounds after this number take the same time.
-_PRECISE = 256, 64, 32  # sequences over all chains, least number of chains, rounds of a chain
-_QUICK = 64, 16, 16  # the same three numbers for ranking many configurations
-_AT_ONCE = 1 << 17  # most sequences simulated at once, so that arrays stay in the CPU's caches
+_LAW_SEQUENCE = 1 << 29  # number of the first random stream; no request of a run has such an id
+_BURN_IN = 8  # The means leave out the first 8 rounds of a chain.
+_SETTLED = 4  # From the 4th round on, all rounds without branches take the same time.
+_PRECISE = 256, 64, 32  # (sequences in all chains, fewest chains, rounds of a chain) to simulate
+_QUICK = 64, 16, 16  # the same three numbers as in _PRECISE, for ranking many configurations
+_AT_ONCE = 1 << 17  # largest number of sequences simulated at once: arrays fit in CPU caches
 _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """G configurations of one batch size b, and the durations of their rounds in s. hazards:
-    acceptance rate of each position given the ones before, [G, K], 0 beyond a configuration's K;
-    hazards_fast: the same for tokens of a lookup. p_hit: P(cache hit | k accepted), [G, 2, 2, K+1],
-    indexed by whether the round's tokens came from a hit, whether all were accepted, and k. The
-    tables verify_s (verification), keys_s (from sending tokens to the first step of branches),
-    step_s (a step of all branches) and most_steps (`steps` if branches grow, else 0) have the shape
-    [G, L, b+1]. They are indexed by the number of live sequences (L = b+1; L = 1 if all live on)
-    and by the number of hits among them. steps, backup_steps: forwards that draft K and K_b tokens,
-    [G]. lanes_s: a draft step of 0, 1, … units, [G, U+1]. A sequence has `units` [G] of them: K
-    rows of a parallel draft, else 1. If the draft catches_up [G], each token accepted in the round
-    before is one more."""
+    """G configurations of one batch size b, as arrays for the simulation, with all durations in s.
+
+    lookahead, backup_lookahead [G]: K, and the number of tokens drafted after a cache miss. steps,
+    backup_steps [G]: forwards that draft so many tokens. fast [G]: whether a lookup drafts after a
+    miss. inline [G]: whether rank 0 drafts itself, or nothing drafts. lanes_s [G, U+1]: seconds of
+    a draft step of 0, 1, … U units. units [G]: for how many units a sequence counts: K if one
+    forward drafts all K tokens, else 1; if catches_up [G], one more for each token just accepted.
+    hazards [G, K]: acceptance rate of each position, given that the ones before were accepted;
+    hazards_fast: the same for tokens of a lookup. p_hit [G, 2, 2, K+1]: P(cache hit | k accepted),
+    indexed by whether the tokens came from a hit, whether all were accepted, and k.
+
+    Tables [G, L, b+1], indexed by the number of sequences still decoded (L = b+1; L = 1 if none
+    ends) and of cache hits among them: verify_s, seconds of a verification; keys_s, seconds from
+    sending tokens to the first step of branches; step_s, seconds of a step of all branches;
+    most_steps, the largest number of such steps (0 without branches).
+    """
 
     batch_size: int
     host: HostCosts
@@ -69,7 +75,7 @@ class Grid:
     units: Ints
     catches_up: Mask
     fast: Mask
-    inline: Mask  # whether rank 0 drafts itself, or there is no draft
+    inline: Mask
     hazards: Floats
     hazards_fast: Floats
     p_hit: Floats
@@ -86,8 +92,9 @@ class Grid:
     def of(
         cls, jobs: Sequence[Job], device: DeviceCosts, host: HostCosts, *, ends: bool = False
     ) -> Grid:
-        """Makes the grid of jobs that share batch size, devices and host costs; AR has K = 0. ends:
-        whether sequences may end before others of their batch."""
+        """Makes the arrays from jobs that have one batch size and the same durations of forwards
+        and host work; AR has K = 0. ends: whether some sequences of a batch may end before others.
+        """
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
         steps = np.array([job.num_forwards(job.lookahead) for job in jobs], np.int64)
@@ -99,7 +106,7 @@ class Grid:
         missed = live - won
         tokens = _column(job.num_nodes for job in jobs)
         served = _column(job.shape.ends[job.backup_lookahead] for job in jobs)
-        # Programs are compiled for these row counts, in addition to the powers of two.
+        # Forwards are compiled for these row counts, in addition to the powers of two.
         exact = [(batch, job.verify_rows, *filter(None, [job.prefill_rows])) for job in jobs]
         compiled = _rows_of(exact)
         rows = won * (tokens + 1) + missed * (served + 1)
@@ -165,18 +172,18 @@ class Grid:
 
     @property
     def grows(self) -> Mask:
-        """Whether each configuration grows branches for likely outcomes (SSD), bool [G]."""
+        """Whether each configuration drafts for likely outcomes meanwhile (SSD), bool [G]."""
         return np.asarray(self.most_steps.any(axis=(1, 2)))
 
     @property
     def is_varied(self) -> Mask:
-        """Of which configurations the rounds differ in time, even if all sequences live on, [G]."""
+        """Whether each configuration's rounds differ in time even if no sequence ends, bool [G]."""
         return self.grows | self.catches_up
 
 
 def _hit_chances(job: Job) -> Floats:
-    """Returns P(the outcome is in the speculation cache | k tokens were accepted), [2, 2, K+1]. The
-    indices: whether the tokens came from a cache hit, whether all were accepted, and k."""
+    """Returns P(the speculation cache holds the outcome | k tokens were accepted), [2, 2, K+1]. The
+    indices: whether the round's tokens came from a cache hit, whether all were accepted, and k."""
     if not job.fan_out:
         return np.zeros((2, 2, job.lookahead + 1))
     if job.layout is not None:
@@ -186,10 +193,10 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns P(the outcome is in the speculation cache | the accepted path of a draft tree ends at
-    level d), [2, 2, K+1]. The indices: whether the tokens came from a cache hit, whether all were
-    accepted (without effect here), and d. The mean over a level's nodes is exact, because the next
-    round does not depend on the node."""
+    """Returns the probability that the speculation cache holds the outcome of a round whose
+    accepted path in a draft tree ends at level d, [2, 2, K+1]. The indices: whether the tokens came
+    from a cache hit, whether all were accepted (without effect here), and d. The mean over a
+    level's nodes is exact, because later rounds do not depend on the node."""
     tree = job.shape
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
@@ -208,14 +215,14 @@ def _column(values: Iterable[int]) -> Ints:
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns lists of row counts, one for each configuration, as one array [G, n]; shorter lists
-    are filled up with their last element."""
+    """Returns the lists of row counts of all configurations as one array [G, n]. Shorter lists
+    repeat their last element."""
     longest = max(map(len, lists))
     return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
 
 
 def _widened(parts: Any, width: int) -> Floats:
-    """Returns G arrays as one array [G, …, width]; the last axis is filled up with zeros."""
+    """Stacks G arrays into one array [G, …, width]; shorter last axes are filled with 0."""
     arrays = [np.asarray(part, np.float64) for part in parts]
     out = np.zeros((len(arrays), *arrays[0].shape[:-1], width))
     for row, array in zip(out, arrays, strict=True):
@@ -224,9 +231,9 @@ def _widened(parts: Any, width: int) -> Floats:
 
 
 def padded(rows: Ints, compiled: Ints) -> Ints:
-    """Returns, for each of `rows` [G, …], the smallest compiled row count that is at least as
-    large: a forward is padded to it. compiled: the compiled counts of each configuration, [G, n],
-    in addition to the powers of two below the largest of them."""
+    """Returns, for each row count in `rows` [G, …], the smallest compiled row count that is at
+    least as large, to which the forward is padded. compiled: each configuration's own compiled row
+    counts, [G, n]; the powers of two below the largest of these are compiled as well."""
     rows = np.asarray(rows)
     columns = compiled.T.reshape(compiled.shape[1], -1, *(1,) * (rows.ndim - 1))
     powers = 2 ** np.ceil(np.log2(np.maximum(rows, 1))).astype(np.int64)
@@ -238,15 +245,15 @@ def padded(rows: Ints, compiled: Ints) -> Ints:
 
 
 class LawDraws:
-    """Draws the accepted tokens and cache hits of rounds from the configurations' acceptance and
-    hit models. All configurations use the same uniform random numbers. In a round, the numbers of
-    the R chains are stratified (one in each R-th of [0, 1)), which reduces the variance of means.
-    """
+    """Draws the numbers of accepted tokens and the cache hits of rounds from each configuration's
+    acceptance and hit models. All configurations use the same uniform random numbers. In each
+    round, the numbers of the R chains are stratified (one in each R-th of [0, 1)), so that means
+    vary less."""
 
     def __init__(self, grid: Grid, chains: int) -> None:
         self.chains = chains
         self._batch = grid.batch_size
-        self._number = 0  # how many sets of random numbers were drawn
+        self._number = 0  # number of sets of random numbers that were drawn
         self._fast = grid.fast[:, None, None]
         self._reached, self._kind = _distinct(grid.hazards)
         self._reached_fast, self._kind_fast = _distinct(grid.hazards_fast)
@@ -255,13 +262,13 @@ class LawDraws:
         self._first = np.arange(len(grid))[:, None, None] * 4 * self._width
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Returns which sequences round `number` decodes, bool [G, R, b]: all of `live`, those that
-        the round before decoded, because random draws never end a sequence."""
+        """Returns which sequences are decoded in round `number`, bool [G, R, b]: all in `live`,
+        which the round before decoded, because random draws never end a sequence."""
         return live
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Draws k, the number of accepted tokens of each sequence in a round, [G, R, b]. hit:
-        whether its tokens came from a cache hit. num_draft: number of drafted tokens."""
+        """Draws k, the number of accepted tokens of each sequence in a round, int [G, R, b]. hit:
+        whether its tokens came from a cache hit. num_draft: the number of its drafted tokens."""
         uniform = self._next()[None, :, :, None]
         free = (uniform < self._reached).sum(axis=3)[self._kind]
         if self._fast.any():
@@ -270,8 +277,8 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Draws whether each outcome is in the speculation cache, bool [G, R, b]. hit: whether the
-        round's tokens came from a cache hit. end: whether all of them were accepted."""
+        """Draws whether the speculation cache holds each sequence's outcome, bool [G, R, b]. hit:
+        whether its tokens came from a cache hit. accepted: k. end: whether all were accepted."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 
@@ -282,8 +289,9 @@ class LawDraws:
 
 
 def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
-    """Returns P(k ≥ i) for i = 1 … K of each distinct row of `hazards`, [n, 1, 1, K], and the index
-    of each configuration's row among them, [G]."""
+    """Finds equal rows among the configurations' acceptance rates `hazards`, so that each is
+    computed once. Returns P(k ≥ i accepted tokens) for i = 1 … K of each distinct row, [n, 1, 1,
+    K], and the index of each configuration's row among these, [G]."""
     rows, kind = np.unique(hazards, axis=0, return_inverse=True)
     reached = np.cumprod(rows, axis=1, dtype=np.float64)
     return reached[:, None, None, :], np.asarray(kind.reshape(-1), np.int64)
@@ -291,16 +299,16 @@ def _distinct(hazards: Floats) -> tuple[Floats, Ints]:
 
 @lru_cache(maxsize=512)
 def _spread(chains: int, batch: int, number: int) -> Floats:
-    """Returns set `number` of uniform random numbers, [R, b]; each column has one number in each
-    R-th of [0, 1)."""
+    """Returns the uniform random numbers of draw `number`, [R, b]; a column has exactly one number
+    in each of the R equal parts of [0, 1)."""
     random = np.random.Generator(np.random.Philox(key=[0, _LAW_SEQUENCE + number]))
     order = random.permuted(np.tile(np.arange(chains)[:, None], batch), axis=0)
     return np.asarray((order + random.random((chains, batch))) / chains)
 
 
 class RecordedDraws:
-    """Gives the simulation a run's recorded outcomes, round by round, instead of LawDraws' random
-    ones. sequences: the run's table from RoundRecords.sequences, [n, 8]."""
+    """Gives the simulation the outcomes that a run recorded, in place of random ones. sequences:
+    int64 [n, 8], a row for each round of each sequence, from RoundRecords.sequences."""
 
     chains = 1
 
@@ -309,7 +317,7 @@ class RecordedDraws:
         place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
         self.num_rounds = int(rounds.max()) + 1
         self._number = 0
-        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # + 1: an empty round at the end
+        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # 1 more: an empty last round
         self._live = np.zeros(shape, np.bool_)
         self._hit = np.zeros(shape, np.bool_)
         self._accepted = np.zeros(shape, np.int64)
@@ -318,56 +326,56 @@ class RecordedDraws:
         self._accepted[rounds, 0, 0, place] = sequences[:, 3]
 
     def accepted(self, hit: Mask, num_draft: Ints) -> Ints:
-        """Returns the number of accepted tokens of each sequence in the current round; `hit` is
-        ignored."""
+        """Returns the recorded number of accepted tokens of each sequence in the current round, int
+        [1, 1, b], at most num_draft. `hit` is ignored."""
         return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether each cache lookup of the next round hit; the arguments are ignored."""
+        """Returns whether each cache lookup of the next round hit in the run, bool [1, 1, b]."""
         return np.asarray(self._hit[self._number + 1])
 
     def live(self, number: int, live: Mask) -> Mask:
-        """Makes round `number` the current one; returns which sequences that round decoded in the
-        recorded run, bool [1, 1, b]. `live` is ignored."""
+        """Makes `number` the current round; returns which sequences were decoded in that round of
+        the recorded run, bool [1, 1, b]. The argument `live` is ignored."""
         self._number = number
         return np.asarray(self._live[number])
 
 
 class Rounds:
-    """The state of the simulation between two rounds, for all configurations and chains: clocks,
-    live sequences, and which of them will hit the speculation cache."""
+    """The state of the simulation between two rounds: for each configuration and chain the time,
+    the sequences that are still decoded, and which of these will hit the speculation cache."""
 
     def __init__(self, grid: Grid, draws: LawDraws | RecordedDraws) -> None:
         self._grid = grid
         self._draws = draws
         self._host = grid.host
-        inline_s = grid.host.draft_s + grid.host.draft_record  # no message is sent
+        inline_s = grid.host.draft_s + grid.host.draft_record
         self._inline_s = np.where(grid.lookahead == 0, 0.0, inline_s)[:, None]
         batch = grid.batch_size
         shape = len(grid), draws.chains, batch
         numbers = np.arange(len(grid))[:, None]
-        self._first = numbers * grid.verify_s[0].size  # a configuration's start in flattened tables
-        self._first_step = numbers * grid.lanes_s.shape[1]  # the same in lanes_s
-        self._accepted = np.zeros(shape, np.int64)  # in the last round
+        self._first = numbers * grid.verify_s[0].size
+        self._first_step = numbers * grid.lanes_s.shape[1]
+        self._accepted = np.zeros(shape, np.int64)
         self.live: Mask = np.ones(shape, np.bool_)
-        self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next cache lookup will hit
-        self._clock = np.zeros(shape[:2])  # time at which rank 0 has the last outcome
+        self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next lookup will hit the cache
+        self._clock = np.zeros(shape[:2])  # time in s at which rank 0 has the last outcome
         # A run's warm-up ends with a full batch of hits, whose branches the draft has grown.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # table index of the round whose branches now grow
+        self._grown = self._place(full, full)  # index in the tables of the growing branches
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:
-        """Returns indices into the grid's flattened tables, [G, R], for `live` sequences of which
-        `won` hit the cache."""
+        """Returns, for each chain, the index into the grid's flattened tables for `live` decoded
+        sequences of which `won` hit the cache, [G, R]."""
         grid = self._grid
         offset = live * (grid.batch_size + 1) if grid.verify_s.shape[1] > 1 else 0
         return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
-        """Simulates round `number`, from the outcome before it to its own. Returns arrays under the
-        names of the fields of `Expected`: tokens, seconds, hits, and rank 0's wait for draft
-        tokens."""
+        """Simulates round `number`: from the outcome of the round before to its own outcome.
+        Returns {name: values}: tokens (emitted), round_s (duration), hit_rate (whether each
+        sequence hit the cache) and wait_s (rank 0's wait for draft tokens)."""
         grid = self._grid
         draws = self._draws
         self.live = draws.live(number, self.live)
@@ -410,10 +418,10 @@ class Rounds:
         return {"tokens": tokens, "round_s": round_s, "hit_rate": hit, "wait_s": seen - ready}
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
-        """Returns the seconds of draft steps between an outcome and the next draft tokens, [G, R].
-        won: number of cache hits. live: number of live sequences. steps: tokens that the hits'
-        branches already have. Hits and misses share forwards until the hits have K tokens or the
-        misses have theirs; then the other group continues alone."""
+        """Returns the seconds of the draft steps between an outcome and the next draft tokens, [G,
+        R]. won: number of cache hits. live: number of decoded sequences. steps: tokens that the
+        branches of the hits already have. Hits and misses are drafted in the same forwards until
+        one of the two groups has all its tokens; the other group then continues alone."""
         grid = self._grid
         lanes_s = grid.lanes_s.ravel()
         missed = live - won
@@ -430,17 +438,20 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Expected:
-    """Long-run means of G configurations, each [G]; tokens count all b sequences of a batch."""
+    """Long-run means of G configurations, each [G]: tokens/s, seconds of a round, tokens emitted in
+    a round, hit rate of cache lookups, and seconds that rank 0 waits for draft tokens in a round.
+    """
 
     tok_per_s: Floats
     round_s: Floats
-    tokens: Floats  # tokens emitted in a round
+    tokens: Floats
     hit_rate: Floats
-    wait_s: Floats  # rank 0's wait for draft tokens in a round
+    wait_s: Floats
 
 
 def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
-    """Returns the long-run means of one job, each [1]; the job's seed and length have no effect."""
+    """Returns the long-run means of one job, in arrays of one element. Jobs that differ only in
+    seed or number of rounds have the same means, which are computed once."""
     grid = Grid.of([job], device, host)
     key = tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in vars(grid).values())
     if key not in _KNOWN:
@@ -448,13 +459,13 @@ def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     return _KNOWN[key]
 
 
-_KNOWN: dict[tuple[Any, ...], Expected] = {}  # cache of results: jobs that differ in seed share one
+_KNOWN: dict[tuple[Any, ...], Expected] = {}  # results by the values of the grid
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:
-    """Returns the long-run means of every configuration, independent of the others in the grid. At
-    batch size 1, configurations that grow branches (SSD) are simulated for 8,192 rounds (quick:
-    1,024). For the others all rounds take the same time, and the means are exact."""
+    """Returns the long-run means of each configuration, which do not depend on the others in the
+    grid. Configurations that grow branches (SSD) are simulated: at batch size 1 for 8,192 rounds
+    (quick: 1,024). For others all rounds take the same time, and the means are exact."""
     columns = {field.name: np.zeros(len(grid)) for field in fields(Expected)}
     summed = [name for name in columns if name != "tok_per_s"]
     sequences, least, num_rounds = _QUICK if quick else _PRECISE
@@ -473,7 +484,7 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         for name in summed:
             columns[name][chosen] /= chains * num_rounds
         columns["hit_rate"][chosen] /= grid.batch_size
-    # Elsewhere only the number of tokens of a round is random, and its mean is known.
+    # In the other configurations only the number of tokens is random, and its mean is known.
     exact = np.flatnonzero(~grid.is_varied)
     if len(exact):
         part = grid.take(exact)
@@ -492,8 +503,8 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
 
 
 def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]) -> Floats:
-    """Returns the predicted seconds of each of a run's rounds, [n], given the run's recorded
-    outcomes. sequences: the run's table from RoundRecords.sequences(), [rows, 8]."""
+    """Returns the predicted seconds of each round of a finished run, [rounds], given its outcomes.
+    sequences: int64 [n, 8], a row for each round of each sequence, from RoundRecords.sequences."""
     draws = RecordedDraws(job, sequences)
     rounds = Rounds(Grid.of([job], device, host, ends=True), draws)
     seconds = (rounds.advance(number)["round_s"][0, 0] for number in range(draws.num_rounds))
@@ -501,25 +512,25 @@ def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np
 
 
 def is_predictable(job: Job) -> bool:
-    """Returns whether long-run means of this job can be predicted: acceptance must be imposed by a
-    model, and the draft must decode one token a step."""
+    """Returns whether long-run means of this job can be predicted. Its acceptance must be drawn
+    from a given model, and a forward of the draft must yield one token a sequence."""
     has_steps = job.draft is None or job.draft.num_tokens == 1
     return job.workload.is_imposed and has_steps
 
 
 def is_followable(job: Job) -> bool:
-    """Returns whether the rounds of this job can be predicted from their recorded outcomes. This
-    includes jobs on text and recordings, for which no acceptance model is needed."""
+    """Returns whether the duration of each round of this job can be predicted from recorded
+    outcomes. Jobs on text and on recordings are included, since this needs no acceptance model."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)
 
 
 def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Returns the predicted long-run means of a job as a dictionary. Keys have the meaning they
-    have in a result row; in addition, round_us.mean is the mean round, exposed_us is rank 0's mean
-    wait for draft tokens, and T_p is the time of growing branches over the target's forward. Raises
-    ConfigError if the job's acceptance is not imposed by a model."""
+    """Returns the predicted long-run means of a job under the keys of a result row. Keys of its
+    own: expected_tok_per_s, the mean rate; round_us.mean, the mean round; exposed_us, rank 0's mean
+    wait for draft tokens; T_p, the time of growing branches divided by that of the target's
+    forward. Raises ConfigError if acceptance is not drawn from a given model."""
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "

@@ -2,10 +2,11 @@
 
     mpirun -np T+D python -m mpi4py -m mpissd probe --pair=8b/1b --fuse
 
-The result is a table on stdout, a JSON object, and a device profile in OUT/profiles: a file of
-durations that `plan` and `--backend=emulated --device=FILE` read (docs/profile.md). Ranks measure
-one after the other, so that they do not disturb each other, except where they must act together. To
-time host work and messages, some rounds are decoded in each mode that these ranks can run.
+The results are a table on stdout, a JSON object, and a device profile in OUT/profiles, which is a
+file of durations for `plan` and for `--backend=emulated --device=FILE` (docs/profile.md). Ranks
+measure one after the other, so that they do not disturb each other, except what they do together,
+such as all-reduces. Host work and messages are timed by decoding some rounds in each mode that is
+possible on these ranks.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save_profile
 
-_GPU_ROWS = (40, 128, 256)  # further row counts on GPUs, which use another kernel above 32 rows
+_GPU_ROWS = (40, 128, 256)  # row counts timed on GPUs only, whose kernel differs above 32 rows
 MORE_SEQUENCES = 8  # Host work is also measured at this multiple of the batch size.
 _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
-_SHARDS = (2, 3, 4)  # values of T for which one rank alone times its share of the model
+_SHARDS = (2, 3, 4)  # For these T, one rank alone times the share of the target that it would hold.
 
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
-    """Runs the command `probe` on all ranks; returns the exit code. config: its mode selects the
-    models: with "ar" only the target, else also the draft (on rank 0 if there is no draft rank).
-    name: of the profile (default: generated). brief: measures a transformer only at the given T and
-    batch size, and at two contexts. Raises Refused on every rank if the configuration is
-    impossible, or if an all-reduce gives wrong sums (exit code 3)."""
+    """Runs the command `probe` on all ranks; returns the exit code. config: flags; in mode "ar"
+    only the target is measured, otherwise also the draft model (on rank 0 if there is no draft
+    rank). name: of the profile (None: made from the settings). brief: whether to measure a
+    transformer only at the given T and batch size, and at two context lengths. Raises Refused on
+    every rank if the job is impossible, or if an all-reduce gives wrong sums (exit code 3)."""
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
@@ -58,18 +59,19 @@ def execute_probe(config: RunConfig, name: str | None = None, brief: bool = Fals
 
 
 def kinds(backend: Backend) -> list[int | None]:
-    """Returns the largest row count (None: no limit) of each matrix kernel that a job may use,
-    smallest first; some backends have a kernel for small batches."""
+    """Returns the largest row count of each matrix kernel that a job may use (None: no limit),
+    smallest first. Some backends have a kernel for small row counts of its own."""
     return [backend.few_rows, None] if backend.few_rows else [None]
 
 
 class Prober:
-    """One MPI rank's part in a probe: it runs all stages and collects the measurements."""
+    """One MPI rank's part in the command `probe`: it runs all stages and collects the results."""
 
     def __init__(
         self, session: Session, show: Callable[[Callable[[float], str]], None], *, brief: bool
     ) -> None:
-        """show: prints a progress line, made from the seconds so far. brief: see execute_probe."""
+        """show: function that prints a progress line; its argument is a function that makes the
+        line from the seconds so far. brief: whether to measure less, as execute_probe says."""
         self._show_line = show
         self._stage = ""
         self._brief = brief
@@ -77,7 +79,7 @@ class Prober:
         self._topology = session.topology
         self._job = session.job
         self._kind = session.backend.info.kind
-        self._faults: list[str] = []  # wrong sums of all-reduces that this rank found
+        self._faults: list[str] = []  # wrong sums that this rank found
         self._tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
         self._peak: float | None = None
         self._notes: list[str] = []
@@ -88,15 +90,15 @@ class Prober:
             self._source = f"modelled: profile {session.job.config.device}"
 
     def run(self, name: str | None) -> None:
-        """Runs all stages; then rank 0 writes the profile. All ranks of the job must call this.
-        name: of the profile (None: generated)."""
+        """Runs all stages; then rank 0 writes the profile. All ranks must call this. name: of the
+        profile (None: made from the settings)."""
         begun = perf_counter()
         before = counters()
         stages = (self.rates, self.forwards, self.all_reduces, self.hosts)
         for number, stage in enumerate(stages, 1):
             self._stage = f"{number} of {len(stages)} ({stage.__name__.replace('_', '-')})"
             stage()
-            # This barrier sleeps; MPI's own would spin on cores on which other ranks measure.
+            # Ranks sleep in this barrier; in MPI's own they would spin on cores that others need.
             self._session.barrier()
             wrong = GateError(f"probe: {self._faults[0]}") if self._faults else None
             agree(self._session.topology.world, wrong)
@@ -108,8 +110,9 @@ class Prober:
                 self._conclude(gathered, name, perf_counter() - begun)
 
     def _conclude(self, gathered: list[Any], name: str | None, seconds: float) -> None:
-        """Prints the table, writes the profile, and prints the JSON line; called on rank 0 only.
-        gathered: (tables, notes, place) of each rank. seconds: duration of the probe."""
+        """Prints the table, writes the profile, and prints the JSON line, on rank 0. gathered:
+        (tables, notes on what could not be measured, host and device) of each rank. seconds:
+        probe's duration."""
         session = self._session
         job = self._job
         backend = session.backend
@@ -142,7 +145,7 @@ class Prober:
 
     def rates(self) -> None:
         """Measures each rank's memory bandwidth by reading as many bytes as its weights have. Rank
-        0 also measures the flop/s of a large matrix product and the launch of an empty program."""
+        0 also measures the flop/s of a large matrix product, and the time of an empty program."""
         backend = self._session.backend
         rank = self._topology.world.rank
         size = self._job.rank_bytes(backend.itemsize)[self._topology.is_draft]
@@ -158,7 +161,7 @@ class Prober:
             self._turn(turn, read)
 
     def forwards(self) -> None:
-        """Measures the target's forwards on the target ranks, then the draft's on one rank."""
+        """Measures the target's forwards on all target ranks, then the draft's on one rank."""
         topology = self._topology
         needs = self._job.needs
         if not topology.is_draft:
@@ -172,11 +175,12 @@ class Prober:
             self._turn(where, lambda: self._model(probe(), SoloGroup(), needs[DRAFT]))
 
     def _model(self, probe: GroupProbe, group: Group, need: Need) -> None:
-        """Measures one model's forwards. need: the model's weights, options and row counts. A model
-        of matrix products is measured with each of the backend's kernels; weights are made anew for
-        each kernel, because their memory layout differs. A transformer is measured at several batch
-        sizes. If T = 1, the share of the target that one rank of T > 1 would hold is measured, too,
-        without all-reduces: derive.py adds these, so that `plan` can judge such T."""
+        """Measures the forwards of one model and adds them to the tables. need: the model's shard,
+        options and row counts. Bare matrix products are measured with each of the backend's
+        kernels; weights are made anew for each, because their layout differs. A transformer is
+        measured at several batch sizes. If T = 1, rank 0 also measures the share of the target that
+        a rank of T = 2, 3, 4 would hold, without all-reduces, so that `plan` can predict these T.
+        """
         config = self._job.config
         shard = need.shard
         options = need.options
@@ -195,14 +199,14 @@ class Prober:
             batches = factors[: 1 if self._brief else 3 if on_gpu else 2]
             rows = sorted({*TRANSFORMER_ROWS, *(_GPU_ROWS if on_gpu else ()), *need.buckets})
             if self._brief and need.which == DRAFT and self._topology.world.size == 1:
-                options = replace(options, top_k=max(2, options.top_k))  # measures lists for trees
+                options = replace(options, top_k=max(2, options.top_k))  # trees need the top k
             rest = options, rows, [factor * config.batch_size for factor in batches], need.model
             entries = probe.transformer(group, shard, *rest, ends=self._brief)
             is_alone = self._topology.tp == 1 and need.which == TARGET and not self._brief
             for tp in _SHARDS if is_alone and self._kind != "emulated" else ():
                 try:
                     share = replace(shard, tp=tp)
-                except ConfigError as error:  # more ranks than KV heads
+                except ConfigError as error:  # There are more ranks than KV heads.
                     self._notes.append(f"a share of T={tp}: {error}")
                     continue
                 shares += probe.transformer(SoloGroup(), share, *rest, ends=True)
@@ -212,7 +216,7 @@ class Prober:
         self._tables["read_outs"] += probe.read_outs
 
     def all_reduces(self) -> None:
-        """Measures the job's all-reduce over the target ranks; nothing if there is only one."""
+        """Measures the job's all-reduce over the target ranks; does nothing if T = 1."""
         if not self._topology.is_draft and self._topology.tp > 1:
             probe = self._probe(self._topology.group)
             entry = probe.all_reduces(self._session.group, self._job.target.hidden)
@@ -220,7 +224,7 @@ class Prober:
 
     def hosts(self) -> None:
         """Measures the host's work in a round and the time of messages, by decoding some rounds in
-        each configuration that these ranks can run."""
+        each configuration that is possible on these ranks."""
         session = self._session
         probed = self._job
         source = f"measured: ledgers of the decoding loops, {session.backend.name}"
@@ -258,11 +262,11 @@ class Prober:
 
 def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> Iterator[RunConfig]:
     """Yields the configurations in which `probe` times host work: SD and SSD if there are draft
-    ranks, else AR and SD with the draft on the target's ranks. Each comes at the probe's batch size
-    and at eight times that size. brief: only SSD comes at the larger size, because its host work
-    grows with the branches of all sequences. on_host: whether forwards run on the host's cores; a
-    transformer then comes at two contexts, because a longer context leaves less of the CPU's caches
-    to the host's work."""
+    ranks, else AR and SD with the draft model on the target's ranks. Each is yielded at the given
+    batch size and at 8 times that size. brief: whether only SSD is yielded at the larger size,
+    because its host work grows with the number of branches. on_host: whether forwards run on CPU
+    cores; a transformer is then yielded at two contexts, because long contexts leave less of the
+    CPU's caches to the host's work."""
     contexts = [config.context]
     if on_host and config.is_transformer and config.context > NEAR:
         contexts = [NEAR, config.context]
@@ -276,9 +280,9 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
 
 
 def _measured(session: Session, source: str) -> Entry | None:
-    """Times one configuration's forwards, decodes some rounds, and computes the host costs; returns
-    them as an entry of the profile on rank 0, None elsewhere. source: text that says how they were
-    measured. Raises Refused on every rank if the models do not fit in memory."""
+    """Times one configuration's forwards, decodes some rounds, and computes the durations of host
+    work; returns them as an entry of the profile on rank 0, None elsewhere. source: text that says
+    how they were measured. Raises Refused on every rank if the models do not fit in memory."""
     job = session.job
     world = session.topology.world
     count = 0
@@ -286,7 +290,7 @@ def _measured(session: Session, source: str) -> Entry | None:
         rank = Rank(session)
         profile = calibrate(rank)
         if profile is not None:
-            # Slow forwards limit the number of rounds: a large model takes seconds each on a CPU.
+            # With slow forwards fewer rounds are decoded: a large model takes seconds on a CPU.
             round_s = float(profile.device.verify(job.verify_rows))
             if profile.device.draft is not None:
                 step_s = float(profile.device.draft_s(job.config.batch_size * job.step_rows))

@@ -1,8 +1,8 @@
 """Times forwards by row count and all-reduces by size, and checks the sums of the all-reduces.
 
-Each program is launched repeatedly within a time budget. A rank that finds a wrong sum notes it in
-`faults` and continues, because other ranks wait for it in collectives; all ranks stop together at
-the end of the probe's stage.
+Each compiled program (on GPUs a CUDA graph) is launched repeatedly within a time budget. A rank
+that finds a wrong sum adds it to `faults` and continues, because other ranks wait for it in
+collectives; all ranks stop together at the end of the stage.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.lab.measure.calibrate import forwards
 
-Entry = dict[str, Any]  # An entry of one of a profile's tables, as JSON.
+Entry = dict[str, Any]  # An entry of a table in a device profile, as a JSON object.
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
-TRANSFORMER_ROWS = (*ROWS, 24)  # fewer row counts, because each is timed at several contexts
+TRANSFORMER_ROWS = (*ROWS, 24)  # There are fewer, because each is timed at several contexts.
 LARGE_BYTES = 1 << 20
-NEAR, FAR = 64, 1024  # shortest and longest timed context; a longer --context replaces FAR
-_LISTS = (1, 4, 16, 32, 64)  # numbers of top candidates per row whose selection is timed
-_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # Operations in one timed program, in sequence.
-# By device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches).
+NEAR, FAR = 64, 1024  # shortest and longest context to time, in tokens; --context may be longer
+_LISTS = (1, 4, 16, 32, 64)  # values of k for which the selection of the top k tokens is timed
+_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # number of operations that are timed together
+# {device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches)}
 # GPUs are warmed up, because an H200 reads slowly for some ms after an allocation.
 _PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
 _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
 
 
 def contexts(longest: int, *, ends: bool = False) -> list[int]:
-    """Returns the context lengths at which a transformer is timed: the shortest, the longest, and
-    two between them. With the `ends` flag, the two between are left out. Times at other contexts
-    are interpolated linearly."""
+    """Returns the context lengths at which a transformer is timed: the shortest, the longest and
+    two between, from which other contexts are interpolated linearly. longest: the job's context.
+    ends: whether to leave out the two between."""
     far = max(longest, FAR)
     return [NEAR, far] if ends else [NEAR, far // 4, far // 2, far]
 
 
 def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) -> Entry:
-    """Makes one entry of a profile's table: median seconds, spread and number of launches by point.
-    identity: keys that say what was measured. source: how. times: {point: seconds of each launch},
-    where a point is a row count or a number of bytes. spread: interquartile range / median (None if
-    the median is 0)."""
+    """Makes an entry of a profile's table: the median seconds, the spread (interquartile range /
+    median; None if the median is 0) and the number of launches at each point, which is a row count
+    or a number of bytes. identity: keys that say what was measured. source: text that says how it
+    was measured. times: {point: seconds of each launch}."""
     seconds, spread = dict[str, float](), dict[str, float | None]()
     for at, taken in times.items():
         low, seconds[str(at)], high = (float(q) for q in np.percentile(taken, [25, 50, 75]))
@@ -63,9 +63,9 @@ def entry(identity: Mapping[str, Any], source: str, times: Mapping[int, Any]) ->
 
 
 class GroupProbe:
-    """Times programs on all ranks of an MPI communicator; all its ranks must call each method.
-    faults: a list to which each wrong sum found on this rank is added. source: text that says how
-    entries were measured. show: a function called between launches, to show progress."""
+    """Times compiled programs on all ranks of an MPI communicator, which must all call each method.
+    faults: list to which the wrong sums found on this rank are added. source: text that says how
+    entries were measured. show: function called between launches, to show progress."""
 
     show: Callable[[], None] = staticmethod(lambda: None)
 
@@ -76,16 +76,16 @@ class GroupProbe:
         self._faults, self._source = faults, source
         self._kind = backend.info.kind
         self._real = self._kind != "emulated"
-        self.read_outs: list[Entry] = []  # times of top-k selection after the LM head
+        self.read_outs: list[Entry] = []  # times of selecting the top k tokens
 
     def times(
         self, onces: Mapping[int, Callable[[], float]], per: int = 1
     ) -> dict[int, NDArray[np.float64]]:
-        """Returns {point: seconds per operation of each launch}. onces: {point: a function that
-        launches `per` operations once and returns the seconds}. The points are launched in turn, so
-        that a short disturbance shifts no median. All ranks launch equally often, and a launch
-        counts with the shortest time of any rank: that rank began last, and the other ranks' times
-        include waiting for it."""
+        """Returns {point: seconds of an operation in each launch}. onces: {point: function that
+        launches `per` operations once and returns the seconds}. The points take turns, so that a
+        short disturbance shifts no median. All ranks launch equally often. The shortest time of any
+        rank counts, because that rank began last, while the times of other ranks include waiting
+        for it."""
         warm_s, budget_s, least, most = _PACE[self._kind]
         counts, seconds = {}, dict[int, list[float]]()
         for at, once in onces.items():
@@ -105,7 +105,7 @@ class GroupProbe:
         return by_point
 
     def _once(self, program: Program) -> float:
-        """Launches a program and waits for its end; returns its seconds on the device."""
+        """Launches a compiled program and waits for its end; returns its seconds on the device."""
         program.launch()
         program.wait(self._waiter)
         return program.elapsed_s()
@@ -121,9 +121,9 @@ class GroupProbe:
         model: tuple[ModelSource, Weights | None] = (ModelSource(), None),
     ) -> Entry:
         """Times one model's forwards at each row count; returns the entry for the profile's table
-        "forwards". sequences: batch size. most_rows: row limit of the jobs that use this kernel
-        (None: no limit). model: the source of the weights, and the weights (default: random
-        matrices of the model's shapes, made here)."""
+        "forwards". sequences: batch size. most_rows: largest row count of jobs that use this kernel
+        (None: no limit). model: (source of the weights, weights); by default random matrices are
+        made."""
         stepper = Stepper(
             self._backend,
             group,
@@ -148,9 +148,9 @@ class GroupProbe:
         return entry(which, self._source, taken)
 
     def _lists(self, stepper: Stepper) -> list[Entry]:
-        """Times how long the selection of the top 1 … 64 tokens per row and their copy to the host
-        take, on the logits of the last forward; returns an entry for each number of tokens. Each
-        program repeats the selection, so that launch overhead hardly counts."""
+        """Times the selection of the top k tokens per row, for k = 1 … 64, and their copy to the
+        host, on the logits of the last forward; returns an entry for each k. Each program repeats
+        the selection, so that launch overhead hardly counts."""
         kind = stepper.shard.key(1, stepper.options).forward
         length, columns, entries = _CHAIN[self._kind], stepper.cost(1).columns, list[Entry]()
         for k in (k for k in _LISTS if k <= columns):
@@ -192,8 +192,8 @@ class GroupProbe:
         ends: bool = False,
     ) -> list[Entry]:
         """Times a transformer's forwards at each batch size and context length; returns the entries
-        for the table "forwards", without those whose KV cache does not fit in memory. ends: only
-        the shortest and the longest context are timed."""
+        for the table "forwards", without those whose KV cache does not fit in memory. ends: whether
+        only the shortest and the longest context are timed."""
         most, itemsize = rows[-1], self._backend.itemsize
         weights = source.weights(self._backend, shard, options, max_rows=most, seed=1)
         entries = []
@@ -223,8 +223,8 @@ class GroupProbe:
 
     def _all_reduce(self, group: Group, rows: int, width: int) -> Any:
         """Times one all-reduce of [rows, width] values and checks its sums; returns the seconds of
-        each launch. A program reduces several buffers in sequence. They are refilled before
-        every launch, because sums of sums would overflow float16."""
+        each launch. A program reduces several buffers in sequence. They are refilled before every
+        launch, because repeated sums would overflow float16."""
         count, backend = _CHAIN[self._kind], self._backend
         buffers = [backend.activation(rows, width) for _ in range(count)]
 
@@ -235,7 +235,7 @@ class GroupProbe:
         size = rows * width * backend.itemsize
         cost = Cost(rows, 0, 0, 0, 0, count, size, self._comm.size)
         program = backend.program(body, cost, capturable=group.capturable)
-        # With multiples of 1/64 within ±1/4, sums over up to 32 ranks are exact in float16.
+        # Sums of multiples of 1/64 within ±1/4, over up to 32 ranks, are exact in float16.
         place, ranks = np.arange(rows * width).reshape(rows, width), range(self._comm.size)
         parts = [((place * 7 + r * 13) % 33 - 16).astype(np.float32) / 64 for r in ranks]
         mine = parts[self._comm.rank].astype(np.float16 if backend.itemsize == 2 else np.float32)

@@ -54,9 +54,9 @@ def fit(
     memory: Sequence[int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Returns the members "numbers" and "all_reduce" of a profile, fitted to its tables. itemsize:
-    bytes of one weight. peak: flop/s of a large matrix product. memory: free bytes of each rank's
-    device. source: text that says how everything was measured."""
+    """Returns the members "numbers" and "all_reduce" of a profile, computed from its tables of
+    measurements. itemsize: bytes of one weight. peak: flop/s of a large matrix product. memory:
+    free bytes of each rank's device. source: text that says how everything was measured."""
     read = tables["bandwidths"][0]["read_bytes_per_s"]
     empty = tables["launches"][0]["device_s"]
     reduce = _all_reduce(tables["all_reduces"], job.tp, source)
@@ -89,8 +89,8 @@ def fit(
 
 
 def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
-    """Fits latency + bytes / rate to the all-reduces of the table's first entry, measured over
-    `ranks` target ranks; returns the profile's member "all_reduce"."""
+    """Fits latency + bytes / rate to the measured all-reduces over `ranks` target ranks (the first
+    entry); returns the profile's member "all_reduce"."""
     if not entries:
         unknown = f"{source}: not known, there was one target rank"
         return {"from": unknown, "latency_s": None, "bytes_per_s": None}
@@ -102,7 +102,7 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
     origin = f"{source}: {entry['name']} {how}, {small} B and {large} B"
     if not seconds_at[large]:
         return {"from": origin, "latency_s": {}, "bytes_per_s": {}}
-    # If noise made the small all-reduce slower than the large one, the large one sets the rate.
+    # If noise made the small all-reduce slower than the large one, only the large one gives a rate.
     slope = (seconds_at[large] - seconds_at[small]) / (large - small)
     rate = 1 / slope if slope > 0 else large / seconds_at[large]
     latency = max(0.0, seconds_at[small] - small / rate)
@@ -110,9 +110,9 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
 
 
 def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
-    """Writes a profile to OUT/profiles/NAME.json and returns the path. A file of that name is
-    replaced atomically. Raises ConfigError if the folder cannot be written, or if the profile
-    could not be read back."""
+    """Writes a device profile to OUT/profiles/NAME.json, replacing a file of that name atomically;
+    returns the path. Raises ConfigError if the folder cannot be written, or if the profile could
+    not be read back."""
     path = Path(out) / "profiles" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -129,11 +129,11 @@ def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
 def print_table(
     tables: Tables, notes: Sequence[str], host: Sequence[Entry], places: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Prints all measurements to stdout. notes: what could not be measured. host: entries of host
-    work and link time. places: rank, host and device of each rank, from Topology.place."""
+    """Prints all measurements to stdout. notes: texts on what could not be measured. host: entries
+    with the durations of host work and messages. places: rank, host and device of each rank."""
     lines = [*_lines(tables)]
     lines += [("not known", note) for note in notes]
-    for entry in host:  # host work on rank 0 in a round, and the time of one message to the draft
+    for entry in host:  # host work of rank 0, and a message to the draft
         costs = HostCosts.from_dict(entry["seconds"])
         way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"
@@ -170,8 +170,8 @@ def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
 
 
 def _times(name: str, entry: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yields two lines: the measured points (`name` says what they count) and their times in µs. A
-    time is marked ~ if its interquartile range is more than a tenth of the median."""
+    """Yields two printed lines: the points of an entry, and their times in µs. A "~" marks a time
+    whose interquartile range exceeds a tenth of the median. name: what the points count."""
     yield name, "".join(f"{point:>9}" for point in shown)
     marks = ["~" * ((entry["spread"][point] or 0) > 0.1) for point in shown]
     times = zip(marks, shown.values(), strict=True)

@@ -1,1 +1,1 @@
-"""The command `sweep`: measures all configurations of a grid in one job, and ranks methods."""
+"""The command `sweep`: measures all configurations of a grid in one job, and compares them."""

@@ -17,11 +17,11 @@ from mpissd.lab.sweep.plan import Point, SweepConfig, SweepPlan, planned, read_g
 def check_sweep(
     config: SweepConfig, given: AbstractSet[str], num_ranks: int | None = None
 ) -> SweepPlan:
-    """Checks a sweep's flags before MPI starts; returns its configurations and their order. given:
-    names of the flags on the command line. num_ranks: the job's number of ranks (None: as in
-    world_size or by the launcher). Raises ConfigError for a wrong flag or grid, a flag that is in
-    both, too few ranks, or if no configuration can be measured."""
-    # --num_drafts may be in both: there it is the largest D, and the grid may vary D.
+    """Checks the flags of the command `sweep` before MPI starts; returns the configurations to
+    measure, in order. given: names of the flags on the command line. num_ranks: number of MPI ranks
+    (None: by the flag world_size or the launcher). Raises ConfigError for a wrong flag or grid, a
+    flag that is in both, too few ranks, or if no configuration can be measured."""
+    # --num_drafts may be in both: on the command line it is the largest D that the grid may have.
     twice = {name for block in read_grid(str(config.grid)) for name in block} - {"num_drafts"}
     if both := given & twice:
         raise ConfigError(f"{min(both)}: in the grid and on the command line: say it once")
@@ -44,8 +44,8 @@ def _tp(config: SweepConfig, plan: SweepPlan, num_ranks: int | None = None) -> i
 
 
 def why_not(point: Point, tp: int) -> str | None:
-    """Returns the reason why a configuration cannot be measured on T = tp ranks, or None. Only its
-    flags and prompts are checked, not the machine."""
+    """Returns why a configuration cannot be measured on T = tp target ranks; None if it can, by its
+    flags and prompts. The machine is not checked."""
     if point.config is None:
         return point.error
     try:
@@ -58,7 +58,7 @@ def why_not(point: Point, tp: int) -> str | None:
 
 
 def list_plan(config: SweepConfig) -> None:
-    """Prints each configuration of a sweep, with the reason if it cannot be measured."""
+    """Prints each configuration of a sweep and, if it cannot be measured, the reason."""
     plan = planned(config)
     tp = _tp(config, plan)
     count = len(plan.points)

@@ -1,7 +1,8 @@
 """Plans a sweep: reads a grid, makes each configuration once, and orders all measurements.
 
-A grid lists the values of each flag; every combination is a configuration. It is given inline, or
-as a file of blocks, each a grid of its own. `lookahead` below has seven values, `alpha` has two:
+A grid lists values of flags; every combination of one value of each is a configuration. The grid is
+given on the command line, or as a file of blocks, each with its own values. Below, `lookahead` has
+seven values and `alpha` has two:
 
     mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
 
@@ -15,9 +16,9 @@ as a file of blocks, each a grid of its own. `lookahead` below has seven values,
 
 A value that contains a comma must be in single or double quotes.
 
-Combinations that differ only in flags that the mode ignores are measured once: AR has no alpha, SD
-has no hit rate. Each repeat measures all configurations in a new random order, so that a drift of
-the machine's speed favours none.
+Combinations that differ only in flags that their mode ignores are measured once: AR ignores the
+acceptance rate alpha, SD the hit rate. Each repeat measures all configurations in a new random
+order, so that a drift of the machine's speed favours none of them.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from mpissd.common.flags import (
 )
 
 _FLAGS = flags_of(RunConfig)
-# All configurations of a job share these flags, so that a grid may not vary them.
+# All configurations of a job share these flags; so a grid may not list values of them.
 _ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
 _SWEEPS_OWN = ("dry_run", "trace", "progress")
-_MOST_VALUES = 10_000  # most values of one range FIRST..LAST
+_MOST_VALUES = 10_000  # largest number of values in one range FIRST..LAST
 _MOST_COMBINATIONS = 100_000
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches a place that is not inside quotes
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches any position outside of quotes
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
-Block = dict[str, tuple[str, ...]]  # a block's flags and their values
+Block = dict[str, tuple[str, ...]]  # {flag: its values} in one block of a grid
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class SweepConfig(Checked):
     shard: str = flag("1/1", words, "I/N: every N-th configuration from the I-th on (job arrays)")
 
     def check(self) -> None:
-        """Raises ConfigError for a missing grid, a wrong shard, and flags that only `run` accepts.
-        Conflicts between other flags are reported later, for each configuration."""
+        """Raises ConfigError for a missing grid, a wrong shard, or a flag that only `run` accepts.
+        Other conflicts between flags are reported later, for each configuration."""
         super().check()
         if self.grid is None:
             raise ConfigError("grid: needed: a file, or flag=value,value; flag=…")
@@ -89,7 +90,7 @@ class SweepConfig(Checked):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns `flags` and those they imply: a prompt or a pair with weights means text."""
+        """Returns `flags` and those they imply: a prompt, or a pair with weights, means text."""
         return with_text(super().completed(flags))
 
     @property
@@ -103,12 +104,12 @@ class SweepConfig(Checked):
 
 
 def read_grid(grid: str) -> list[Block]:
-    """Returns the blocks {flag: values} of an inline grid, or of the file that `grid` names. Raises
-    ConfigError for a missing file, an unknown or repeated flag, a flag with no or wrong values, or
-    a quotation without an end."""
+    """Returns the blocks of a grid, each as {flag: values}. grid: the grid itself, or the name of a
+    file. Raises ConfigError for a missing file, an unknown or repeated flag, missing or wrong
+    values, or a quotation without an end."""
     try:
         is_file = Path(grid).is_file()
-    except OSError:  # for example, an inline grid that is too long for a file name
+    except OSError:  # for example, a grid is too long for a file name
         is_file = False
     if "=" in grid and not is_file:
         axes: dict[str, str] = {}
@@ -157,8 +158,8 @@ def _block(axes: Mapping[str, str]) -> Block:
 
 
 def _expanded(name: str, item: str) -> list[str]:
-    """Returns the values of `item`: all numbers of a range such as 2..8, or any other text alone.
-    name: the flag, for error messages."""
+    """Returns the values that `item` stands for: all numbers of a range such as 2..8, or else the
+    text itself. name: the flag, for error messages."""
     if item[0] in "\"'":
         return [item[1:-1]]
     match = _RANGE.fullmatch(item)
@@ -183,15 +184,16 @@ def _split(text: str, separator: str, what: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration of a grid. flags: those that the grid and the command line give."""
+    """One configuration of a grid. flags: the (name, value) pairs from the grid and the command
+    line. config: the configuration, or None if the flags make no valid one."""
 
     flags: tuple[tuple[str, str], ...]
     config: RunConfig | None
-    error: str | None = None  # why config is None
+    error: str | None = None  # the reason why config is None
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the configuration, or of the flags if they make no valid configuration."""
+        """A hash of the configuration or, if there is none, of the flags."""
         return _digest(self.flags) if self.config is None else self.config.digest
 
     def __str__(self) -> str:
@@ -200,14 +202,14 @@ class Point:
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One measurement of a sweep: a configuration, and the number of its repeat."""
+    """One measurement of a sweep: a configuration, and the number of its repeat (from 0)."""
 
     point: Point
-    repeat: int  # counted from 0
+    repeat: int
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Returns a digest of configuration, repeat and machine, under which the measurement is
-        stored. If two tasks have equal digests, one measurement serves both."""
+        """Returns a hash of configuration, repeat and machine (T, backend, device), which
+        identifies this measurement in result rows. A measurement serves all tasks with its hash."""
         return _digest([self.point.digest, self.repeat, tp, backend, device_name])
 
 
@@ -217,16 +219,18 @@ def _digest(named: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The configurations to measure: those of a grid, or one shard's part, in the grid's order."""
+    """The configurations that a sweep measures: all of a grid, or those of one shard, in the grid's
+    order. num_drafts: number of draft ranks D, enough for each of them. seed: of the random order.
+    """
 
     points: tuple[Point, ...]
     repeats: int
     seed: int
-    num_drafts: int  # number of draft ranks of the job, enough for every configuration
+    num_drafts: int
 
     def tasks(self) -> Iterator[SweepTask]:
-        """Yields all measurements; each repeat visits all configurations in a new random order."""
-        import numpy as np  # imported late, because --help should start fast without NumPy
+        """Yields all measurements; each repeat visits all configurations, in a new random order."""
+        import numpy as np  # imported here, so that --help starts fast
 
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):
@@ -234,15 +238,15 @@ class SweepPlan:
 
     @property
     def drafts(self) -> list[int]:
-        """The distinct numbers of draft ranks D that the configurations use, increasing."""
+        """The different numbers of draft ranks D that the configurations need, increasing."""
         return sorted({point.config.drafts for point in self.points if point.config is not None})
 
 
 def planned(config: SweepConfig) -> SweepPlan:
-    """Returns the configurations of a sweep and their order, the same on every rank. A flag of
-    `config` applies where a block of the grid does not set it. Raises ConfigError if the grid is
+    """Returns the configurations that a sweep measures, the same on every rank. A flag on the
+    command line holds where a block of the grid does not set it. Raises ConfigError if the grid is
     wrong, needs more draft ranks than --num_drafts, has too many combinations, or leaves this shard
-    without a configuration."""
+    no configuration."""
     blocks = read_grid(str(config.grid))
     first, step = config.shard_of
     count = sum(math.prod(map(len, block.values())) for block in blocks)
@@ -273,13 +277,14 @@ def planned(config: SweepConfig) -> SweepPlan:
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
     """Makes a configuration from `flags`, without those that have no effect in its mode. job: flags
-    of all configurations. Flags that contradict each other are kept with the error's text."""
+    that all configurations share. If flags contradict each other, the result has the error's text.
+    """
     try:
         mode = flags.get("mode", RunConfig.mode)
         unseen = set[str]()
         if mode in MODES:
             unseen = {name for name, field in _FLAGS.items() if mode not in field.metadata["modes"]}
-        if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" both parse as zero
+        if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" are both zero.
             unseen.add("draft_device")
         if flags.get("backup", "jit") == "jit":
             unseen.add("acceptance_fast")

@@ -1,6 +1,6 @@
 """The command `sweep`: measures many configurations in one MPI job, each as `run` would.
 
-Devices, weights, programs and timings are kept from one configuration to the next. If a
+Devices, weights, compiled forwards and timings are kept from one configuration to the next. If a
 configuration fails, its ranks agree on the error, record it, and the sweep continues. The loss of a
 rank ends the whole job.
 """
@@ -38,10 +38,10 @@ def execute_sweep(config: SweepConfig) -> int:
 
 
 class Sweep:
-    """One MPI rank's part in a sweep: it measures the tasks that have no result row yet."""
+    """One MPI rank's part in a sweep: it measures those tasks that have no result row yet."""
 
     def __init__(self, machine: Machine, plan: SweepPlan, config: SweepConfig) -> None:
-        """Divides the machine's ranks into target and draft ranks, and announces the models of all
+        """Divides the ranks into target and draft ranks, and announces the models of all
         configurations. All ranks of the job must call this."""
         self._machine = machine
         self._plan = plan
@@ -68,7 +68,7 @@ class Sweep:
 
     def measure(self) -> int:
         """Measures the tasks that have no result row yet, in the plan's order; returns the exit
-        code: the highest code of any failure, else 0."""
+        code: 0, or the highest code of any failure. All ranks must call this."""
         tasks = list(self._plan.tasks())
         world = self._machine.topology.world
         digests: set[str] = world.bcast({*self._rows()} if self._is_lead else None)
@@ -87,31 +87,31 @@ class Sweep:
         return int(world.bcast(max([0, *codes])))
 
     def _digest(self, task: SweepTask) -> str:
-        machine = self._machine  # infos[0] is rank 0's device; drafts may run on another kind.
+        machine = self._machine
         return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
 
     def _rows(self) -> dict[str, Row]:
-        """Returns {task's digest: row} of OUT/runs.jsonl, in which other jobs' rows may be, too."""
+        """Returns {hash of the task: row} of the rows of sweeps in OUT/runs.jsonl."""
         file = self._out / "runs.jsonl"
         with LeftOut() as left_out:
             rows = load_rows([file], left_out) if file.exists() else []
         return {row.sweep["task"]: row for row in rows if row.sweep}
 
     def _one(self, task: SweepTask) -> Row | MpissdError | None:
-        """Measures one task; returns its row on rank 0 and None elsewhere, or the error."""
+        """Measures one task; returns its error or, if it succeeded, its row (only on rank 0)."""
         job = self._jobs[task.point.digest]
         if isinstance(job, ConfigError):
             return job
         rest(self._machine.topology)
         guard.stage(Stage.OPEN)
         session = self._machine.session(job)
-        if session is None:  # This configuration does not use this rank.
+        if session is None:  # The configuration does not use this rank.
             return None
         try:
             row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
-            if refused.exit_code == FaultError.exit_code:  # Later rows cannot be written, either.
+            if refused.exit_code == FaultError.exit_code:  # Later rows would fail, too.
                 raise
             # A new exception has no traceback, which would keep device buffers alive.
             return Refused(str(refused), refused.exit_code)
@@ -119,12 +119,12 @@ class Sweep:
         return row
 
     def _named(self, task: SweepTask) -> dict[str, Any]:
-        """Returns the keys that identify a task in runs.jsonl and failed.jsonl."""
+        """Returns the keys that identify a task in the files runs.jsonl and failed.jsonl."""
         return {"task": self._digest(task), "repeat": task.repeat, "flags": dict(task.point.flags)}
 
     def _record(self, task: SweepTask, result: Row | MpissdError | None) -> str:
-        """Returns a line that says how a task ended; writes a failure to failed.jsonl. Called on
-        rank 0. result: the task's row, or its error."""
+        """Returns a printed line on how a task ended, and writes a failure to failed.jsonl. Called
+        on rank 0. result: the task's row, or its error."""
         name = f"{task.point}  #{task.repeat + 1}"
         if not isinstance(result, MpissdError):
             assert result is not None, "a lead without a row"
@@ -136,8 +136,8 @@ class Sweep:
         return f"    FAILED  {name}: {result}"
 
     def _print_card(self, todo: int, done: int) -> None:
-        """Prints the sweep's size, how many measurements are left (todo) or already exist (done),
-        and the machine's ranks."""
+        """Prints the sweep's size, the number of measurements to make (todo) and of those that
+        already have a row (done), and the ranks of the machine."""
         machine = self._machine
         plan = self._plan
         there = f", {done} there already" if done else ""
@@ -151,7 +151,7 @@ class Sweep:
 
     def _print_end(self, tasks: list[SweepTask], codes: list[int], seconds: float) -> None:
         """Prints a table of all rows of this sweep, then a JSON object as the last line. codes: the
-        exit codes of this job's measurements. seconds: how long they took."""
+        exit code of each measurement. seconds: duration of all measurements."""
         by_digest = self._rows()
         rows = [by_digest[name] for task in tasks if (name := self._digest(task)) in by_digest]
         if comparisons := compare_methods(rows):

@@ -1,8 +1,8 @@
-"""Makes the tables of the command `compare`: tok/s by method and K, and each method's best K.
+"""Makes the tables of the command `compare`: tokens/s by method and K, and each method's best K.
 
-A table covers one setting (model pair, machine, batch size, …); a line is one method: a mode with
-all options except K. A cell is the median of the rows of one method and K (a "use", uses.py). The
-speedup over AR is paired by seed (compare.py).
+A table covers one setting (model pair, machine, batch size and so on). Each of its lines is one
+method, which is a mode (AR, SD or SSD) with all options except K. A cell is the median tokens/s of
+the result rows with one method and K. Speedups over AR compare rows of equal seeds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_LONG = 24  # A hit model's name with more characters is shown in the title, not in each line.
-_NOTES = 3  # most lines below a table that explain cells marked "!"
+_LONG = 24  # A name of a hit model with more characters is shown only in the table's title.
+_NOTES = 3  # At most so many lines below a table explain cells that are marked "!".
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _WIDE = 28  # width in characters of a column for a speedup with its interval
 _LEGEND = """\
@@ -40,8 +40,9 @@ _CHOICE = (
 
 @dataclass(frozen=True)
 class Comparisons:
-    """All methods that were measured in one setting, which is the content of one table. setting:
-    the values that all rows share. methods: {name: its uses (rows of one K), by K}, AR first."""
+    """The content of one table: the result rows of one setting (models, machine, batch size and so
+    on) by method. setting: {key: value} that all these rows share. methods: {name of a mode with
+    its options: the groups of rows of equal K, by increasing K}; AR comes first."""
 
     setting: dict[str, Any]
     methods: dict[str, list[Use]]
@@ -53,13 +54,14 @@ class Comparisons:
 
     @property
     def unit(self) -> str:
-        """The device of a rank: "GPU", or "core" for CPUs."""
+        """What a rank of these rows ran on: "GPU", or "core" (of a CPU)."""
         return unit(next(iter(self.methods.values()))[0].rows[0])
 
 
 def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
-    """Groups rows by setting and method; returns one table's content for each setting. Each row
-    must have the keys row.NEEDED (tables.load leaves out other rows)."""
+    """Groups result rows by setting (models, machine, batch size and so on) and by method (mode
+    with its options); returns the content of one table for each setting. Each row must have the
+    keys that row.NEEDED lists, without which tables.load drops rows."""
     rows = list(rows)
     settings: list[dict[str, Any]] = []
     # AR and lookups fit many settings; they make a setting only if no other row's setting fits.
@@ -80,8 +82,8 @@ def _methods(rows: Sequence[Row], setting: dict[str, Any]) -> dict[str, list[Use
 def render(
     comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
 ) -> str:
-    """Returns a text table for each setting: tok/s by method and K, each method's best K, and its
-    speedup over AR. below: for each table, the lines to print below it, such as claims about
+    """Returns text tables, one for each setting: tokens/s by method and K, each method's best K,
+    and its speedup over AR. below: for each table, lines to print below it, such as claims about
     SSD."""
     pairs = zip(comparisons, below or [()] * len(comparisons), strict=True)
     tables = ["\n".join([*_table(comparison), *map(str, lines)]) for comparison, lines in pairs]
@@ -97,7 +99,7 @@ def _table(comparison: Comparisons) -> list[str]:
     about = ", ".join(f"{name} {setting[name]}" for name in _SHOWN if setting.get(name))
     laws = {str(uses[0].rows[0].hit_law) for uses in methods.values()}
     long = [law for law in laws if len(law) > _LONG]
-    law = long[0] if len(long) == 1 else ""  # a long name that moves from the lines to the title
+    law = long[0] if len(long) == 1 else ""
     names = {name: name.replace(f" {law}", "") if law else name for name in methods}
     about += f", hits {law}" * bool(law)
     width = max(map(len, names.values()))
@@ -133,8 +135,8 @@ def _table(comparison: Comparisons) -> list[str]:
 
 
 def _missed(name: str, use: Use) -> str:
-    """Returns a line that says how many of the runs in `use` are far off their own predictions,
-    with the rates of the worst run. name: how the table names these runs."""
+    """Returns a line that says how many runs of one method and K differ by over a third from their
+    own predictions, with the rates of the worst run. name: what the table calls these runs."""
     row = use.missed[0]
     predicted = float(row.tok_per_s) / (1 + float(row.prediction_error or 0.0))
     return (
@@ -144,8 +146,8 @@ def _missed(name: str, use: Use) -> str:
 
 
 def _gains(best: Use, base: Use | None) -> str:
-    """Returns two table cells: the speedup of `best` over AR (`base`) in tokens/s, and in tokens/s
-    per GPU. They are dashes for AR itself, and if the speedup is unknown."""
+    """Returns two table cells: the speedup of the runs `best` over AR (`base`), in tokens/s and in
+    tokens/s per GPU. The cells are dashes for AR itself, or if the speedup is unknown."""
     gain = None if base is None or best is base else best.over(base)
     if gain is None or base is None:
         return f"{'–':>{_WIDE}}" * 2
@@ -154,7 +156,7 @@ def _gains(best: Use, base: Use | None) -> str:
 
 
 def _cell(use: Use) -> str:
-    """Returns the median tok/s as text, after a "!" if a run is far off its own prediction."""
+    """Returns the median tokens/s as text, after a "!" if a run is far off its own prediction."""
     return "!" * bool(use.missed) + _number(use.tok_per_s)
 
 

@@ -1,11 +1,11 @@
 """Compares SSD with the strongest alternative on as many GPUs, and decides what may be claimed.
 
-A "use" of GPUs is AR, SD, SSD or a lookup on T target and D draft ranks at one K; uses.py lists
-those that SSD must beat. SSD is taken at the K, fan-out and backup with the highest predicted mean.
-It is compared with the measured use for which the speedup's lower bound is smallest. Both must
-be of one visit: the same commit and GPU, within 12 hours. If an alternative was measured only on
-another visit, its rate there plus DRIFT bounds it; if it was not measured, `bound_of` does.
-docs/definitions.md says when a verdict holds.
+The alternatives are AR, SD and lookups on at most as many GPUs (uses.py lists those that must be
+measured). SSD is taken at the K and options with the highest predicted rate, and compared with the
+alternative for which the lower end of the speedup's interval is smallest. Rows are compared within
+one visit: the same commit and GPU, begun within 12 hours. The rate that an alternative reached on
+another visit, plus DRIFT, bounds its rate on this one; if it was never measured, `bound_of` bounds
+it. docs/definitions.md says when a verdict holds.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mpissd.lab.tables.uses import (
     widest,
 )
 
-LEVEL = 0.05  # probability that any verdict of a table is a false alarm
-_OF_T = ("tp", "all_reduce")  # Rows compared with each other may differ in these keys.
+LEVEL = 0.05  # largest accepted probability that any verdict in a table is a false alarm
+_OF_T = ("tp", "all_reduce")  # row keys in which SSD and its alternatives may differ
 
 
 @dataclass(frozen=True)
 class Open:
-    """An alternative to SSD that might be the fastest, but has no comparable measurement. why: the
-    reason, such as "not measured", too few seeds, or "another visit" (another commit, machine or
-    day). rate: its tokens/s on that visit."""
+    """An alternative to SSD (mode, T and D) that might be the fastest but has no comparable
+    measurement. why: the reason: "not measured", too few seeds, or "another visit" (measured on
+    another machine, day or commit). rate: its tokens/s on that visit."""
 
     family: Family
     why: str
@@ -54,11 +54,11 @@ class Open:
 
 @dataclass(frozen=True)
 class Claim:
-    """SSD compared with the strongest measured alternative on at most as many GPUs. setting: model
-    pair, machine, batch size and so on, which both share. gain: the speedup of `ssd` over `other`.
-    unknown: unmeasured alternatives that may be faster. copies: the number of independent copies of
-    a smaller alternative with the most total tokens/s, and that alternative. p_value: after Holm's
-    correction over a table."""
+    """SSD compared with the strongest measured alternative on at most as many GPUs. setting: {key:
+    value} of models, machine, batch size and so on. gain: speedup of `ssd` over `other`. unknown:
+    alternatives that may be faster but have no comparable measurement. copies: (number,
+    alternative) of independent copies on the same GPUs that make the most tokens/s. p_value: of the
+    hypothesis that the speedup is 1, after Holm's correction over a table."""
 
     setting: dict[str, Any]
     ssd: Use
@@ -75,15 +75,17 @@ class Claim:
 
     @property
     def table(self) -> tuple[Any, ...]:
-        """The values that all claims of one table share: pair, device, batch, GPUs, hit model."""
+        """The values that all claims of one table share: models, device, batch size, number of
+        GPUs, hit model and so on. Holm's correction is made over the claims with equal values."""
         names = "target draft device_name dtype forward batch_size context fuse".split()
         shared = (self.setting.get(name) for name in names)
         return (*shared, self.gpus, self.ssd.rows[0].hit_law)
 
     @property
     def text(self) -> str:
-        """The speedup as text; as one number only if it may be claimed, else as an interval. If SSD
-        is slower than a measured alternative, unmeasured alternatives cannot change that."""
+        """The speedup as text: one number if it may be claimed, else its interval. If SSD is slower
+        than a measured alternative, "loses" is said even if other alternatives were not measured.
+        """
         gain = self.gain
         if gain is None:
             return "not comparable"
@@ -115,8 +117,9 @@ class Claim:
 
 
 def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[list[Claim]]:
-    """Returns the claims of each setting (pair, machine, batch, …), in the order of `settings`.
-    Holm's correction is applied to the p-values of the claims of a table together."""
+    """Returns the claims about SSD in each setting (models, machine, batch size and so on), in
+    order. rows: result rows of all modes. Holm's correction is made over all claims in one table.
+    """
     by_setting = [judged(setting, rows) for setting in settings]
     tables: dict[tuple[Any, ...], list[tuple[int, int, float]]] = {}
     for n, at_setting in enumerate(by_setting):
@@ -131,9 +134,9 @@ def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[l
 
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
-    """Returns a claim for each number of GPUs, hit model and schedule that SSD was measured with.
-    setting: the values that the rows must have; SSD must have its T, alternatives may have another.
-    rows: rows of any setting; rows whose draft ran on another kind of device are left out."""
+    """Returns the claims about SSD in one setting: one for each number of GPUs, hit model and
+    schedule that was measured. setting: {key: value} that rows must have; an alternative may differ
+    in T. rows: result rows of any setting; rows whose draft ran on another device are ignored."""
     methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # rows by (family, method, K) and visit
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:
@@ -153,16 +156,16 @@ def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
 
 
 def _of_most_seeds(uses: Sequence[Use]) -> Sequence[Use]:
-    """Returns the elements that were measured with enough seeds to claim a speedup, or all."""
+    """Returns the groups of rows that have enough seeds for a claim; all groups if none has."""
     return [use for use in uses if len(use.seeds) >= HEADLINE_SEEDS] or uses
 
 
 def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
-    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1  # needed by an alternative
+    seeds = HEADLINE_SEEDS if len(ssd.seeds) >= HEADLINE_SEEDS else 1
     gpus = ssd.family.gpus
     first = ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
-    if first.acceptance is not None:  # a simulated lookup must have SSD's acceptance of lookups
+    if first.acceptance is not None:  # Lookups must be drawn at one acceptance rate.
         fast = _fast_of(first)
         rivals = [u for u in rivals if not is_lookup(u.rows[0]) or _fast_of(u.rows[0]) == fast]
     here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
@@ -193,15 +196,15 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
 
 
 def _fast_of(row: Row) -> str:
-    """Returns the acceptance model of a row's lookup drafts; the default if the row has none."""
+    """Returns the acceptance model of a row for tokens drafted by a lookup, or the default."""
     return str(row.acceptance_fast or RunConfig.acceptance_fast)
 
 
 def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
-    """Returns an upper bound of the tok/s of an unmeasured `family` (mode, T, D) at batch size 1;
-    None if unknown. AR on T ranks is no faster than AR on the next larger measured T. A lookup
-    whose drafts have the imposed acceptance rate a emits at most 1/(1 − a) tokens in the time of
-    one AR step. Other modes have no bound. ssd: a row of the SSD runs to compare with."""
+    """Returns an upper bound of the tokens/s of an alternative (mode, T, D) that was not measured;
+    None if no bound is known, as at batch sizes above 1. AR on T ranks is no faster than on the
+    next larger T that was measured. A lookup whose drafts are accepted with probability a emits at
+    most 1/(1 − a) tokens in the time of an AR step. ssd: a row of the SSD runs to be compared."""
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
     is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None

@@ -1,17 +1,15 @@
 """Compares two configurations: a speedup with its 95% interval, and whether it may be claimed.
 
-Rows are compared within one *visit*: the same commit on the same GPUs, begun within 12 hours. From
-visit to visit a machine's speed drifts (by 1.3 to 3.6% in our rows), which the interval does not
-include; DRIFT bounds this drift. Rows that share no visit are compared too, but the result is
-labelled "few visits" and no speedup is claimed.
+A *visit* is a stay on one machine: rows of one commit on the same GPUs, begun within 12 hours. Rows
+are compared within one visit, because a machine's speed drifts from visit to visit (by 1.3 to 3.6%
+in our rows; DRIFT is taken as the bound), which the interval does not include. Rows that share no
+visit are compared too, but labelled "few visits", and no speedup is claimed.
 
 Rows are paired by their seeds, because a seed fixes the random draws. Several pairs of one seed
 count as one, by the mean of the logarithms of their ratios. If rows of at least 400 rounds share
 three seeds, shorter rows are left out. With fewer than three common seeds the result is a ratio
-without an interval. docs/definitions.md has the rules.
-
-In the simulations of tests/lab/test_compare.py, 93 to 97% of the intervals contain the true ratio.
-The comparison itself is deterministic.
+without an interval. docs/definitions.md has the rules; in tests/lab/test_compare.py, 93 to 97% of
+the intervals contain the true ratio.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from numpy.typing import NDArray
 from mpissd.common.errors import ConfigError
 from mpissd.common.row import Row
 
-NORMAL_Z = 1.959964  # the 97.5% quantile of a standard normal
+NORMAL_Z = 1.959964  # the 97.5% quantile of the standard normal distribution
 _T = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582}
 
-SEVERAL = 3  # the number of common seeds from which there is an interval
+SEVERAL = 3  # With fewer common seeds, a speedup has no interval.
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
 FEW_VISITS = "few visits: the two sides share no machine and commit"
-DRIFT = 0.04  # largest relative difference of one configuration's median rate between visits
-_VISIT_S = 12 * 3600  # Two runs of one visit begin within this many seconds.
+DRIFT = 0.04  # One configuration's median rate may differ by this share from visit to visit.
+_VISIT_S = 12 * 3600  # longest time in s between the beginnings of two runs of one visit
 
 
 def student_t(freedom: int) -> float:
@@ -52,9 +50,9 @@ def student_t(freedom: int) -> float:
 
 
 def jackknife(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife. values:
-    [G, …] with G ≥ 2; row g is the estimate computed without group g of the data. Student's t has G
-    − 1 degrees of freedom."""
+    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife, [...].
+    values: [G, ...] with G ≥ 2; element g is the estimate computed without group g of the data.
+    Student's t has G − 1 degrees of freedom."""
     groups = len(values)
     spread = np.sqrt((groups - 1) / groups * ((values - values.mean(axis=0)) ** 2).sum(axis=0))
     return np.asarray(student_t(groups - 1) * spread)
@@ -76,10 +74,10 @@ def student_p(t: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The speedup of configuration b over a (ratio of tokens/s), with its 95% interval. low, high:
-    the interval's ends (NaN: unknown). num_seeds: number of seeds that both have. num_rounds:
-    rounds of the shortest run. one_visit: whether the compared rows are of one commit and GPU, run
-    within 12 h. p_value: two-sided, of the hypothesis that the ratio is 1."""
+    """The speedup of configuration b over configuration a (ratio of tokens/s) with its 95%
+    interval. low, high: ends of the interval (NaN: unknown). num_seeds: number of seeds in common.
+    num_rounds: rounds of the shortest run. one_visit: whether the rows have the same commit and GPU
+    and began within 12 hours. p_value: two-sided, of the hypothesis that the ratio is 1."""
 
     speedup: float
     low: float = math.nan
@@ -91,17 +89,17 @@ class Comparison:
 
     @property
     def has_interval(self) -> bool:
-        """Whether the two sides share enough seeds (3) for an interval of the speedup."""
+        """Whether the two configurations share enough seeds (3) for an interval of the speedup."""
         return self.num_seeds >= SEVERAL
 
     @property
     def is_real(self) -> bool:
-        """Whether the speedup's interval excludes 1, so that the two sides surely differ."""
+        """Whether the speedup's interval excludes 1, so that the configurations surely differ."""
         return self.low > 1.0 or self.high < 1.0
 
     @property
     def is_headline(self) -> bool:
-        """Whether a speedup may be claimed: 5 seeds or more, 400 rounds, one machine and commit."""
+        """Whether a speedup may be claimed: 5 common seeds, 400 rounds, one machine and commit."""
         enough = self.num_seeds >= HEADLINE_SEEDS and self.num_rounds >= HEADLINE_ROUNDS
         return enough and self.one_visit
 
@@ -147,22 +145,21 @@ class Comparison:
 
 
 def bound(value: float, digits: int = 2) -> str:
-    """Returns an interval's end as text with `digits` decimals; with more, up to 6, if the number
-    would otherwise be rounded to exactly 1."""
+    """Returns an end of an interval as text with `digits` decimals. If that would round the number
+    to exactly 1, up to 6 decimals are shown."""
     texts = (f"{value:.{count}f}" for count in range(digits, 7))
     return next((text for text in texts if value == 1 or float(text) != 1), f"{value:.{digits}f}")
 
 
 def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
-    """Returns the speedup of configuration b's rows over configuration a's rows, paired by seed.
-    Raises ConfigError if no row of a has the seed of a row of b (rows without tok_per_s are
-    out)."""
+    """Returns the speedup of configuration b over configuration a, from result rows of each, paired
+    by seed. Rows without tok_per_s are ignored. Raises ConfigError if the two share no seed."""
     near_a = [row for row in a if any(same_visit(row, other) for other in b)]
     near_b = [row for row in b if any(same_visit(row, other) for other in a)]
     one_visit = bool(near_a and near_b)
     if one_visit:
         a, b = near_a, near_b
-    # If rows long enough to claim a speedup share three seeds, shorter rows only add noise.
+    # If rows of at least 400 rounds share three seeds, shorter rows would only add noise.
     long_a, long_b = ([x for x in y if (x.num_rounds or 0) >= HEADLINE_ROUNDS] for y in (a, b))
     logs = _log_ratios(long_a, long_b, one_visit)
     if len(logs) >= SEVERAL:
@@ -188,7 +185,7 @@ def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
 
 
 def gain_of(b: Sequence[Row], a: Sequence[Row]) -> Comparison | None:
-    """Returns the speedup of configuration b's rows over a's; None if they share no seed."""
+    """Returns the speedup of configuration b's rows over those of a; None if they share no seed."""
     try:
         return compare_rows(a, b)
     except ConfigError:
@@ -196,8 +193,8 @@ def gain_of(b: Sequence[Row], a: Sequence[Row]) -> Comparison | None:
 
 
 def claim_or_ratio(b: Sequence[Row], a: Sequence[Row]) -> Comparison:
-    """Returns the speedup of b over a if it may be claimed, else the ratio of the median tokens/s
-    without an interval."""
+    """Returns the speedup of configuration b over a if it may be claimed; otherwise the ratio of
+    the median tokens/s of their rows, without an interval."""
     gain = gain_of(b, a)
     if gain is not None and gain.is_headline:
         return gain
@@ -232,8 +229,8 @@ def same_visit(a: Row, b: Row) -> bool:
 
 
 def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
-    """Returns a row's commit, the ids of its GPUs (without GPUs: its hosts), and its start time in
-    seconds since 1970 (None: unknown)."""
+    """Returns where and when a row was measured: its commit, the ids of its GPUs (host names if it
+    used no GPU), and its start in seconds since 1970 (None: unknown)."""
     origin = row.provenance or {}
     devices = {str(rank["uuid"]) for rank in origin.get("ranks") or () if rank.get("uuid")}
     devices = devices or {str(host) for host in origin.get("hosts") or ()}

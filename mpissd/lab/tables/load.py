@@ -1,7 +1,7 @@
-"""Reads result rows from runs*.jsonl files.
+"""Reads result rows from files runs*.jsonl.
 
-A malformed line raises an error, or is left out and reported if the caller asks for that. find_rows
-and find_pair accept a run id, a file or a folder.
+A malformed line raises an error or, if the caller passes a list `left_out`, is added to that list
+and skipped. `find_rows` and `find_pair` accept a run id, a file or a folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Paths = Iterable[str | Path]
 
 
 class Malformed(ConfigError):
-    """Raised for a line that holds no valid row. where: "FILE:LINE". key: a short name of the
-    fault, by which lines are grouped. reason: text."""
+    """Raised for a line that is no valid result row. where: "FILE:LINE". key: a short name of the
+    fault; lines with the same fault are reported together. reason: the fault as text."""
 
     def __init__(self, where: str, key: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -31,8 +31,8 @@ class Malformed(ConfigError):
 
 
 class LeftOut(list[Malformed]):
-    """A list of malformed lines that a reader left out. At the end of a `with` block, one text is
-    printed to stderr for each file and kind of fault."""
+    """A list of malformed lines that were skipped. Used in a `with` block, at whose end it prints
+    one line to stderr for each file and kind of fault."""
 
     def __enter__(self) -> LeftOut:
         return self
@@ -55,18 +55,18 @@ class LeftOut(list[Malformed]):
 
 
 def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows in files and folders, as placed_rows reads them, without their files."""
+    """Returns the result rows in files, and in runs*.jsonl below folders (see placed_rows)."""
     return [row for _, row in placed_rows(paths, left_out)]
 
 
 def placed_rows(
     paths: Paths, left_out: LeftOut | None = None, needed: Iterable[str] = NEEDED
 ) -> list[tuple[Path, Row]]:
-    """Returns (file, row) for each row in the files `paths`, and in runs*.jsonl below folders. Rows
-    keep their order; a repeated row is returned once. left_out: receives the lines that are
-    malformed, repeat the run id of a different row, or lack one of the keys `needed`. Without
-    left_out, such lines raise ConfigError with file and line, but `needed` is not checked. An
-    unreadable file always raises ConfigError."""
+    """Returns (file, row) for each row in the files `paths`, and in files runs*.jsonl below
+    folders, in order; a row that occurs twice is returned once. left_out: receives the lines that
+    are malformed, have the run id of a different row, or lack a key in `needed`. Without left_out
+    such lines raise ConfigError (a lacking key is accepted). An unreadable file always raises
+    ConfigError."""
     rows: dict[str, tuple[Path, Row]] = {}
     for file in (file for path in map(Path, paths) for file in _run_files(path)):
         for where, text in _lines(file):
@@ -98,7 +98,7 @@ def _lines(file: Path) -> list[tuple[str, bytes]]:
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of jobs with one target group; jobs with several are never compared."""
+    """Returns the rows of jobs with one copy of the target; jobs with several are never compared."""
     return [row for row in rows if (row.groups or 1) == 1]
 
 
@@ -107,8 +107,8 @@ def _run_files(path: Path) -> list[Path]:
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Returns the .jsonl files in a folder and its subfolders whose first line is a result row, but
-    not the rejected rows of flagged.jsonl. A path that is a file is returned alone."""
+    """Returns the .jsonl files below a folder whose first line is a result row; flagged.jsonl,
+    which holds rejected rows, is left out. If `folder` is a file, that file is returned."""
     if folder.is_file():
         return [folder]
     files = (p for p in folder.glob("**/*.jsonl") if p.is_file() and p.name != "flagged.jsonl")
@@ -138,10 +138,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def find_rows(named: str | None, out: str, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the rows that a user's name for results stands for, the latest last. named: a .jsonl
-    file, a folder with runs*.jsonl below it, or the id of a run below the folder `out`; None means
-    all rows below `out`. left_out: receives malformed lines, which otherwise raise ConfigError, as
-    does a name without rows."""
+    """Returns the result rows that a user names, the latest last. named: a .jsonl file, a folder,
+    or the id of a run in the folder `out` (None: all rows in `out`); rows of a folder are those in
+    files runs*.jsonl below it. left_out: receives malformed lines, which otherwise raise
+    ConfigError. Raises ConfigError if there are no such rows."""
     is_file = (named or "").endswith(".jsonl")
     is_id = named is not None and not is_file and not Path(named).is_dir()
     path = Path(out if named is None or is_id else named)
@@ -166,10 +166,10 @@ def began(row: Row) -> str:
 def find_pair(
     a: str, b: str | None, out: str, left_out: LeftOut | None = None
 ) -> tuple[list[Row], list[Row]] | None:
-    """Returns (rows of a, rows of b): the two configurations to compare, with all their seeds. a,
-    b: a run id, a file or a folder; ConfigError is raised if it holds more than one configuration.
-    If b is None, `a` must hold exactly two configurations, else None is returned. out: the folder
-    in which run ids are looked up. left_out: receives malformed lines."""
+    """Returns (rows of a, rows of b), the two configurations to compare, with all their seeds. a,
+    b: a run id, a file or a folder, which must hold the rows of one configuration. If b is None,
+    `a` must hold exactly two configurations, else None is returned. out: folder in which run ids
+    are looked up. left_out: receives malformed lines, which otherwise raise ConfigError."""
     if b is None:
         sides = configurations(find_rows(a, out, left_out))
         return (sides[0], sides[1]) if len(sides) == 2 else None

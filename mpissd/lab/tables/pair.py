@@ -12,13 +12,13 @@ from mpissd.common.row import Row
 from mpissd.lab.tables.compare import FEW_SEEDS, FEW_VISITS, Comparison, compare_rows
 from mpissd.lab.tables.uses import FAR, missed_by, unit
 
-# Rows must agree in these keys, which decide the decoded tokens and the work for each token.
+# Two compared rows must agree in these keys, which decide the tokens and the work for each.
 _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token recording top_p stop prompts_sha256"
 ).split()
 _LATER = ("top_p", "stop", "prompts_sha256")  # Older rows of text lack these keys.
-# Rows may differ in these keys; the differences are printed.
+# Two compared rows may differ in these keys; the output lists the differences.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
     "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
@@ -28,8 +28,8 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Pair:
-    """The speedup of one configuration over another in tokens/s, and one row of each. a, b: rows to
-    show, with the same seed if possible. comparison: b over a, by all their rows."""
+    """The speedup of configuration b over configuration a in tokens/s, and a row of each to show.
+    a, b: these rows, with the same seed if possible. comparison: the speedup, by all rows."""
 
     a: Row
     b: Row
@@ -37,15 +37,15 @@ class Pair:
 
     @classmethod
     def of(cls, a: Sequence[Row], b: Sequence[Row]) -> Pair:
-        """Compares the rows of configuration b with the rows of configuration a. The latest two
-        rows with a common seed are shown. Raises ConfigError if rows of one seed are not comparable
-        (check_alike), or if no seed is common."""
+        """Compares the rows of configuration b with those of configuration a; the latest two rows
+        with a common seed are shown. Raises ConfigError if they have no common seed, or if rows
+        with one seed are not comparable (see check_alike)."""
         pairs = [(x, y) for x in reversed(a) for y in reversed(b) if x.seed == y.seed]
         pairs = pairs or [(a[-1], b[-1])]
         for pair in pairs:
             check_alike(*pair)
         comparison = compare_rows(a, b)
-        if comparison.num_seeds == 1:  # Then only the two rows that are shown are compared.
+        if comparison.num_seeds == 1:  # Then only the shown rows are compared.
             comparison = compare_rows(*([row] for row in pairs[0]))
         return cls(*pairs[0], comparison)
 
@@ -90,7 +90,7 @@ def _text(value: Any) -> str:
 
 
 def configurations(rows: Iterable[Row]) -> list[list[Row]]:
-    """Groups rows that differ at most in seed; groups are in order of their first rows."""
+    """Groups rows that differ at most in seed or repeat, in the order of their first rows."""
     names = {*_SAME, *_CHOSEN, "world_size", "num_rounds", "token_limit"} - {"seed"}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -100,16 +100,15 @@ def configurations(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def check_alike(a: Row, b: Row) -> None:
-    """Raises ConfigError unless the speeds of rows a and b can be compared. Both must have decoded
-    the same tokens with the same target model, and both must be measured or both emulated (with
-    modelled durations)."""
+    """Raises ConfigError unless the speeds of rows a and b can be compared: the same target model
+    must have decoded the same tokens, and either both rows were measured, or both were emulated."""
     for key in ("world_size", "num_rounds", "token_digest", "backend"):
         for row in (a, b):
             if key not in row:
                 raise ConfigError(f"row {row.get('run_id')!r}: no {key}: allowed: a row of `run`")
     for key in _SAME:
         is_unknown = key in _LATER and not (key in a and key in b)
-        # A transformer always has its LM head, even if an older row does not say so.
+        # Every transformer has an LM head, even if an older row does not say so.
         has_head = key == "lm_head" and a.forward == b.forward == "transformer"
         if not is_unknown and not has_head and a.get(key) != b.get(key):
             values = f"{key}={a.get(key)!r} and {b.get(key)!r}"
@@ -119,8 +118,8 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # token_digest covers token_limit tokens of a sequence or, without a limit, one for each round.
-    # Above temperature 0, equal models may sample different tokens.
+    # Digests are compared only if they cover equally many tokens of a sequence. Above temperature 0
+    # they are not compared, because equal models may sample different tokens.
     limit = a.token_limit
     covers = limit == b.token_limit and (limit is not None or a.num_rounds == b.num_rounds)
     if not a.temperature and covers and a.token_digest != b.token_digest:

@@ -1,21 +1,21 @@
-"""Groups result rows by what they measured, and lists the alternatives that SSD must beat.
+"""Groups result rows by how they used the GPUs, and lists the alternatives that SSD must beat.
 
-A *use* of GPUs is a mode (AR, SD, SSD or a lookup) on T target ranks and D draft ranks, at one K. A
-fair comparison of SSD on G = T + D GPUs includes these uses of up to G GPUs, each at its best K:
+A *use* of GPUs is a mode on T target ranks and D draft ranks, at one K. A fair comparison of SSD on
+G = T + D GPUs includes these alternatives on at most G GPUs, each at its best K:
 
     AR, SD inline, lookup, suffix automaton    no draft GPU ("inline": the target's GPUs draft, too)
     SD with D = 1                              a GPU for the draft model
 
-T may be any number of ranks that the target can be divided into, evenly or not (tps_of). Lookup and
-suffix automaton draft without a model. If acceptance is imposed, both are simulated with the
-acceptance rate acceptance_fast (.3 by default), so they are one use. With text or a recording, both
-must be measured. If such a use was not measured, no use is called the best.
+Lookup and suffix automaton copy drafts from earlier text, without a draft model. If acceptance is
+drawn from a model, both have the acceptance rate of the flag acceptance_fast (.3 by default) and
+count as one. On text or a recording, both must be measured. If an alternative was not measured,
+nothing is called the best. T may be any number of ranks over which the target can be divided,
+evenly or not.
 
-Rows are compared only within a *setting*: the same model pair, machine, acceptance model, batch
-size and context. Rows of AR do not depend on acceptance or a draft, and rows of lookups have an
-acceptance of their own, so both are compared with rows of every draft and acceptance model. A
-*method* is a mode with all options except K: place of the draft, fan-out, hit model, backup. A use
-holds the rows of one method, K and setting, with any seeds.
+Rows are compared only within a *setting*: the same models, machine, acceptance model, batch size
+and context. AR depends on no draft and no acceptance, and lookups have an acceptance of their own;
+so both are compared with rows of every draft and acceptance model. A *method* is a mode with all
+options except K: where the draft runs, fan-out, hit model, what drafts after a miss.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from mpissd.common.row import Row
 from mpissd.lab.tables.compare import Comparison, gain_of
 
 LOOKUPS = ("lookup", "suffix")
-WORTH = 1.05  # A smaller speedup is not worth another GPU and does not count as a gain.
-TREE = "tree"  # mode name of SD with draft trees
-MOST_MISSED = 0.2  # With a larger median prediction error, measurements choose K instead.
-FAR = 1 / 3  # A run whose own prediction is off by more than this share is marked in tables.
+WORTH = 1.05  # A smaller speedup does not count as a gain: it is not worth another GPU.
+TREE = "tree"  # name of the mode "SD with draft trees"
+MOST_MISSED = 0.2  # If the median prediction error is larger, measured rates choose the best K.
+FAR = 1 / 3  # Tables mark a run if the relative error of its own prediction is larger.
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
     "prompts draft acceptance divergence"
 ).split()
-_DRAFTED = ("draft", "acceptance", "divergence")  # AR and lookups lack or ignore these keys.
+_DRAFTED = ("draft", "acceptance", "divergence")  # keys without meaning in rows of AR and lookups
 _PROMPT_FLAGS = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")
 
 
 @dataclass(frozen=True, order=True)
 class Family:
-    """A mode on T target ranks (tp) and D draft ranks (num_drafts), at any K. mode: ar, sd, ssd,
-    tree, or a kind of lookup (SD whose drafts are looked up), as in LOOKUPS."""
+    """A mode together with the number of target ranks T (tp) and of draft ranks D (num_drafts).
+    mode: "ar", "sd", "ssd", "tree" (SD with draft trees), or "lookup" or "suffix" (SD whose drafts
+    are copied from earlier text)."""
 
     mode: str
     tp: int
@@ -58,7 +59,7 @@ class Family:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs, T + D."""
+        """The number of GPUs, T target ranks + D draft ranks."""
         return self.tp + self.num_drafts
 
     @property
@@ -76,10 +77,10 @@ class Family:
 def widest(
     gpus: int, tps: Collection[int], lookups: Sequence[str] = LOOKUPS[:1]
 ) -> tuple[Family, ...]:
-    """Returns the (mode, T, D) that must be measured before one of them is called the best. These
-    are AR, SD inline, lookups, SD and SSD on up to `gpus` GPUs, each at the largest T of `tps` that
-    leaves room for D. Measurements at a smaller T are optional, because each rank then reads more
-    bytes. lookups: the kinds of lookup that must be measured."""
+    """Returns each mode with the T and D at which it must be measured before one of them is called
+    the best: AR, SD with D = 0, lookups, SD and SSD, on up to `gpus` GPUs. T is the largest value
+    in `tps` that leaves room for D. A smaller T need not be measured, because each rank then reads
+    more bytes. lookups: the kinds of lookup that must be measured."""
     inline_tp, drafted_tp = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     possible = [Family(mode, inline_tp, 0) for mode in ("ar", "sd", *lookups)]
     possible += [Family(mode, drafted_tp, 1) for mode in ("sd", "ssd")]
@@ -87,9 +88,9 @@ def widest(
 
 
 def tps_of(target: str, limit: int) -> tuple[int, ...]:
-    """Returns every number of ranks T up to `limit` over which the model `target` can be divided.
-    Each rank needs at least one KV head; heads and columns may be divided unevenly (70B on three
-    GPUs). For an unknown model name, every T up to the limit is returned."""
+    """Returns every number of ranks T up to `limit` over which the model named `target` can be
+    divided. A rank needs at least one KV head; heads and columns may be divided unevenly. If the
+    name is unknown, all numbers up to the limit are returned."""
     try:
         heads = resolve_model(target).num_kv_heads
     except ConfigError:
@@ -99,9 +100,9 @@ def tps_of(target: str, limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """The measured rows of one method at one K in one setting; rows differ in seed and repeat.
-    tok_per_s: median of the rows. predicted: mean of the rates that each row predicts from its own
-    job's measured durations; None if a row has no prediction."""
+    """The result rows of one method (mode with its options) at one K in one setting; they differ in
+    seed and repeat. tok_per_s: median of the rows. predicted: mean of the rates that each row
+    predicts from its own measured durations; None if a row has no prediction."""
 
     rows: tuple[Row, ...]
     method: str
@@ -112,7 +113,7 @@ class Use:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Use:
-        """Groups result rows (at least one) that measured the same mode, options, K and setting."""
+        """Makes a Use from result rows (at least one) that share mode, options, K and setting."""
         first = rows[0]
         means = [float(row.expected_tok_per_s) for row in rows if row.expected_tok_per_s]
         return cls(
@@ -137,7 +138,7 @@ class Use:
 
     @property
     def missed(self) -> list[Row]:
-        """The rows whose own predicted tok/s is off by more than a third, largest error first."""
+        """The rows whose tokens/s are over a third off their own prediction, the worst first."""
         far = [row for row in self.rows if missed_by([row.prediction_error]) > FAR]
         return sorted(far, key=lambda row: -abs(row.prediction_error or 0.0))
 
@@ -147,7 +148,7 @@ class Use:
         return {row.seed for row in self.rows}
 
     def over(self, base: Use) -> Comparison | None:
-        """Returns the speedup of these runs over the runs in `base`; None if they share no seed."""
+        """Returns the speedup of these rows over the rows in `base`; None if they share no seed."""
         return gain_of(self.rows, base.rows)
 
     @property
@@ -161,8 +162,8 @@ class Use:
 
 
 def uses_of(rows: Iterable[Row]) -> list[Use]:
-    """Groups result rows of one setting by method (mode with its options) and K; the groups are in
-    order of their first rows."""
+    """Groups result rows of one setting (models, machine, batch size and so on) by method (mode
+    with its options) and K. The groups are in order of their first rows."""
     cells: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         cells.setdefault((method_of(row), int(row.lookahead)), []).append(row)
@@ -170,9 +171,9 @@ def uses_of(rows: Iterable[Row]) -> list[Use]:
 
 
 def best_use(uses: Sequence[Use]) -> Use:
-    """Returns the element (runs of one method at one K) with the highest predicted tok/s; if
-    predictions are missing or far from the measurements, the one with the highest median.
-    Predictions use no measured round, so that a lucky run cannot choose the reported K."""
+    """Returns the group of rows (one method at one K) with the highest predicted tokens/s; if
+    predictions are missing or far from the measurements, the one with the highest measured median.
+    Predictions use no measured round, so that luck cannot choose the reported K."""
     errors = [row.prediction_error for use in uses for row in use.rows]
     if are_predicted([use.predicted for use in uses], errors):
         return max(uses, key=lambda use: use.predicted or 0.0)
@@ -180,20 +181,20 @@ def best_use(uses: Sequence[Use]) -> Use:
 
 
 def fastest(uses: Iterable[Use]) -> Use:
-    """Returns the element (runs of one method at one K) with the highest median tok/s."""
+    """Returns the group of rows (one method at one K) with the highest median tokens/s."""
     return max(uses, key=lambda use: use.tok_per_s)
 
 
 def missed_by(errors: Iterable[float | None]) -> float:
-    """Returns the median of the absolute relative prediction errors; 0 if there are none. Each
-    row's prediction uses the row's own acceptance results, so the error contains no luck."""
+    """Returns the median size of relative prediction errors (None and NaN are left out), or 0. A
+    row's prediction uses the row's own acceptance results, so that the error contains no luck."""
     sizes = [abs(error) for error in errors if error is not None and not math.isnan(error)]
     return median(sizes) if sizes else 0.0
 
 
 def are_predicted(means: Iterable[float | None], errors: Iterable[float | None]) -> bool:
-    """Returns whether predicted rates may choose the best use: none is missing (None or NaN), and
-    the median prediction error is at most MOST_MISSED."""
+    """Returns whether predicted rates may choose the best K: every predicted mean is known, and the
+    median of the relative prediction errors is at most MOST_MISSED."""
     are_complete = all(mean and not math.isnan(mean) for mean in means)
     return are_complete and missed_by(errors) <= MOST_MISSED
 
@@ -205,8 +206,8 @@ def setting_of(row: Row) -> dict[str, Any]:
 
 
 def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> bool:
-    """Returns whether a row has the values of a setting. free: keys whose values may differ, in
-    addition to the draft and acceptance of AR and lookups."""
+    """Returns whether a row belongs to a setting ({key: value} that its rows share). free: keys
+    whose values may differ. For AR and lookups, draft and acceptance may differ as well."""
     if row.mode == "ar" or is_lookup(row):
         free = (*free, *_DRAFTED)
     return all(_value_of(row, name) == setting[name] for name in setting if name not in free)
@@ -223,13 +224,13 @@ def _value_of(row: Row, name: str) -> Any:
 
 
 def is_lookup(row: Row) -> bool:
-    """Returns whether the row's tokens were drafted by a lookup alone, without a draft model."""
+    """Returns whether a lookup drafted all tokens of this row, without a draft model."""
     return row.draft == LOOKUP.name
 
 
 def mode_of(row: Row) -> str:
-    """Returns the mode of a row: ar, sd, ssd, tree (SD with draft trees), or a kind of lookup. If
-    acceptance is imposed, all kinds of lookup behave alike and are called "lookup"."""
+    """Returns the mode of a row: "ar", "sd", "ssd", "tree" (SD with draft trees), or the kind of
+    lookup that drafted. If acceptance is drawn from a model, all lookups are called "lookup"."""
     if not is_lookup(row):
         return TREE if row.tree_nodes and row.mode == "sd" else str(row.mode)
     kind = "prompt" if row.acceptance is not None else row.lookup or "prompt"
@@ -242,7 +243,7 @@ def family_of(row: Row) -> Family:
 
 
 def method_of(row: Row) -> str:
-    """Returns a name for how a result row was decoded: its mode and all options except K."""
+    """Returns a name for how a row was decoded: its mode and all options except K."""
     words = [str(row.mode).upper(), *[str(row.schedule)] * bool(row.schedule)]
     words += ["inline"] * bool(row.mode == "sd" and row.inline_draft)
     words += [f"tree={row.tree_nodes}"] * bool(row.tree_nodes)
@@ -273,8 +274,8 @@ def method_of(row: Row) -> str:
 
 
 def fan_out_text(counts: Sequence[int] | None) -> str:
-    """Returns the value of --fan_out for a row that recorded only the resulting counts. counts: F_0
-    … F_K, the number of bonus-token candidates after k = 0 … K accepted tokens. Equal counts give
+    """Returns a value of the flag --fan_out for a row that recorded only the resulting counts F_0 …
+    F_K (candidates for the next token after k = 0 … K accepted ones). Equal counts give
     "uniform:F", others "geometric:SUM"; without counts the default is returned."""
     if not counts:
         return RunConfig.fan_out
@@ -283,16 +284,16 @@ def fan_out_text(counts: Sequence[int] | None) -> str:
 
 
 def flags_of(row: Row) -> dict[str, str]:
-    """Returns {flag: value} of a row's run, from its sweep's grid or its command line."""
-    if row.sweep and "flags" in row.sweep:  # Rows that `run` compares itself with have no flags.
+    """Returns {flag: value} of the run that made a row, by its sweep's grid or its command line."""
+    if row.sweep and "flags" in row.sweep:  # `run` itself also measures rows without flags.
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
     return dict(word.split("=", 1) for word in words)
 
 
 def number_of(law: object, name: str) -> float | None:
-    """Returns the number in a model's text "NAME:NUMBER", such as .8 in "alpha:.8"; None if the
-    text has another form or another name than `name`."""
+    """Returns the number in the text of an acceptance or hit model, such as .8 in "alpha:.8".
+    Returns None unless the text is `name`, a colon and a number."""
     match = re.fullmatch(rf"{name}:([0-9.eE+-]+)", str(law))
     return float(match[1]) if match else None
 
