@@ -25,20 +25,17 @@ PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-# Sizes of a packed weight's axes after (column tile, row pair): h, r, c, half, block, row.
-# A row's number within its pair of 16-row steps h is made of the digits (c, h, half, row).
-# A column's number within its tile is made of (block, r); thread (r, c) of a warp reads it.
-_PACKED = (2, 8, 4, 2, 2, 2)
-_ROW_AXES = (1, 4, 2, 5, 7)
-_COLUMN_AXES = (0, 6, 3)
+_PACKED = (2, 8, 4, 2, 2, 2)  # sizes of a packed weight's axes after (column tile, row pair)
+_ROW_AXES = (1, 4, 2, 5, 7)  # axes of (tile, pair, *_PACKED) that are digits of a row's number
+_COLUMN_AXES = (0, 6, 3)  # axes of (tile, pair, *_PACKED) that are digits of a column's number
 
 
 @dataclass(frozen=True)
 class ChainGeometry:
     """Compile-time sizes of the kernel chain.cu for inputs x of up to `row_tiles` tiles of 8 rows.
     tiles: tiles of 16 weight columns that a thread block computes at once. slots: slots of a
-    block's ring buffer of weights. ahead: for how many slots x is prefetched. flying: weight copies
-    in flight."""
+    block's ring buffer of weights. ahead: for how many slots x is prefetched. flying: copies in
+    flight."""
 
     row_tiles: int
     tiles: int

@@ -452,8 +452,7 @@ class CupyBackend(Backend):
         return lambda: reached(event)
 
     def destroy_graphs(self) -> None:
-        """Destroys the CUDA graphs of all programs; later launches call the programs' Python
-        bodies."""
+        """Destroys all programs' CUDA graphs; later launches call the programs' Python bodies."""
         for program in list(self._programs):
             program.close()
 

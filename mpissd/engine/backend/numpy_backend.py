@@ -122,7 +122,7 @@ class NumpyBackend(Backend):
             return _fastest_s(multiply, count)
 
         side = 256
-        once_s = fastest(256, 20)  # Another process may use the core during the first calls.
+        once_s = fastest(256, 20)  # 20 calls, as other processes may disturb some.
         while 8 * once_s <= 5e-3:
             once_s = fastest(2 * side, 1)
             side = 2 * side

@@ -29,7 +29,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, ForwardKey, Program
 
 SCHEMA = 1
-_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # such as H100, GH200 and L40S
+_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # names as H100, GH200, L40S
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
 _USUAL_FORM = {"H200": "SXM"}  # the form factor if the device's name has none
 _SIZES = ("A100", "V100")  # GPUs that were built with two sizes of memory
@@ -107,8 +107,7 @@ class HostEntry:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> HostEntry:
-        """Reads an entry of a profile's list "host"; raises KeyError, TypeError or ValueError if it
-        is malformed."""
+        """Reads an entry of a profile's list "host"; raises KeyError, TypeError or ValueError."""
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
@@ -259,11 +258,10 @@ class Profile:
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 
     def kernels(self, key: ForwardKey, params: int, *, alone: bool = False) -> tuple[Forward, ...]:
-        """Returns the measured forwards of a key, one for each kernel, by rising most_rows; () if
-        none was measured. params: the number of weights, which distinguishes models of one name.
-        alone: whether to return times of one rank's shard, without all-reduces. A transformer's
-        forward is interpolated (between) if it was measured only at other contexts or batch
-        sizes."""
+        """Returns the measured forwards of a key, one for each kernel, by rising most_rows. params:
+        the number of weights, which distinguishes models of one name. alone: whether to return
+        times of one rank's shard, without all-reduces. A transformer's forward is interpolated
+        (between) if it was measured only at other contexts or batch sizes."""
         table = self.shards if alone else self.forwards
         if key.sequences and key not in table:
             alike = [k for k in table if k.sequences and (k.model, k.tp) == (key.model, key.tp)]

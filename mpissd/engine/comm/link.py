@@ -141,8 +141,7 @@ class LeadEnd:
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Waits for the distributions from which the draft sampled its tokens; returns their
-        inbox."""
+        """Waits for the distributions of the draft's sampled tokens; returns their inbox."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self.waiter.until(self._proposals.arrived, "draft: proposals")
         return self._proposals
@@ -265,8 +264,8 @@ def packets() -> socket.socket:
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
     """Returns the functions that make the outboxes and inboxes of a link over a connected socket.
-    Sends raise OSError if the peer has left or reads nothing; receives raise FaultError if the peer
-    has left."""
+    If the peer has left, sends raise OSError and receives FaultError; a full socket is an OSError,
+    too."""
     connected.setblocking(False)
     return (
         lambda message: DirectOutbox(message, connected.send),

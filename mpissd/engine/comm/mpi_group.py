@@ -108,8 +108,7 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
     """Opens the collectives of the target ranks of `comm`, which have a GPU each. Collective.
-    choice: the value of --all_reduce. Raises ConfigError if the devices or the MPI library cannot
-    do it."""
+    choice: the value of --all_reduce. Raises ConfigError if the devices cannot do it."""
     device: Any = backend
     info = backend.info
     has_nccl = False
@@ -365,8 +364,7 @@ class OneshotGroup(Group):
 
     def _trial(self) -> str | None:
         """Tests all_reduce: compares its sums of random numbers with MPI's sums. Collective.
-        Returns None if they agree; returns the largest relative error as text if it exceeds
-        TOLERANCE."""
+        Returns None if they agree, or the relative error as text if it exceeds TOLERANCE."""
         limit = self._limit
         self._limit = np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
@@ -386,8 +384,7 @@ class OneshotGroup(Group):
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:
-        """Raises ConfigError on all ranks if any rank passes a reason why `what` failed.
-        Collective."""
+        """Raises ConfigError on all ranks if one passes a reason why `what` failed. Collective."""
         for rank, why in enumerate(self._comm.allgather(reason)):
             if why is not None:
                 raise ConfigError(

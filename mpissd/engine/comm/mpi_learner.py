@@ -77,8 +77,7 @@ class LearnerComms:
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
         """On the learner, at its end: tells the draft rank that no more weights follow, and sends
-        the report to the lead. last: the send of the last piece of weights, which is awaited
-        first."""
+        the report to the lead. last: the send of the last weights, which is awaited."""
         if last is not None:
             last.Wait()
         self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
@@ -102,8 +101,7 @@ class ExampleOutlet:
         self._sending: list[tuple[MPI.Request, Bytes]] = []
 
     def has_room(self) -> bool:
-        """Returns whether fewer than _MOST messages are in flight, so that another one may be
-        sent."""
+        """Returns whether fewer than _MOST messages are in flight, so that one may be sent."""
         self._sending = [(request, kept) for request, kept in self._sending if not request.Test()]
         return len(self._sending) < _MOST
 

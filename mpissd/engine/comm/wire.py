@@ -103,8 +103,8 @@ class LinkShape:
         return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:
-        """Returns the size in int32 of the largest body, without tokens that grammars force. An
-        outcome may release b sequences and admit b others."""
+        """Returns the size in int32 of this kind's largest body, without tokens that grammars
+        force. An outcome may release b = `batch` sequences and admit b others, a row for each."""
         outcome = 2 * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,

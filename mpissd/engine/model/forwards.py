@@ -111,8 +111,7 @@ class Forwards(Protocol):
         lane (a branch's scratch memory) become positions start … stop − 1 of a slot."""
 
     def release(self, slots: Sequence[int]) -> None:
-        """Frees the KV cache of these slots (one sequence's part each), because their sequences
-        have ended."""
+        """Frees the KV cache's parts (slots) of these sequences, which have ended."""
 
 
 def merged(ids: Ints, values: NDArray[np.float32]) -> Results:
@@ -170,8 +169,7 @@ class Judging:
 class Judgement:
     """The target's verdict on a drafted token. token: the accepted token, its replacement, or the
     target's own sample if nothing was drafted. is_replaced: whether `token` replaces a rejected
-    token. needs_row: whether the token was rejected, but not replaced because Judging.kept was
-    missing."""
+    token. needs_row: whether the token was rejected and, without Judging.kept, not replaced."""
 
     token: int
     is_replaced: bool = False

@@ -63,11 +63,10 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets the places of the next forward's rows (tokens) in the KV cache; None: no row uses
-        it."""
+        """Sets where the next forward's rows (tokens) lie in the KV cache; None: no row uses it."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
-        """Frees the KV cache of these slots, because their sequences have ended."""
+        """Frees the KV cache's parts (slots) of these sequences, which have ended."""
 
     @abstractmethod
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
@@ -86,7 +85,7 @@ class Stack(ABC):
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's share of the last forward's logits of some rows, float32 [len(rows),
+        """Returns this rank's share of the last logits of some rows, float32 [len(rows),
         columns]."""
 
 
@@ -132,8 +131,7 @@ class ReadOut:
 
     def issue(self, find: Find, rows: int, k: int, head: int = 0) -> None:
         """Enqueues the call of `find`, which writes this rank's k likeliest tokens of each row, and
-        then copies of all ranks' tokens to the host. head: the number of the LM head that made the
-        logits."""
+        then copies of all ranks' tokens to the host. head: the LM head's number."""
         view = self._backend.view
         memory = self.by_k[k]
         total = self._group.size * rows

@@ -12,7 +12,7 @@ BONUS = "bonus"
 # The name of each Source in answers. NONE stands for the bonus token, which the target emits.
 SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 _LONGEST_CHARACTER = 4  # bytes of the longest UTF-8 character
-_MOST_BYTES = 16  # the most tokens of context, reached if all tokens are single bytes
+_MOST_BYTES = 16  # most tokens of a prompt decoded with its answer, if all are single bytes
 
 
 def sources_of(num_accepted: int, source: int) -> list[str]:

@@ -212,7 +212,7 @@ class Grammar:
 
 
 class Grammars:
-    """Makes the grammars of answers over the vocabulary of one target model."""
+    """Makes a Grammar for each answer, over the vocabulary of one target model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
         """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end an answer."""
@@ -224,9 +224,9 @@ class Grammars:
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns the grammar `text` for a new answer, in 1 ms for most schemas. Each answer gets a
-        matcher of its own: copies of one matcher would share a lexer, whose limit one answer could
-        exhaust for all."""
+        """Returns a new answer's grammar, which `text` has in llguidance's notation, in 1 ms for
+        most schemas. Each answer gets a matcher of its own: copies of one matcher share a lexer, so
+        that one answer could exhaust the lexer's limit for all."""
         return Grammar(partial(self._matcher, text), *self._shared)
 
 

@@ -145,7 +145,7 @@ class Tokenizer(Vocabulary):
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        # A special token that the normalizer changes is decoded to text all the same.
+        # Special tokens that are decoded to text, since a normalizer changed them, are left out.
         added = self.backend.get_added_tokens_decoder().items()
         special = (number for number, token in added if token.special)
         return frozenset(number for number in special if not self.decode([number]))
@@ -239,8 +239,7 @@ def tokenizer_digest(where: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte for each letter in the tokens of a byte-level vocabulary, such as
-    GPT-2's."""
+    """Returns the byte for each letter in the tokens of a byte-level vocabulary (GPT-2's)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 0xAD), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -129,8 +129,8 @@ def _added(
 def _special(
     settings: Mapping[str, Any], added: Iterable[tokenizers.AddedToken]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Returns (the special tokens by name, those without a name), each a text or an AddedToken.
-    added: the added tokens of the vocabulary, which replace equal texts."""
+    """Returns (the special tokens with a name, such as eos_token, by name; a list of the others),
+    each a text or an AddedToken. added: added tokens, which replace equal texts."""
     by_text = {str(token): token for token in added}
     named = {}
     for name in _SPECIALS:

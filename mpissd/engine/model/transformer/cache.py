@@ -47,14 +47,14 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages: enough for all slots' capacity, or for `pool` tokens if fewer."""
+        """The number of pages: `capacity` tokens for every slot, or `pool` tokens if that is
+        less."""
         total = self.slots * self.pages_per_slot
         return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
     @property
     def num_positions(self) -> int:
-        """The number of possible positions, including those of drafted tokens beyond the last
-        page."""
+        """The number of possible positions, with those of drafted tokens after the last page."""
         return self.pages_per_slot * self.page + self.steps
 
 
@@ -104,8 +104,7 @@ class PageTable:
     def place(self, places: Places | None) -> int:
         """Prepares the KV cache for a forward: writes where its rows (tokens) lie to `row_places`,
         whose other rows become padding, and reserves pages for rows that are stored in their
-        sequence's slot, not in a lane (scratch memory). Returns the number of rows; 0 if `places`
-        is None."""
+        sequence's slot, not in a lane (scratch memory). Returns the number of rows (None: 0)."""
         rows = self.row_places.rows
         sizes = self.sizes
         if places is None:
@@ -185,7 +184,7 @@ class PageTable:
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # It is named as the successor of an overwritten page.
+                if page in self._keys:  # It was named after a page that has been overwritten.
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key

@@ -312,8 +312,8 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 of the weights' file, or of the lines that sha256sum prints for several; None
-        without files."""
+        """SHA-256 of the weights' file, or of several files' sha256sum lines; None without
+        files."""
         return self._digest[0]
 
     @property
@@ -367,8 +367,7 @@ def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
     """Returns `base` with these arrays in place of the tensors that `replaced` names. arrays:
     vectors, and matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for
-    each 32 inputs. Raises ProtocolError if one is missing, not finite, or has another shape than in
-    `base`."""
+    each 32 inputs. Raises ProtocolError if one is missing, not finite, or of another shape."""
     where = f"version of {base.name}"
     sizes = replaced(base)
     by_name = dict(base.by_name)
@@ -401,8 +400,7 @@ def packed(arrays: Arrays) -> bytes:
 
 
 def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
-    """Returns the arrays in bytes of the format safetensors; raises ProtocolError for other
-    bytes."""
+    """Returns the arrays in bytes of the format safetensors; raises ProtocolError otherwise."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

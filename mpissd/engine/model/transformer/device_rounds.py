@@ -46,7 +46,7 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
-SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE is the first of several
+SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; from BEFORE on: tokens
 NOT_FINITE = -2  # reported instead of the accepted node if a logit is not finite
 RING = 3  # number of rounds that have buffers: the previous, the running and the next one
 _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
@@ -188,8 +188,7 @@ class RoundStage:
 
     def _begin(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Begins a round for sequence s (stage 0): writes the input rows of the draft's first
-        forward, and the place of each tree node in `rows`, the sequence's rows of the target's
-        forward."""
+        forward, and each tree node's place in `rows`, the sequence's rows of the target's."""
         _, _, last, *before = self.sheet.state[s].tolist()
         if self.draft is not None:
             tokens = [*before, last, *self.sheet.masks]
@@ -359,8 +358,9 @@ class DeviceRounds:
         self._flying: list[int] = []  # rounds that are launched and whose outcome is not yet read
 
     def _program(self, number: int, turn: int) -> Program:
-        """Compiles one forward of a round with the stages around it: the draft's forward `number`,
-        or the target's if `number` is K. turn: the round modulo RING, which selects the buffers."""
+        """Compiles one forward of a round, with the small kernels (stages) before and after it: the
+        draft's forward `number`, or the target's if `number` is K. turn: the round modulo RING,
+        which selects the buffers."""
         sheet = self.sheet
         tree = self.shape
         shapes = self._shapes
@@ -411,14 +411,12 @@ class DeviceRounds:
 
     def begin(self, state: Ints) -> None:
         """Sets the state from which the next launched round starts. state: for each sequence its
-        cache slot, the position of its last committed token, and its last tokens, as in
-        Sheet.state."""
+        cache slot, the position of its last committed token, and its last tokens (Sheet.state)."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
 
     def hold(self, slots: Index, positions: Index) -> None:
-        """Reserves pages in both models' KV caches for each slot, up to and including its position
-        in `positions`."""
+        """Reserves both models' KV pages for each slot, up to and including its position."""
         for stack in (self._draft, self._target):
             if stack is not None:
                 stack.pages.hold(slots, positions)
@@ -444,7 +442,7 @@ class DeviceRounds:
     def outcome(self, round_: int) -> Ints:
         """Returns a finished round's outcome, int32 [S, N + 2]: for each of S sequences the
         accepted node, the bonus token and the N drafted tokens. Rounds must be read in the order of
-        their launches."""
+        launches."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         outcome: Ints = self.sheet.decided[round_ % RING].copy()
@@ -457,8 +455,7 @@ class DeviceRounds:
         return programs
 
     def draft_s(self, round_: int) -> float:
-        """Returns the device time from the start of a finished round to its target forward, in
-        seconds."""
+        """Returns the seconds on the device from a round's start to its target forward."""
         programs = self._programs[round_ % RING]
         return programs[-1].after_s(programs[0]) + programs[0].elapsed_s()
 

@@ -121,8 +121,7 @@ class DeviceGrowth:
         return True
 
     def launch(self) -> None:
-        """Launches further steps (compiled forwards) until two are under way, or all are
-        launched."""
+        """Launches further steps (compiled forwards) until two are under way or all launched."""
         first = self._collected
         for program in self._programs[first + self.left : first + _IN_FLIGHT]:
             program.launch()

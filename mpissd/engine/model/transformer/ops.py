@@ -49,8 +49,7 @@ class Ops(Protocol):
     computes_padding: bool  # whether padding rows are computed, too, as in a captured graph
 
     def matrix(self, parts: Sequence[Part]) -> Array:
-        """Packs the weight of one matrix product. parts: parts of weights whose outputs are
-        joined."""
+        """Packs the weight of one matrix product, with the outputs of all `parts` joined."""
 
     def qkv_matrix(self, parts: Sequence[Part]) -> Array:
         """Packs the weights of q, k and v into one matrix, which the operation `qkv` reads."""
@@ -79,8 +78,7 @@ class Ops(Protocol):
         """Allocates the residual stream, float32 [rows, hidden]."""
 
     def delta(self, rows: int) -> Array:
-        """Allocates the output [rows, hidden] of a product, summed over ranks, that is added to the
-        residual stream."""
+        """Allocates a product's sum over ranks, [rows, hidden], which the residual stream adds."""
         return self.hidden(rows)
 
     def logits(self, rows: int, width: int) -> Array:
@@ -98,8 +96,7 @@ class Ops(Protocol):
         lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
 
     def states(self, slots: int, positions: int) -> Array:
-        """Allocates the last hidden state before each position, as zeros [slots, positions,
-        hidden]."""
+        """Allocates the hidden state before each position, as zeros [slots, positions, hidden]."""
 
     def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
         """Stores hidden states for a draft that reads them: states[slot][position + 1] = x for each
@@ -114,8 +111,7 @@ class Ops(Protocol):
         """Begins a forward: copies to the device where its rows lie in the KV cache."""
 
     def embed(self, table: Array, tokens: HostArray, hidden: Array, rows: int) -> None:
-        """Sets hidden[m] = table[tokens[m] mod entries], because tokens of a trace may exceed the
-        table."""
+        """Sets hidden[m] = table[tokens[m] mod entries]; tokens of a trace may exceed the table."""
 
     def norm(self, hidden: Array, delta: Array | None, weight: Array, x: Array, rows: int) -> None:
         """Adds delta (if any) to hidden, the residual stream; sets x = RMSNorm(hidden) · weight."""
@@ -171,8 +167,9 @@ class Ops(Protocol):
         ints[:count] = parts[0]
 
     def adopt(self, cache: Array, moves: Ints) -> None:
-        """Copies accepted branches from lanes (scratch memory) to slots. moves: int32 [sequences,
-        4], rows of (lane, slot, first position, number of tokens); lane < 0: nothing to copy."""
+        """Copies accepted branches from lanes (scratch memory) to their sequences' slots. moves:
+        int32 [sequences, 4], rows of (lane, slot, first position, number of tokens); lane < 0:
+        nothing to copy."""
         for lane, slot, start, count in moves.tolist():
             if lane >= 0:
                 self.move(cache, lane, slot, start, start + count)

@@ -184,8 +184,7 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """The tensors of a folder of safetensors. unread: the names of tensors that have not been
-    returned yet."""
+    """The tensors of a folder of safetensors. unread: names of tensors not returned yet."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the files' headers; raises ConfigError if a file is missing or damaged."""
@@ -264,8 +263,7 @@ def gguf_name(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _gguf_name(name: str) -> str:
-    """Returns the name in a .gguf of a Hugging Face tensor that belongs to layer 0 or to no
-    layer."""
+    """Returns the name in a .gguf of a Hugging Face tensor outside the layers or in layer 0."""
     gguf = library("gguf", "a .gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all families' tensors
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
@@ -416,8 +414,7 @@ def _config(where: str, target: str | None, *stamps: Stamp | None) -> Transforme
 
 
 def _stamp(where: str) -> Stamp:
-    """Returns the (name, time, size) of each of a model's files; a change of a file changes
-    them."""
+    """Returns (name, time, size) of each of a model's files; they change when a file changes."""
     path = files_of(where)
     if path is None or not os.path.exists(path):
         return ()

@@ -76,13 +76,13 @@ class Size:
 
     @property
     def most_found(self) -> int:
-        """The number of candidate nodes in all levels together; the N likeliest are verified."""
+        """The number of candidate nodes on all levels; the N likeliest become the tree."""
         return self.first(self.depth + 1)
 
     @property
     def draft_lanes(self) -> int:
-        """The number of lanes (scratch KV memory) per sequence in the draft's cache: one per
-        computed node."""
+        """The draft's lanes (scratch KV memory) per sequence: one for each node that it
+        computes."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:

@@ -131,8 +131,7 @@ class CupyDraws:
         return answers
 
     def _new(self, columns: int) -> KeptRow:
-        """Allocates a distribution over so many tokens; its memory is reused once nothing refers to
-        it."""
+        """Allocates a distribution over so many tokens; reuses its memory once it is garbage."""
         free = self._free.setdefault(columns, [])
         values = free.pop() if free else self._launcher.empty((columns,), np.float32)
         row = KeptRow(self._backend, values)

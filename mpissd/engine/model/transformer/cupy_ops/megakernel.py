@@ -75,7 +75,7 @@ class MegakernelGeometry(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the ring has enough slots of weights to keep loading while blocks wait."""
+        """Whether the ring buffer has enough slots to keep loading weights while blocks wait."""
         return self.slots >= 8
 
 

@@ -472,7 +472,7 @@ class CupyOps(Ops):
         sheet = stage.sheet
         target = stage.target
         shapes = stage.shapes
-        draft = stage.draft or target  # Without a draft, no kernel reads these buffers.
+        draft = stage.draft or target  # Without a draft, kernels ignore these arguments.
         number = stage.number
         nodes = sheet.nodes
         depth = sheet.tree.depth

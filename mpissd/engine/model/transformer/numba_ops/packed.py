@@ -49,7 +49,7 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 
 GROUP = 32  # number of inputs that are rounded with one common factor
 RECORD = GROUP // 2 + 2  # words of a rounded group: 16 pairs of integers, factor, factor · sum
-MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of one tile, whose sums fit in registers
+MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of x in a tile: its sums fit in registers
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 WORDS = ir.VectorType(I32, LANES)
 SHORTS = ir.VectorType(I16, 2 * LANES)
@@ -220,7 +220,8 @@ def _all(kind: Any, value: float) -> Any:
 
 
 def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) -> Any:
-    """Emits total + the products of two vectors' 16-bit halves; a word adds up its two products."""
+    """Emits total + weights · inputs for vectors of words. A word of weights or inputs holds two
+    16-bit integers; a word of the result adds up its two products."""
     if HOST == "neon":
         half = _all(WORDS, 16)
         low = (builder.ashr(builder.shl(words, half), half) for words in (weights, inputs))

@@ -35,7 +35,7 @@ TILES = {
     "neon": Tiles(lanes=4, registers=32, width=16),
     "sse": Tiles(lanes=4, registers=16, width=16),
 }
-MOST_ROWS = 6  # the largest number of rows of one tile
+MOST_ROWS = 6  # the most rows of x that one tile multiplies
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
