@@ -1,4 +1,4 @@
-"""`python -m mpissd distill`: from a target's weights to the folder of its draft."""
+"""The command `python -m mpissd distill`, which trains a draft model for a target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICK_S = 2.0
 
 
 def distill(config: DistillConfig) -> int:
-    """Makes a draft and prints its figures, with a process for each GPU; returns the exit code."""
+    """Trains, evaluates and writes a draft, in one process or several; returns the exit code."""
     try:
         import torch
         import torch.multiprocessing as mp
@@ -34,7 +34,7 @@ def distill(config: DistillConfig) -> int:
         return _work(0, config, "", begun)
     from mpissd.learn.source import read
 
-    read(config)  # refuses faults before any process starts
+    read(config)  # raises ConfigError before processes start
     with tempfile.TemporaryDirectory() as place:
         arguments = config, f"{place}/meet", begun
         try:
@@ -47,7 +47,8 @@ def distill(config: DistillConfig) -> int:
 
 
 def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
-    """Runs one of several processes; an MpissdError is one line and the exit code."""
+    """Runs one of several processes. Prints an MpissdError as one line, and ends the process with
+    its exit code. place: a file by which the processes find each other. begun: see Distillation."""
     try:
         code = _work(rank, config, place, begun)
     except MpissdError as error:
@@ -59,7 +60,8 @@ def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
 
 @contextmanager
 def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
-    """Shows the seconds since `begun` on the terminal's last line, which the next line replaces."""
+    """Inside the block, shows the seconds since `begun` on the terminal's last line, if
+    `is_shown`."""
     is_over = Event()
 
     def show() -> None:
@@ -76,7 +78,8 @@ def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
 
 
 def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
-    """Runs one process's part of the distillation; returns 1 if the disk or the device fails."""
+    """Runs one process's part of the distillation; returns 1 if the disk or device fails, else
+    0."""
     import torch
 
     from mpissd.learn.draft import architectures
@@ -85,10 +88,11 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
     from mpissd.learn.train import join
 
     source = read(config)
-    architectures(config, source.checkpoint.config, 0)  # refuses before time goes into samples
+    architectures(config, source.checkpoint.config, 0)  # raises ConfigError before samples are made
 
     def log(text: str) -> None:
-        """Prints a line with the seconds so far; later processes print only lines about samples."""
+        """Prints a line with the seconds so far; processes after the first print only about
+        batches."""
         if not rank or "batch" in text:
             print(f"{time.monotonic() - begun:7.1f} s  {text}", flush=True)
 

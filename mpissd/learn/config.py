@@ -9,7 +9,7 @@ from mpissd.common.flags import Checked, choice, flag, integer, number, words
 from mpissd.common.shapes import STATE_KINDS
 from mpissd.engine.model.transformer.config import MOST_MASKS
 
-Form = tuple[int, int, int, int]  # fresh layers' count, heads, KV heads, FFN
+Form = tuple[int, int, int, int]  # layers, heads, KV heads and FFN width of a draft
 
 
 def form_of(text: str) -> Form:
@@ -122,7 +122,7 @@ class DistillConfig(Checked):
 
     @property
     def forms(self) -> dict[str, Form]:
-        """Forms of randomly initialized drafts, by name; empty if layers are copied."""
+        """{name: Form} of drafts with randomly initialized layers; empty if layers are copied."""
         return {part: form_of(part) for part in self.shapes.split(",") if part}
 
     @property

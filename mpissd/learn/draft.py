@@ -1,7 +1,8 @@
-"""Drafts in training: a small model, or one that reads its target's last hidden state.
+"""Drafts in training: an independent small model, or a draft on its target's last hidden state.
 
-Both are judged by the target's distributions over its own answers (train.py). The target's
-probability of tokens that the draft cannot name counts as lost.
+The losses of both compare the draft's distributions with the target's over the target's own
+answers. A draft may have a reduced LM head; the target's probability of tokens without a row counts
+as lost.
 """
 
 from __future__ import annotations
@@ -47,19 +48,20 @@ from mpissd.learn.llama import (
 )
 from mpissd.learn.sample import Samples
 
-INITIAL = 0.02  # standard deviation of fresh weights
+INITIAL = 0.02  # standard deviation of randomly initialized weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
-FADING = 0.8  # weight of a step, of the one before it (2401.10774, section 2.2.1)
-MASK_FADING = 0.85  # weight of a mask token, of the one before it
-MASK_SHARE = 0.8  # share of the mask rows whose loss is computed: others are behind an answer's end
-ROWS = {"cpu": 256, "cuda": 8192}  # rows of a step's LM head, in drafts on hidden states
-DECAY = 0.01  # weight decay of both optimisers
+FADING = 0.8  # weight of a step's loss, relative to the step before (2401.10774, section 2.2.1)
+MASK_FADING = 0.85  # weight of a mask token's loss, relative to the mask token before
+MASK_SHARE = 0.8  # share of mask rows with a loss; the remaining ones are behind an answer's end
+ROWS = {"cpu": 256, "cuda": 8192}  # rows that a step's LM head computes, by device, in a StateDraft
+DECAY = 0.01  # weight decay of AdamW and of Muon
 
 
 class Losses(NamedTuple):
-    """Means over rows: cross-entropy, total variation, greedy agreement, and the relative error of
-    a draft on hidden states. by_depth: total variation and agreement of the real rows and of each
-    mask token of a parallel draft, [2, J + 1]."""
+    """The losses of a training step, means over rows. tv: total variation. agreement: the share of
+    rows at which draft and target have the same likeliest token. state_error: the relative error of
+    predicted hidden states (StateDraft). by_depth: tv and agreement of the real rows, then of each
+    of the J mask tokens of a parallel draft, [2, J + 1]."""
 
     cross_entropy: Tensor
     tv: Tensor
@@ -68,7 +70,7 @@ class Losses(NamedTuple):
     by_depth: Tensor = None
 
     def told(self) -> dict[str, Any]:
-        """Returns the numbers of a point of the curves."""
+        """Returns {name: rounded value} of the losses, for a point of the training curves."""
         means = zip(self._fields[:4], self, strict=False)
         told: dict[str, Any] = {n: round(float(v.detach()), 5) for n, v in means if v is not None}
         if self.by_depth is not None:
@@ -79,9 +81,10 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """What both kinds of drafts have: their own weights, and the target's weights that they read.
-    head_ids: token ids of the LM head's rows, rising. blocks: computes the target's layers. table:
-    cosines and sines of RoPE by position. compiled: whether torch.compile compiles the losses."""
+    """The base of ModelDraft and StateDraft. weights: the draft's own weights. target: the target's
+    weights, of which the draft reads some. head_ids: token ids of the rows of the draft's LM head,
+    rising. blocks: computes the target's layers. table: cosines and sines of RoPE by position.
+    compiled: whether torch.compile compiles the losses."""
 
     config: TransformerConfig
     weights: Any
@@ -107,9 +110,9 @@ class _Draft:
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft(_Draft):
-    """A draft that is a model by itself; weights: a Llama with the target's embedding. masks: the
-    embeddings of a parallel draft's J mask tokens, [J, hidden] (PARD, 2504.18583). anchors: after
-    how many positions of a sequence they are trained."""
+    """A draft that is an independent model. weights: a Llama that has the target's embedding.
+    masks: the embeddings of a parallel draft's J mask tokens, [J, hidden] (PARD, 2504.18583), or
+    None. anchors: the number of positions of a sequence that mask tokens follow in training."""
 
     weights: Llama
     masks: Tensor = None
@@ -117,7 +120,7 @@ class ModelDraft(_Draft):
 
     @cached_property
     def own_blocks(self) -> Blocks:
-        """Computes the draft's layers."""
+        """The object that computes the draft's layers."""
         return blocks_of(self.config, self.blocks.dtype)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
@@ -139,9 +142,10 @@ class ModelDraft(_Draft):
         return Optimizer(name, self.trained, [self.weights.head, self.masks])
 
     def mask_rows(self, anchors: Tensor, length: int) -> MaskRows:
-        """Returns the mask rows behind `length` real ones. anchors: int64 [b, a], positions that
-        all J masks follow. Mask j has the j-th position behind its anchor, and attends the real
-        rows up to the anchor and the anchor's masks up to itself."""
+        """Returns the rows of mask tokens that a forward computes after a sequence's `length` real
+        rows. anchors: int64 [b, a], positions of real tokens, each of which all J mask tokens
+        follow. The j-th mask token has the j-th position after its anchor; it attends the real rows
+        up to the anchor, and the first j mask tokens of the same anchor."""
         num = len(self.masks)
         device = anchors.device
         row = torch.arange(num * anchors.shape[1], device=device)
@@ -157,14 +161,15 @@ class ModelDraft(_Draft):
 
     @cached_property
     def _loss_blocks(self) -> tuple[Blocks, Blocks]:
-        """Compute the target's and the draft's layers in the loss."""
+        """The objects that compute the target's and the draft's layers in the loss."""
         if not self.compiled:
             return self.blocks, self.own_blocks
         return compiled(self.blocks), compiled(self.own_blocks)
 
     def losses(self, samples: Samples, num_rows: int) -> Losses:
-        """Returns means over a sample of about `num_rows` positions, those of answers first, and
-        over mask tokens behind some of them, which weigh less the deeper they are."""
+        """Returns mean losses over about `num_rows` random positions, those of answers first. For a
+        parallel draft they include mask tokens behind some positions, which weigh less the deeper
+        they are."""
         tokens = samples.tokens[:, :-1].long()
         length = tokens.shape[1]
         is_asked = samples.answered[:, 1:].float()
@@ -213,16 +218,17 @@ class ModelDraft(_Draft):
 
 @dataclass(frozen=True, eq=False)
 class StateDraft(_Draft):
-    """A draft that reads the target's last hidden state; weights: by their names in files.
+    """A draft that reads the target's last hidden state; weights: its tensors by their names in
+    files.
 
-    Row p of a sequence holds its token at position p and the hidden state before it (zeros before
-    the first). Step t = 1, 2, … drafts the token at p + t, as if the tokens in between were
-    accepted. The states' relative error is trained, too (2401.15077, section 4.2), without the LM
-    head.
+    Row p of its input has a sequence's token at position p and the target's hidden state at p − 1
+    (zeros for p = 0). From there step t = 1, 2, … drafts the token at p + t, as if the tokens in
+    between were accepted. The loss includes the relative error of the predicted hidden states,
+    without the LM head (2401.15077, section 4.2).
     """
 
     weights: Mapping[str, Tensor]
-    ahead: int = 1  # steps that it is trained for
+    ahead: int = 1  # the number of steps that the draft is trained for
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> StateDraft:
         return replace(self, weights={name: change(w) for name, w in self.weights.items()})
@@ -272,8 +278,8 @@ class StateDraft(_Draft):
 
     def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Returns `x` with one step's attention added; appends the step's keys and values to
-        `past`. A row attends to the first step's rows up to its own position, where the states are
-        the target's, and to the same row in later steps."""
+        `past`. A row attends to the first step's rows up to its own position, which read the
+        target's states, and to the row at the same place in each later step."""
         blocks = self.blocks
         prefix = "model.layers.0."
         qkv = torch.cat([self.weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
@@ -299,9 +305,9 @@ class StateDraft(_Draft):
         return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
 
     def losses(self, samples: Samples, num_rows: int) -> Losses:
-        """Returns means over the steps, in which earlier steps weigh more: those of ModelDraft, and
-        the states' relative error. `num_rows` is ignored: ROWS gives the number of a step's rows.
-        """
+        """Returns mean losses over the steps, of which earlier ones weigh more. state_error is the
+        relative error of predicted hidden states. `num_rows` is ignored: ROWS is the number of a
+        step's rows."""
         assert samples.hidden is not None, "samples without states"
         tokens = samples.tokens.long()
         parts = []
@@ -332,16 +338,16 @@ Draft = ModelDraft | StateDraft
 
 
 def _chosen(wanted: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns `count` places, drawn from those of ones first, and what is there. wanted: [n], ones
-    and zeros."""
+    """Draws `count` places of `wanted` [n], a tensor of ones and zeros, at random but places of
+    ones first. Returns the places, and the values there."""
     order = wanted + 0.5 * torch.rand_like(wanted)
     places = order.topk(min(count, len(wanted))).indices
     return places, wanted[places]
 
 
 def following(answered: Tensor, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` positions behind each anchor, and whether the answer lasts up to there,
-    both [b, a, count]. answered: bool [b, length]. anchors: positions, int64 [b, a]."""
+    """Returns the `count` positions behind each anchor, and whether the answer goes on up to each
+    of them, both [b, a, count]. answered: bool [b, length]. anchors: positions, int64 [b, a]."""
     after = anchors[..., None] + torch.arange(1, count + 1, device=anchors.device)
     inside = F.pad(answered, (0, count)).gather(1, after.flatten(1)).view_as(after)
     return after, inside.int().cumprod(-1).bool()
@@ -350,10 +356,10 @@ def following(answered: Tensor, anchors: Tensor, count: int) -> tuple[Tensor, Te
 def distance(
     p_logits: Tensor, total: Tensor, best: Tensor, q_logits: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns means of cross-entropy, total variation and greedy agreement over rows, one for each
-    row of `weights`, [rows] or [means, rows].
-    p_logits, q_logits: of target and draft for the tokens `ids`. total, best: logsumexp and argmax
-    of the target's logits for all tokens."""
+    """Returns weighted means over rows of cross-entropy, total variation and greedy agreement.
+    weights: [rows], or [m, rows] for m means of each. p_logits, q_logits: logits of target and
+    draft for the tokens `ids`. total, best: logsumexp and argmax of the target's logits for all
+    tokens."""
     p = (p_logits.float() - total[:, None]).exp()
     log_q = q_logits.float().log_softmax(-1)
     cross_entropy = -(p * log_q).sum(-1)
@@ -381,7 +387,7 @@ class Optimizer:
             self._parts.append(torch.optim.Muon(matrices, **settings))
 
     def step(self, rate: float) -> None:
-        """Updates the tensors from their gradients."""
+        """Updates the tensors from their gradients. rate: the learning rate."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
@@ -390,8 +396,9 @@ class Optimizer:
 
 def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
     """Returns a draft's architecture with `head_vocab` rows in its LM head; raises ConfigError for
-    heads whose outputs cannot be quantised in blocks. form: a number of the target's layers, or the
-    form of randomly initialized layers, which are Llama's (no bias, no norms of q and k)."""
+    heads whose outputs cannot be quantised in blocks. form: how many of the target's layers are
+    copied, or the sizes of randomly initialized layers, which are Llama's (no bias, no norms of q
+    and k)."""
     shape = replace(target.shape, name=f"{target.shape.name}-draft")
     if isinstance(form, int):
         shape = replace(shape, num_layers=form)
@@ -427,8 +434,8 @@ def state_config(
 def architectures(
     config: DistillConfig, target: TransformerConfig, head_vocab: int
 ) -> dict[str, TransformerConfig]:
-    """Returns the architectures of the wanted drafts by kind or form ("" for the target's layers);
-    raises ConfigError if no draft can have one of them."""
+    """Returns {name: architecture} of the drafts that are to be made; the name is a kind, a form,
+    or "" for layers of the target. Raises ConfigError if a draft cannot have such sizes."""
     if config.kind_names:
         return {
             kind: state_config(target, kind, config.heads, head_vocab) for kind in config.kind_names
@@ -440,8 +447,8 @@ def architectures(
 
 def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Ints:
     """Returns the ids of the most frequent tokens, rising, int32 [num_tokens]. counts: [vocab].
-    always: ids that are kept whatever their count (stop tokens). Of equal counts the lower id is
-    kept: byte-pair merges are numbered from the most frequent on."""
+    always: stop tokens, which are kept whatever their count. Of tokens with equal counts the lower
+    id is kept: byte-pair merges are numbered from the most frequent on."""
     weights = np.asarray(counts, np.int64).copy()
     weights[list(always)] = np.iinfo(np.int64).max
     order = np.argsort(-weights, kind="stable")
@@ -449,8 +456,8 @@ def frequent_tokens(counts: Ints, num_tokens: int, always: Sequence[int]) -> Int
 
 
 def started(target: Llama, layers: Sequence[LlamaLayer], head_ids: Tensor) -> Llama:
-    """Returns a trainable float32 draft of these layers. Its norm and LM head start as the
-    target's; the embedding is the target's own and is not trained."""
+    """Returns a trainable float32 draft of the given layers. Its norm and LM head start as the
+    target's; its embedding is the target's own and is not trained."""
     return mapped(target._replace(layers=tuple(layers), head=target.head[head_ids]), trained)
 
 
@@ -461,8 +468,8 @@ def continued(target: Llama, draft: Checkpoint) -> Llama:
 
 
 def first_masks(embedding: Tensor, count: int, seed: int, kept: Any = ()) -> Tensor:
-    """Returns the trainable embeddings of `count` mask tokens, [count, hidden]: those of `kept`,
-    then the mean of the target's embedding with noise."""
+    """Returns the trainable embeddings of `count` mask tokens, [count, hidden]. The first ones are
+    `kept` from an earlier draft; the rest are the mean of the target's embedding with noise."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, embedding.shape[1], generator=generator).to(embedding.device)
     masks = embedding.float().mean(0) + INITIAL * noise
@@ -472,11 +479,11 @@ def first_masks(embedding: Tensor, count: int, seed: int, kept: Any = ()) -> Ten
 
 
 def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[LlamaLayer]:
-    """Returns randomly initialized layers."""
+    """Returns the randomly initialized layers of a draft with the architecture `config`."""
     generator = torch.Generator().manual_seed(seed)
     shape = config.shape
     hidden = shape.hidden
-    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # scale of additions to the residual
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # for products added to the residual
     sizes = [
         (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
         (hidden, shape.q_width, residual),

@@ -1,9 +1,9 @@
 """Judges a draft on answers that the target gave at temperature 0.
 
-One forward of each model over a finished answer decides every round: after a true prefix the
-draft's proposals, its keys and the target's verdict are functions of the logits there. A draft on
-hidden states takes one chain of steps after each answered position, and a parallel draft its mask
-tokens, whose distributions give chains and trees without a further forward.
+One forward of each model over a finished answer is enough to know every round that could start in
+the answer, since draft tokens and their acceptance depend only on the logits after a true prefix. A
+draft on hidden states takes a chain of steps after each answered position. A parallel draft
+computes mask tokens there, and chains and trees are made of their distributions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from mpissd.learn.draft import Draft, ModelDraft, StateDraft, following
 from mpissd.learn.sample import Samples
 
 LOOKAHEADS = (4, 7)
-TREES = (7, 15, 31)  # nodes of the trees that a parallel draft is judged by
+TREES = (7, 15, 31)  # numbers of nodes of the trees that a parallel draft is judged by
 AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 
 
 def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
-    """Returns a draft's figures on the answers judged before `deadline` (monotonic seconds)."""
+    """Returns {name: value} of how well a draft agrees with the target, and of its tokens a round,
+    on the answers judged before `deadline` (seconds of time.monotonic())."""
     if isinstance(draft, ModelDraft):
         told = summary(*judge(draft, samples, deadline))
         if draft.masks is not None:
@@ -92,7 +93,7 @@ def judge(
         for part in _parts(samples, deadline):
             tokens = part.tokens.long()
             angles = draft.angles(part.tokens.shape[1])
-            before = part.answered[:, 1:]  # the rows whose next token is an answer's
+            before = part.answered[:, 1:]  # [b, n − 1]: rows whose next token is in an answer
             p, q = (
                 blocks.product(blocks.hidden(m, tokens, *angles)[:, :-1][before], m.head).float()
                 for m, blocks in models
@@ -114,9 +115,10 @@ Marginals = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def judge_masks(draft: ModelDraft, samples: Samples, deadline: float) -> Iterator[Marginals]:
-    """Yields two arrays for each answer judged before the deadline. The first has, at each position
-    and depth, the draft's largest probabilities, falling, [n, J + 1, max(TREES)] or as many as it
-    has tokens. The second says which of them the true token has, [n, J + 1]; -1: none."""
+    """Yields two arrays for each answer judged before the deadline, by its n positions and by depth
+    (how many mask tokens come before). First, the draft's largest probabilities, falling, [n, J +
+    1, max(TREES)] or fewer. Second, the true token's index among them, [n, J + 1]; −1: it is not
+    there."""
     size = len(draft.masks) + 1
     num = min(max(TREES), len(draft.head_ids))
     head = draft.weights.head
@@ -152,7 +154,7 @@ def judge_masks(draft: ModelDraft, samples: Samples, deadline: float) -> Iterato
 
 def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
     """Returns, from what `judge_masks` yields, a parallel draft's greedy agreement by depth, and
-    its tokens a round with one forward: in chains of up to J + 1 tokens, and in trees."""
+    its tokens a round if one forward drafts chains of 1, 2, … tokens, or trees."""
     depths = range(answers[0][1].shape[1] if answers else 0)
     agrees = [ranks == 0 for _, ranks in answers]
     chains = [part.cumprod(-1).sum(-1) for part in agrees]
@@ -179,11 +181,12 @@ def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
 
 
 def places_of(levels: Sequence[Sequence[float]], path: Sequence[int], size: int) -> list[int]:
-    """Returns the places of a path's nodes among the `size` nodes of a tree that have the largest
-    products of probabilities: of its first node, its second, … as far as they are among these.
-    levels: probabilities by depth, falling. path: a rank by depth; -1: none."""
+    """Ranks the nodes of a tree by the product of the probabilities on the path to each; keeps the
+    first `size`. Returns the ranks of one path's nodes, by depth, up to the first that is not kept.
+    levels: by depth, the candidates' probabilities, falling. path: by depth, a candidate's index;
+    −1: none."""
     found = []
-    heap = [(-levels[0][0], [0], 1.0)]  # products: of a node, negative; of its parent
+    heap = [(-levels[0][0], [0], 1.0)]  # (−product of a node, its path, its parent's product)
     for place in range(size):
         if not heap:
             break
@@ -209,8 +212,8 @@ def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
 def _judge_chains(
     draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
 ) -> None:
-    """Appends to `agrees`, by answer and position, whether each drafted step is the true token, and
-    to `overlaps`, by step, Σ min(p, q). Steps beyond an answer's end are left out."""
+    """Appends to `agrees`, by answer and position, whether each drafted token is the true token,
+    and to `overlaps`, by step, Σ min(p, q). Steps beyond an answer's end are left out."""
     tokens = samples.tokens.long()
     steps = len(overlaps)
     with torch.no_grad():
@@ -240,14 +243,14 @@ def _judge_chains(
 
 
 def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
-    """Returns the tokens of each round of an answer. answer: by position, whether each drafted step
-    agrees."""
+    """Returns the numbers of tokens of the rounds that decode an answer with chains of `lookahead`
+    drafted tokens. answer: for each position, whether each drafted token is the true token."""
     return _rounds([[*at[:lookahead], False].index(False) for at in answer])
 
 
 def _rounds(accepted: Sequence[int]) -> list[int]:
-    """Returns the tokens of each round of an answer, whose last round ends with it. accepted: by
-    position, how many drafted tokens are accepted there."""
+    """Returns the numbers of tokens of the rounds that decode an answer. accepted: for each
+    position, how many drafted tokens a round that starts there accepts."""
     rounds = []
     at = 0
     while at < len(accepted):

@@ -1,4 +1,5 @@
-"""The draft as a Hugging Face folder: weights, config.json, a model card, NOTICE and curves."""
+"""Writes a draft as a Hugging Face folder: weights, config.json, a model card, NOTICE and
+curves."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
 
 
 def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], about: Any) -> int:
-    """Writes model.safetensors and config.json; returns the bytes of the weights. about: the
-    draft's origin, which config.json has under "mpissd"."""
+    """Writes model.safetensors and config.json; returns the bytes of the weights. about: what
+    config.json says under "mpissd" about the draft's origin."""
     from safetensors.numpy import save as packed
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _parallel_card(report: Mapping[str, Any]) -> str:
-    """Returns what the card says of a parallel draft; "" for others."""
+    """Returns the part of the model card about mask tokens; "" for a draft without them."""
     if not report.get("masks"):
         return ""
     columns = {}

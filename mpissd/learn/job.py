@@ -1,4 +1,4 @@
-"""A distillation: the target's samples, then one draft or several that are trained on them."""
+"""A distillation: samples the target, then trains one draft or several on the samples."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
 from mpissd.learn.source import Inputs, Openings, Prompts
 from mpissd.learn.train import ProcessGroup, learn
 
-# Temperatures in equal shares. A small model's prompts at 1 are seldom what people ask.
+# Sampling temperatures, used equally often; at 1 a small model's prompts are unlike people's.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING = 0.4  # largest share of the command's time for samples
-EVALUATING = 0.2  # for each draft's evaluation
+EVALUATING = 0.2  # largest share of the command's time for a draft's evaluation
 SAVING = 0.05
-LOGITS = 1 << 21  # most logits of a sampling step on a CPU: more would outlast the time in one call
-FEWEST = 1 / 64  # answered tokens of the sampled ones, below which a target does not end its turns
+LOGITS = 1 << 21  # most logits of a sampling step on a CPU, so that a step is short
+FEWEST = 1 / 64  # least share of answers in samples; below it a target ends no turns
 Log = Callable[[str], None]
 
 
 class Distillation:
-    """The making of one draft or several, in one of the processes that share the work."""
+    """Makes one draft or several, as one of the processes that share the work."""
 
     def __init__(
         self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float
@@ -61,7 +61,7 @@ class Distillation:
         self.group = group
         self.deadline = begun + config.seconds
         self.sampled_by = begun + SAMPLING * config.seconds
-        self.rate: int | None = None  # tokens a second that all processes sampled
+        self.rate: int | None = None  # tokens a second that all processes together sampled
         self.on_gpu = config.device != "cpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", group.rank) if self.on_gpu else torch.device("cpu")
         if not self.on_gpu and "OMP_NUM_THREADS" not in os.environ:
@@ -101,10 +101,11 @@ class Distillation:
         return code
 
     def _sample(self) -> None:
-        """Lets the target write conversations until their time is over, or answer prompts."""
+        """Collects samples: the target writes conversations for a limited time, or answers
+        prompts."""
         if self.source.training:
             for prompts in self.source.training.values():
-                # A process has its share of the prompts, or all of them if there are too few.
+                # A process takes its share of the prompts, or all if processes outnumber them.
                 if len(prompts) >= self.group.size:
                     prompts = prompts[self.group.rank :: self.group.size]
                 self.parts.append(self._answered(prompts, self.sampled_by))
@@ -118,7 +119,7 @@ class Distillation:
         sampler = Sampler(self.target, blocks, self.table, self.on_gpu)
         shape = self.source.checkpoint.config.shape
         size = self.blocks.dtype.itemsize
-        # Device memory of a conversation while it is sampled: its cache, kept results, logits.
+        # Bytes of device memory for sampling one conversation: KV cache, kept results, logits.
         cache = 2 * shape.num_layers * shape.kv_width * config.length * size
         item = cache + config.length * (shape.hidden * size + 16) + 8 * shape.vocab_size
         room = 0.7 * self._free() / item if self.on_gpu else LOGITS // shape.vocab_size
@@ -167,8 +168,8 @@ class Distillation:
         return 0.95 * float(torch.cuda.mem_get_info()[0])
 
     def _count(self) -> None:
-        """Counts the conversations and answered tokens of all processes. Raises ConfigError if
-        fewer tokens than one conversation has were answered, or a smaller share than FEWEST."""
+        """Counts the conversations of all processes, and the tokens in them that answer a message.
+        Raises ConfigError if too few tokens are answers."""
         config = self.config
         vocab = self.source.checkpoint.config.shape.vocab_size
         counts = torch.zeros(vocab, dtype=torch.int64, device=self.device)
@@ -206,7 +207,7 @@ class Distillation:
         return sampler.first_answers(starts, length, template, first, config.answer, deadline)
 
     def _drafts(self) -> Iterator[Result]:
-        """Trains the drafts one after the other; yields each when it is trained."""
+        """Trains the drafts one after another; yields the Result of each once it is trained."""
         config = self.config
         folder = Path(config.out)
         rank = self.group.rank
@@ -277,7 +278,7 @@ class Distillation:
         return ModelDraft(architecture, weights, *shared, masks=masks, anchors=config.anchors)
 
     def _facts(self, draft: Draft) -> dict[str, Any]:
-        """Returns what the report says about a draft's samples and training."""
+        """Returns {name: value} of what the report says about a draft's samples and training."""
         ids = draft.head_ids.cpu()
         return {
             "num_layers": draft.config.shape.num_layers,
@@ -296,8 +297,8 @@ class Distillation:
         }
 
     def _answers(self, deadline: float) -> Iterator[tuple[str, Samples]]:
-        """Yields each set of prompts with the target's answers at temperature 0. A set's answers
-        may take half of the time that is left."""
+        """Yields (name, samples) of each set of prompts with the target's answers at temperature 0.
+        The answers to one set may take half of the time that is left."""
         exams: dict[str, Prompts | None] = {**self.source.exams}
         exams |= {"own": None} if self.config.held_out else {}
         for name, exam in exams.items():
@@ -309,7 +310,7 @@ class Distillation:
 
 
 class Result:
-    """One draft, the curves of its training, its report, and the folder of these files."""
+    """A draft, its training curves and report, and the folder to which they are written."""
 
     def __init__(
         self, draft: Draft, folder: Path, facts: dict[str, Any], source: Inputs, log: Log
@@ -354,8 +355,8 @@ class Result:
         return True
 
     def evaluate(self, answers: Iterator[tuple[str, Samples]], deadline: float) -> None:
-        """Judges the stored draft on held-out answers until the deadline, and completes the report.
-        answers: pairs of a set's name and its samples."""
+        """Judges the draft as it is stored on held-out answers until the deadline, and completes
+        the report. answers: pairs of the name of a set of prompts and its samples."""
         stored = self.draft.mapped(rounded)
         if isinstance(stored, ModelDraft) and stored.masks is not None:
             stored = replace(stored, masks=self.draft.named()[MASKS].half().float())
@@ -371,7 +372,7 @@ class Result:
 
 
 def rounded(tensor: Any) -> Any:
-    """Returns a matrix as it is after quantisation, and a vector unchanged."""
+    """Returns a matrix as it is after quantisation and dequantisation, and a vector unchanged."""
     if tensor.ndim == 1:
         return tensor
     stored = dequantize(*quantize(tensor.float().cpu().numpy()))

@@ -21,8 +21,9 @@ Tensor = Any
 
 
 class LlamaLayer(NamedTuple):
-    """A decoder layer's weights: q, k and v joined, and gate and up joined. bias: of q, k and v
-    (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). None where the architecture has none."""
+    """A decoder layer's weights. qkv and gate_up are joined matrices. bias: that of q, k and v
+    (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). A field is None if the architecture does not have
+    it."""
 
     qkv: Tensor
     o: Tensor
@@ -45,9 +46,9 @@ class Llama(NamedTuple):
 
 
 class MaskRows(NamedTuple):
-    """Rows of mask tokens behind n real ones, which never attend them. x: embeddings
-    [b, r, hidden]. cos, sin: [b, r, 1, d]. seen: which of the real and then of these rows each one
-    attends, for each of the g query heads of a KV head, bool [b, 1, g · r, n + r]."""
+    """Rows of mask tokens behind n real tokens, which never attend them. x: embeddings [b, r,
+    hidden]. cos, sin: [b, r, 1, d]. seen: which of the n real and r mask rows each mask row
+    attends, bool [b, 1, g · r, n + r], repeated for the g query heads of a KV head."""
 
     x: Tensor
     cos: Tensor
@@ -78,8 +79,8 @@ class Blocks:
     def front(
         self, x: Tensor, w: LlamaLayer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns rotated q [.., heads, d], rotated k [.., kv_heads, d] and v of x [.., hidden].
-        cos, sin: [.., 1, d], by position."""
+        """Computes a layer up to its attention. Returns rotated q [.., heads, d], rotated k [..,
+        kv_heads, d] and v of x [.., hidden]. cos, sin: [.., 1, d], by position."""
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         joined = self.product(self.norm(x, w.norm_attention), w.qkv, w.bias)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in joined.split(widths, -1))
@@ -89,13 +90,14 @@ class Blocks:
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin), v
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns x with its pairs (i, i + d / 2) turned (RoFormer, 2104.09864)."""
+        """Returns x after RoPE (2104.09864), which rotates the pairs of elements (i, i + d / 2)."""
         first, second = x.float().chunk(2, -1)
         turned = torch.cat([-second, first], -1)
         return (x.float() * cos + turned * sin).to(self.dtype)
 
     def back(self, x: Tensor, attended: Tensor, w: LlamaLayer) -> Tensor:
-        """Returns the residual x after the output projection and the feed-forward block."""
+        """Computes a layer after its attention: returns the residual x with the output projection
+        of `attended`, and the feed-forward block, added."""
         x = x + self.product(attended, w.o).to(x.dtype)
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
         return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)
@@ -103,8 +105,8 @@ class Blocks:
     def hidden(
         self, model: Llama, tokens: Tensor, cos: Tensor, sin: Tensor, masks: MaskRows | None = None
     ) -> Tensor:
-        """Returns the normalised last hidden rows [b, n, hidden] of whole sequences [b, n], and
-        behind them those of the masks."""
+        """Returns the normalised last hidden rows of sequences [b, n], then those of r mask tokens,
+        [b, n + r, hidden]."""
         x = model.embedding[tokens]
         if masks is not None:
             x = torch.cat([x, masks.x.to(x.dtype)], 1)
@@ -137,7 +139,7 @@ def blocks_of(config: TransformerConfig, dtype: Any) -> Blocks:
 
 
 def compiled(blocks: Blocks) -> Blocks:
-    """Returns the blocks with `front` and `back` compiled once for all layers."""
+    """Returns a copy whose `front` and `back` torch.compile compiles once for all layers."""
     made = copy.copy(blocks)
     for name in ("front", "back"):
         object.__setattr__(made, name, torch.compile(getattr(blocks, name), dynamic=False))
@@ -145,14 +147,14 @@ def compiled(blocks: Blocks) -> Blocks:
 
 
 def angles(config: TransformerConfig, length: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin [length, 1, head_dim] of each position's angles, in float32."""
+    """Returns cos and sin [length, 1, head_dim] of RoPE's angles by position, in float32."""
     frequencies = torch.tensor(config.frequencies(), device=device)
     turns = torch.arange(length, device=device)[:, None] * frequencies
     both = torch.cat([turns, turns], -1)[:, None]
     return both.cos().float(), both.sin().float()
 
 
-# Each field of a layer, and the tensors in files that it joins.
+# {field of LlamaLayer: the names of the tensors in files that are joined in it}
 _FIELDS = {
     "qkv": [f"self_attn.{part}_proj.weight" for part in "qkv"],
     "o": ["self_attn.o_proj.weight"],
@@ -175,7 +177,7 @@ def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
 
 
 def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
-    """Returns the model with a checkpoint's layers and final norm, on its embedding's device."""
+    """Returns `model` with a checkpoint's layers and final norm, on its embedding's device."""
     config = checkpoint.config
     device = model.embedding.device
 

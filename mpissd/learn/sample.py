@@ -19,13 +19,14 @@ from mpissd.learn.llama import Blocks, Llama, Tensor
 from mpissd.learn.source import TemplateParts
 
 OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
-USER, OPENING, ANSWER, REOPENING = range(4)  # the part that a sequence is writing
+USER, OPENING, ANSWER, REOPENING = range(4)  # the parts of a conversation, in order
 
 
 class Samples(NamedTuple):
-    """Token sequences, int32 [n, length], and which of their tokens the target answered, bool. The
-    others are optional, for each position but the last: hidden, the target's normalised last hidden
-    state; total, logsumexp of its logits; best, its likeliest next token."""
+    """Conversations. tokens: int32 [n, length]. answered: whether the target's answers have a
+    token, bool [n, length]. The rest is optional, for each position but the last: hidden, the
+    target's normalised last hidden state; total, logsumexp of its logits; best, its likeliest next
+    token."""
 
     tokens: Tensor
     answered: Tensor
@@ -39,7 +40,7 @@ class Samples(NamedTuple):
 
 
 def blank(prompts: Sequence[Sequence[int]], length: int, device: Any) -> Tensor:
-    """Returns int64 [n, length]: each prompt, then −1 for the target's tokens."""
+    """Returns int64 [n, length]: in each row a prompt, then −1 where the target is to write."""
     given = torch.full((len(prompts), length), -1)
     for row, prompt in enumerate(prompts):
         given[row, : len(prompt)] = torch.tensor(prompt[:length], dtype=torch.int64)
@@ -71,8 +72,9 @@ class Sampler:
         """Returns conversations that begin with `given` [n, length]; −1 is a token to be written.
 
         first: what is written first, USER or ANSWER. warmth: temperatures [n] of the user's
-        messages and of the answers. keep: whether to keep the target's states and logits. deadline:
-        monotonic seconds at which all conversations are cut, at one length.
+        messages and of the answers. keep: whether to return the target's states and logsumexp, too.
+        deadline: time, in seconds of time.monotonic(), at which all conversations are cut to one
+        length.
         """
         model = self.model
         blocks = self.blocks
@@ -128,7 +130,8 @@ class Sampler:
 
 
 def only_first(samples: Samples, end: int, limit: int) -> Samples:
-    """Returns the samples with only each first answer marked, its stop token included."""
+    """Returns the samples with only each first answer marked, up to its stop token `end` or
+    `limit`."""
     answered = samples.answered
     ends = (answered & (samples.tokens == end)).int()
     is_first = ends.cumsum(-1) - ends == 0
@@ -146,7 +149,7 @@ def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Turns:
-    """The tokens so far, and which part of the conversation each sequence is writing."""
+    """The tokens so far, and which part of its conversation each sequence is writing."""
 
     def __init__(self, given: Tensor, template: TemplateParts, first: int) -> None:
         device = given.device
@@ -160,7 +163,7 @@ class _Turns:
         self.answered = torch.zeros_like(given, dtype=torch.bool)
 
     def next(self, position: int, picked: Tensor | None) -> Tensor:
-        """Returns the tokens at a position: given, the template's, or `picked` by the target."""
+        """Returns the tokens at a position: given, the template's, or the target's, `picked`."""
         given = self.given[:, position]
         state = self.state
         if picked is None:

@@ -60,9 +60,9 @@ def|import math
 def|def solve(values: list) -> int:
     \"\"\"|class
 """
-# The shares of ways to begin.
+# How often a user's message begins in each way, relative to the sum.
 SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
-RANKS = 20_000  # words are looked for among so many token ids: merges are numbered by frequency
+RANKS = 20_000  # token ids among which words are looked for; frequent ones have low ids
 _WORD = re.compile(" [a-z]{4,}")
 Prompts = list[list[int]]
 
@@ -102,7 +102,7 @@ class Openings:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.beginnings = {
-            # A line break after a bar belongs to no text.
+            # A line break after a bar is not part of a text.
             name: [
                 tuple(tokenizer.encode(text.removeprefix("\n"))) for text in texts[1:-1].split("|")
             ]
@@ -134,9 +134,9 @@ def read_prompts(flag: str, names: str | None, tokenizer: Tokenizer) -> dict[str
 
 @dataclass(frozen=True)
 class Inputs:
-    """The target's weights, tokenizer and template. exams: prompts that a draft is judged on, by
-    name. training: prompts to train on; empty if the target writes samples. draft: one that is
-    trained further."""
+    """The target's weights, tokenizer and chat template. exams: prompts that a draft is judged on,
+    by name. training: prompts to train on; empty if the target writes them. draft: an earlier draft
+    that is trained further, or None."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
@@ -147,7 +147,7 @@ class Inputs:
 
 
 def read(config: DistillConfig) -> Inputs:
-    """Opens and checks the inputs; raises ConfigError."""
+    """Opens and checks the files that the flags name; raises ConfigError if one cannot be used."""
     path = files_of(config.target)
     if path is None:
         raise ConfigError(f"target={config.target}: allowed: a model with weights and a tokenizer")

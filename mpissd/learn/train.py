@@ -19,21 +19,21 @@ from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import Draft
 from mpissd.learn.sample import Samples
 
-WAIT_S = 300  # for the slowest process, whose first steps may still compile
+WAIT_S = 300  # seconds to wait for the slowest process, whose first steps may still compile
 WARM_UP = 100  # steps until the learning rate is at its highest
-LEVEL = 0.3  # share of the time at the full learning rate
-LAST_RATE = 0.01  # what share of it is left in the end
-CHECK = 10  # compiled steps between two looks at the clock, at which the processes agree
-EVERY = 50  # steps between two points of the curves
-REGRESSION = 0.5  # weight of the states' relative error, if a draft has states
-AT_ONCE = 8  # conversations of a forward, where nothing is compiled: more would outlast the time
-STEPS = 20  # a step of many such forwards ends early if so many steps would outlast the time
+LEVEL = 0.3  # share of the training time at the full learning rate
+LAST_RATE = 0.01  # share of the full learning rate that is left in the end
+CHECK = 10  # compiled steps between two checks of the time, on which all processes agree
+EVERY = 50  # steps between two points of the training curves
+REGRESSION = 0.5  # weight in the loss of the relative error of predicted hidden states
+AT_ONCE = 8  # conversations of a forward on a CPU, so that one forward does not outlast the time
+STEPS = 20  # a step of several forwards ends early if it takes 1/STEPS of the training time
 UNTIMED = 5  # first steps of a compiled training, which are not timed: they wait for the compiler
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One of `size` processes that train together; with size 1 nothing is sent."""
+    """One of the `size` processes that train together; nothing is sent if size is 1."""
 
     rank: int = 0
     size: int = 1
@@ -53,8 +53,8 @@ class ProcessGroup:
 
 
 def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> ProcessGroup:
-    """Joins the processes that meet at the file `place`, over NCCL or, without a GPU, Gloo. busy_s:
-    how long one process may work while the others wait."""
+    """Joins this process to those that meet at the file `place`, over NCCL or, without a GPU, Gloo.
+    busy_s: how long one process may work while the others wait, in seconds."""
     if size > 1:
         if gpu:
             torch.cuda.set_device(rank)
@@ -65,7 +65,7 @@ def join(rank: int, size: int, place: str, gpu: bool, busy_s: float) -> ProcessG
 
 
 def batches(parts: Sequence[Samples], size: int, seed: int) -> Iterator[Samples]:
-    """Yields batches epoch after epoch; a batch is drawn from one part of the samples."""
+    """Yields batches of `size` sequences without end; each is drawn from one element of `parts`."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         epoch = []
@@ -111,7 +111,7 @@ def learn(
     step = 0
     begun = time.monotonic()
     share = seconds = saved = 0.0
-    try:  # a process that stops while others wait for its gradients would end them all
+    try:  # a process that fails while others wait for its gradients ends them all
         while share < 1:
             falling = 1.0 if share < LEVEL else max(LAST_RATE, (1 - share) / (1 - LEVEL))
             rate = plan.learning_rate * (min(1.0, (step + 1) / WARM_UP) * falling)
@@ -131,7 +131,7 @@ def learn(
                 loss.backward()
                 done += 1
             group.add(flat)
-            flat /= flat.norm().clamp(min=group.size * done)  # the mean, of norm 1 at most
+            flat /= flat.norm().clamp(min=group.size * done)  # the mean, scaled to norm 1 at most
             optimizer.step(rate)
             step += 1
             if step == untimed:
