@@ -176,7 +176,7 @@ class CupyBackend(Backend):
     dtype_name = "float16"
 
     def __init__(self, local_rank: int, *, graph: bool = True) -> None:
-        """local_rank: the number of the GPU. graph: whether to capture programs as CUDA graphs."""
+        """Opens GPU number local_rank. graph: whether to capture programs as CUDA graphs."""
         try:
             count = int(runtime.getDeviceCount())
         except runtime.CUDARuntimeError as error:
@@ -467,7 +467,7 @@ class CupyBackend(Backend):
         self._scratches.clear()
 
     def random_words(self, num_bytes: int) -> Any:
-        """Returns num_bytes or more of random data, whose reads no compression makes cheap."""
+        """Returns num_bytes or more of random data, which memory compression cannot shrink."""
         return self.table(ceil_div(max(num_bytes, 16), 2 * _FILL_COLUMNS), _FILL_COLUMNS, 1)
 
     def read_words(self, buffer: Any, num_bytes: int, passes: int) -> None:

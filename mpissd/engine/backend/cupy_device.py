@@ -185,8 +185,8 @@ class CupyProgram(Program):
     def __init__(
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
-        """stop: an array whose first element kernels set when they gave up waiting; `done` then
-        raises FaultError. capture: whether to capture a CUDA graph."""
+        """Runs and captures a body. stop: an array whose first element kernels set when they gave
+        up waiting; `done` then raises FaultError. capture: whether to capture a CUDA graph."""
         self._stream = stream
         self._body = body
         self._stop = stop

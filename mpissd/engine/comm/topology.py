@@ -97,7 +97,7 @@ class Topology:
         self.is_lead = rank == 0  # whether this rank prints and writes the job's files
         self.is_draft = rank >= self.first_draft
         self.leads_group = not self.is_draft and rank % self.tp == 0  # first rank of a target group
-        self.group_index = min(rank // self.tp, self.groups)  # 0 … G-1 on targets, G on drafts
+        self.group_index = min(rank // self.tp, self.groups)  # its group: 0 … G-1; G on drafts
 
     def place(self, info: DeviceInfo) -> dict[str, Any]:
         """Returns this rank's role, host and device as `mpissd probe` writes them to a profile."""

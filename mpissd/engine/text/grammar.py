@@ -53,7 +53,7 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
     words = library.LLTokenizer("byte") if tokenizer is None else tokenizer.for_grammars
     matcher = _matcher(words, text)
     is_met = any(matcher.compute_bitmask()) or matcher.is_accepting()
-    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # the tokens before the first choice
+    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # reads what is forced at first
         matcher.compute_bitmask()
     if reason := matcher.get_error() or ("" if is_met else "no text meets it"):
         reason = reason.partition("<state>")[0].replace("lexer error", "too costly")
@@ -137,9 +137,9 @@ class Grammar:
     forces = False
 
     def __init__(self, begin: Callable[[], Any], texts: Bits, vocab: int, ends: Ends) -> None:
-        """begin: a function that returns llguidance's matcher at the beginning of an answer. texts:
-        for each of V = vocab tokens a bit, set if it has a text and is not in `ends`, which end
-        answers."""
+        """Begins an answer. begin: a function that returns llguidance's matcher at the beginning of
+        an answer. texts: for each of V = vocab tokens a bit, set if it has a text and is not in
+        `ends`, which end answers."""
         self._begin = begin
         self._texts = texts
         self._vocab = vocab
@@ -215,7 +215,8 @@ class Grammars:
     """Makes a Grammar for each answer, over the vocabulary of one target model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
-        """vocab: V of the model, at least the tokenizer's. stop_ids: tokens that end an answer."""
+        """Reads the vocabulary. vocab: V of the model, at least the tokenizer's. stop_ids: tokens
+        that end an answer."""
         words = tokenizer.for_grammars
         ends = frozenset(stop_ids)
         ids = range(min(vocab, words.vocab_size))

@@ -54,7 +54,7 @@ class CacheSizes:
 
     @property
     def num_positions(self) -> int:
-        """The number of possible positions, with those of drafted tokens after the last page."""
+        """The number of positions that tokens may have; drafted ones may exceed the last page."""
         return self.pages_per_slot * self.page + self.steps
 
 

@@ -184,8 +184,8 @@ class ArrayTensor(Tensor):
     """A tensor in memory, or in a file that is mapped into memory."""
 
     def __init__(self, values: NDArray[Any], scales: NDArray[Any] | None = None) -> None:
-        """values: numbers of any type; uint16 holds the bits of bfloat16. scales: the scales of
-        int8 values, float16 [outputs, ⌈inputs / 32⌉]."""
+        """Wraps an array. values: numbers of any type; uint16 holds the bits of bfloat16. scales:
+        the scales of int8 values, float16 [outputs, ⌈inputs / 32⌉]."""
         self.shape = values.shape
         self._values = values
         self._scales = scales
@@ -217,7 +217,8 @@ class LentRows(Tensor):
     if the target's head is stored so, and are quantised to int8 otherwise."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
-        """head: the target's LM head. ids: the token of each of the draft's rows, rising."""
+        """Takes the target's LM head `head`, and `ids`, the token of each of the draft's rows,
+        rising."""
         self.shape = len(ids), head.shape[1]
         self.bits = head.bits if head.bits < Tensor.bits else INT8_BITS
         self._head = head

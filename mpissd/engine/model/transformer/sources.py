@@ -275,9 +275,9 @@ class GgufTensor(Tensor):
     def __init__(
         self, data: NDArray[np.uint8], kind: int, shape: tuple[int, ...], head_dim: int
     ) -> None:
-        """data: the blocks, [rows, bytes of a row], or [bytes] of a vector. kind: their ggml type.
-        head_dim: the width of a head if the tensor is q or k in llama.cpp's order of rows (rotated
-        pairs adjacent), else 0."""
+        """Wraps a tensor's blocks. data: the blocks, [rows, bytes of a row], or [bytes] of a
+        vector. kind: their ggml type. head_dim: the width of a head if the tensor is q or k in
+        llama.cpp's order of rows (rotated pairs adjacent), else 0."""
         self.shape = shape
         self._data = data
         self._kind = kind
@@ -322,7 +322,7 @@ class GgufFiles:
     that `get` has not returned yet."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
-        """Reads the metadata; raises ConfigError if the file is damaged."""
+        """Reads the metadata; raises ConfigError if damaged. head_dim: the width of a head."""
         self.file = read_gguf(path)
         self.paths = list(self.file.paths)
         self.unread = set(self.file.tensors)

@@ -118,8 +118,8 @@ class Chunk:
     in each element of a vector register."""
 
     def __init__(self, builder: ir.IRBuilder, scales: Any, address: Any, number: Any) -> None:
-        """scales, address: LLVM pointers to the block's word of scales and to the chunk. number:
-        the chunk's number in its block."""
+        """Takes chunk `number` of a block. scales, address: LLVM pointers to the block's word of
+        scales and to the chunk."""
         self._build = builder
         self._scales = scales
         self._address = address
