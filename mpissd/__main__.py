@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-# launch/local.sh has Ctrl-C ignored up to here, as Python's start would print a traceback.
+# launch/local.sh ignores Ctrl-C up to here, as a starting Python would print a traceback.
 # During the imports below Ctrl-C ends the process without a traceback.
 _is_ignored = os.environ.pop("MPISSD_CHECKS", None) is not None
 if __name__ == "__main__" and (_is_ignored or signal.getsignal(2) is signal.default_int_handler):
@@ -49,7 +49,7 @@ HEAD_START_S = 5.0
 HTTP = ("starlette", "uvicorn", "prometheus_client", "httpx")
 ONE_HOST = "MPISSD_ONE_HOST"  # set by launch/env.sh
 # Each command's function, imported when called: --help needs neither NumPy nor MPI.
-FRONTS = {  # called in the process that the user starts, which starts the ranks
+FRONTS = {  # these run in the process that the user starts, which starts the ranks
     "chat": "mpissd.lab.chat:chat",
     "serve": "mpissd.serve.front:serve",
 }

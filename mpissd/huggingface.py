@@ -21,7 +21,7 @@ from mpissd.engine.features.draft_client import DraftClient
 
 @dataclass
 class Candidates:
-    """A CandidateGenerator of transformers 5.19 that returns greedy tokens without logits."""
+    """A CandidateGenerator of transformers 5.19 for greedy draft tokens without logits."""
 
     client: DraftClient
     longest: int  # most tokens of the prompt and the answer together

@@ -5,8 +5,8 @@
 
 The environment variable MPISSD_DRAFT is the path of a draft process's socket, or flags
 (--pair=smollm2) or the whole command of a draft process to start. MPISSD_PATIENCE_MS is the longest
-wait for drafts in a step. Drafts are used only while they save time (MPISSD_ALWAYS=1: always). With
-PROMETHEUS_MULTIPROC_DIR, a folder, counts are published as metrics.
+wait for drafts in a step. Drafts are used only while they save time (MPISSD_ALWAYS=1: always). If
+PROMETHEUS_MULTIPROC_DIR names a folder, counts are published there as metrics.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ PLANNED = (  # flags of a run that hold for every configuration that `plan` comp
 
 @dataclass(frozen=True)
 class PlanConfig(Checked):
-    """Flags of `plan`, which advises on a device and a number of GPUs, or predicts one run."""
+    """Flags of `plan`, which advises how to run on some GPUs of one kind, or predicts one run."""
 
     profile: str | None = flag(
         None,
@@ -123,7 +123,7 @@ class Spec(NamedTuple):
 
     config: type[Checked]
     about: str
-    words: tuple[str, ...] = ()  # flags that arguments without -- give, in order
+    words: tuple[str, ...] = ()  # the flags whose values are the arguments without --
 
 
 SPECS = {
@@ -188,7 +188,7 @@ def parse(arguments: Sequence[str]) -> Command:
     command = Command(name, parse_into(spec.config, given), frozenset(given))
     if name in _ON_A_BACKEND and "device" in given and command.run.backend != "emulated":
         device = f"device={command.run.device} with backend={command.run.backend}"
-        raise ConfigError(f"{device}: allowed: backend=emulated")  # the flag would have no effect
+        raise ConfigError(f"{device}: allowed: backend=emulated")  # --device would have no effect
     return command
 
 

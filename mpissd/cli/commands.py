@@ -25,8 +25,9 @@ from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the best configuration for at most --gpus GPUs. If `given`, the names of the user's
-    flags, has `mode`, predicts only that configuration. A pipe's last line is JSON."""
+    """Prints the best configuration for at most --gpus GPUs. given: names of the flags that the
+    user gave; with `mode` among them, predicts only that configuration. In a pipe the last line is
+    JSON."""
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(
@@ -89,9 +90,9 @@ def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
 def _planned(
     config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
 ) -> RunConfig:
-    """Returns the run's configuration. Flags not in `given` get the values with which the device
-    profile was measured. is_advice: forwards are whole transformers unless flags or profile
-    object."""
+    """Returns the configuration of a run. Flags not in `given` get the values with which the device
+    profile was measured. is_advice: whether to assume whole transformers unless flags or the
+    profile object."""
     flags = covered(profile, config.run.forward)
     is_whole = not profile.forwards or profile.models_others
     is_whole |= any(key.sequences for key in profile.forwards)
@@ -118,7 +119,7 @@ def compare(config: CompareConfig) -> int:
     with LeftOut() as left_out:
         pair = find_pair(places_of, config.b, config.out, left_out) if is_one else None
         if pair is None:
-            left_out.clear()  # drops what the first reading left out
+            left_out.clear()  # forgets rows that find_pair left out
             rows = load_rows([name for name in places_of.split(",") if name], left_out)
     if pair is not None:
         print(Pair.of(*pair))

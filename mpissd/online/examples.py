@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.engine.features.learning import ExamplePart
 
-KEPT = 64  # tokens kept of a distribution; 390 bytes instead of 4 · V in float32
+KEPT = 64  # tokens kept of a distribution, in 390 bytes; all in float32 would take 4 bytes each
 HELD = 8  # 1 in 8 sequences is held out, to test versions of the draft before they are used
 Floats = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ class Memory:
     """A replay buffer with recent sequences to train on, and sequences held out from training."""
 
     def __init__(self, capacity: int, held: int = 32, seed: int = 0) -> None:
-        """capacity: most sequences to train on; the oldest are dropped. held: most held out."""
+        """capacity: most sequences to train on; the oldest are dropped. held: the most held out."""
         self.trained: list[Example] = []
         self.held: list[Example] = []
         self.num_seen = 0
@@ -79,7 +79,7 @@ class Memory:
 
 
 class Collector:
-    """Builds each sequence's training example from the parts that arrive round by round."""
+    """Builds each sequence's training example from its parts, which arrive round by round."""
 
     def __init__(self, stop_ids: Iterable[int] = (), kept: int = KEPT) -> None:
         """stop_ids: tokens that end an answer. kept: how many tokens of a distribution to keep."""
@@ -89,8 +89,8 @@ class Collector:
         self.dropped = 0  # number of sequences for which a round is missing
 
     def add(self, parts: Sequence[ExamplePart]) -> list[Example]:
-        """Takes the parts of one round; returns the examples of sequences that have no part in it,
-        since these have ended."""
+        """Takes the parts of one round; returns the examples of sequences that have no part in this
+        round, since these sequences have ended."""
         names = {part.name for part in parts}
         ended = [self._live.pop(name) for name in [*self._live] if name not in names]
         for part in parts:

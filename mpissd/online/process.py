@@ -1,9 +1,9 @@
 """A learner's rank: receives training examples from the lead rank, has a trainer process learn from
 them, and sends new weights to the draft rank.
 
-The trainer is a child process, so that this rank always answers at once. It gets Examples, and
-returns versions, (number, packed weights), and reports, which are dicts. Messages are pickled; this
-rank never waits for one.
+The trainer is a child process, so that this rank always answers at once. The trainer gets Examples,
+and sends back versions of the weights, (number, packed weights), and reports, which are dicts.
+Messages are pickled; this rank never waits for one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class TrainerProcess:
             self.dropped += 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """Returns the newest version since the last call, (number, packed weights), or None."""
+        """Returns the newest version of the weights since the last call (number, packed) or
+        None."""
         try:
             return self._newest.popleft()  # atomic, so no newer version is lost
         except IndexError:
@@ -158,7 +159,8 @@ def learn(config: RunConfig, comms: LearnerComms) -> int:
 
 
 def relay(comms: LearnerComms, trainer: TrainerProcess, collector: Collector) -> None:
-    """Passes examples to the trainer, its versions to the draft rank, until the lead says stop."""
+    """Passes examples to the trainer, and new versions of the weights to the draft rank, until the
+    lead rank says stop."""
     parts: Iterator[Bytes] = iter(())  # pieces of the current version that are not sent yet
     sending: Any = None  # the MPI request of a piece, and the piece
     fault = None

@@ -55,7 +55,7 @@ from mpissd.learn.llama import (
 from mpissd.online.examples import Example, Memory
 from mpissd.online.process import receive, send
 
-CROSS_ENTROPY = 0.3  # weights of the two parts of the loss, as in the late steps of learn.train
+CROSS_ENTROPY = 0.3  # weight of the cross-entropy in the loss; next, that of the total variation
 VARIATION = 3.0
 DITHER = 0  # seed of the random numbers by which weights are rounded
 ERRORS = 2.0  # a new version must be better by so many standard errors (docs/online.md)
@@ -79,9 +79,9 @@ class Student:
     ) -> None:  # fmt: skip
         """Reads the weights of the models named `draft` and `target`.
 
-        seed: of random weights. rate: the learning rate, reached after ten steps. longest:
-        positions of a sequence that are used. exact: exports float16 even if the draft's files are
-        int8, for a draft whose device computes with float16 (CuPy).
+        seed: of random weights. rate: the learning rate, reached after ten steps. longest: how many
+        positions of a sequence are used. exact: whether to export float16 even if the draft's files
+        are int8, for a draft whose device computes with float16 (CuPy).
         """
         self.source: Checkpoint = open_checkpoint(draft, seed, target)
         config = self.source.config
@@ -234,7 +234,8 @@ class Student:
 
 @dataclass
 class Counts:
-    """Counts of what a learner has done. tokens: those of all sequences, prompts included."""
+    """Counts of what a learner has done. tokens: of all sequences, prompts included. positions:
+    those with a distribution of the target. published, refused: versions of the weights."""
 
     sequences: int = 0
     tokens: int = 0
@@ -248,7 +249,7 @@ class Counts:
 @dataclass
 class Learner:
     """Trains a draft on sequences as they arrive, and keeps its last published version. batch: how
-    many sequences a training step has. steps: training steps for a new sequence (.25: 1 for 4)."""
+    many sequences a training step has. steps: training steps for a new sequence; may be below 1."""
 
     student: Student
     batch: int = 4
@@ -256,17 +257,17 @@ class Learner:
     memory: Memory = field(default_factory=lambda: Memory(4096))
 
     def __post_init__(self) -> None:
-        # "diverged": a loss or weight was not finite; training resumed from the last version.
-        # "refused": on held-out sequences the latest version was not significantly better.
+        # State "diverged": a loss or weight was not finite; training resumed from the last version.
+        # State "refused": on held-out sequences the latest version was not significantly better.
         self.state = "learning"
         self.counts = Counts()
-        self.agreement: float | None = None  # of the last tested version with the target
+        self.agreement: float | None = None  # with the target; of the last tested version
         self.in_use = self.student.copy()
         self._new = self._bad = 0
         self._due = 0.0
 
     def add(self, example: Example) -> None:
-        """Stores a finished sequence, and makes `steps` training steps due."""
+        """Stores a finished sequence; `steps` more training steps are due if it is trained on."""
         self.counts.sequences += 1
         self.counts.tokens += len(example.tokens)
         self.counts.positions += len(example.at)
@@ -291,7 +292,7 @@ class Learner:
         return is_finite
 
     def _diverge(self) -> None:
-        """Makes training go on from the last published version."""
+        """Makes training go on from the last published version, after a value was not finite."""
         self.state = "diverged"
         self._due = 0.0
         self.counts.diverged += 1
@@ -329,8 +330,9 @@ class Learner:
 
 
 def paired(mine: Counted, other: Counted) -> tuple[float, float]:
-    """Returns the difference of two shares, and its standard error (ratio estimate with n − 1
-    degrees of freedom). mine, other: two versions' (right, all) of n ≥ 2 sequences, [n, 2]."""
+    """Returns by how much the share of right tokens of one version exceeds that of another, and the
+    standard error of this difference (ratio estimate with n − 1 degrees of freedom). mine, other:
+    the two versions' numbers of right and of all tokens by sequence, n ≥ 2, [n, 2]."""
     total = other[:, 1].sum()
     n = len(other)
     gains = mine[:, 0] - other[:, 0]
@@ -359,7 +361,7 @@ def main(settings: str) -> int:
     arguments of Student.
     """
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps what libraries print out of the messages
+    os.dup2(2, 1)  # what libraries print goes to stderr, not into messages
     given = json.loads(settings)
     torch.set_num_threads(given.pop("threads"))
     torch.set_float32_matmul_precision("high")
@@ -390,7 +392,7 @@ def main(settings: str) -> int:
         work = {"state": learner.state, **asdict(counts)}
         send(out, {**work, "held_out_agreement": learner.agreement, **since_start})
 
-    gpu = None  # its id in the form of DeviceInfo.uuid
+    gpu = None  # the GPU's id in the form of DeviceInfo.uuid
     if device != "cpu":
         gpu = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', None)}"
     since_start: dict[str, Any] = {"gpu": gpu, "ready_s": age()}

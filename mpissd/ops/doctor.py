@@ -51,11 +51,11 @@ Facts = dict[str, Any]  # JSON about one rank, or the report of all ranks
 MARK = "mpissd-doctor "  # begins each line of rank 0's reports on stdout
 NOT_PASSED = ("dry_run", "progress")  # flags that are not passed on to the ranks
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
-_LOAD_S = 0.5  # how long the load of the CPUs is measured
-_GRACE_S = 2.0  # time for a child process to end after a signal
-_MORE_S = 10.0  # time for mpirun to start and to end, in addition to the deadline
+_LOAD_S = 0.5  # seconds for which the load of the CPUs is measured
+_GRACE_S = 2.0  # seconds for a child process to end after a signal
+_MORE_S = 10.0  # seconds, added to the deadline, for mpirun to start and to end
 _SHM_A_RANK = 32 << 20  # bytes of shared memory that MPI and NCCL need for each rank
-# begins a traceback's last line
+# Matches how the last line of a traceback begins.
 _RAISED = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception|Exit): ")
 _CUPY = "make venv, or pip install 'mpissd[cuda13]' (mpissd[cuda12] before driver 580 or Turing)"
 _INSTALL = "pip install 'mpissd[mpi]', or load your cluster's MPI (module load openmpi)"
@@ -196,7 +196,7 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
 
 
 def _of_gpus(gpus: Sequence[str], error: str) -> Iterator[Finding]:
-    """Yields findings: the host's GPUs, a driver that does not answer, GPUs without CuPy."""
+    """Yields findings about the host's GPUs: their number, a mute driver, a missing CuPy."""
     if error:
         fix = "nvidia-smi has to answer: driver >= 525; reload it, reboot, or ask your site"
         yield Finding("driver", error, WARN, fix)
@@ -340,7 +340,8 @@ def installed() -> tuple[dict[str, tuple[str, str]], str]:
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
-    """Returns each GPU's "name, driver", and why there are none; ([], "") without nvidia-smi."""
+    """Returns a text "name, driver" for each GPU, and why none was found or "" (also if no
+    nvidia-smi)."""
     if shutil.which(command) is None:
         return [], ""
     out, problem = ask([command, "--query-gpu=name,driver_version", "--format=csv,noheader"])
@@ -350,8 +351,8 @@ def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
 
 
 def last_report(out: str, problem: str) -> Facts:
-    """Returns the last report in mpirun's output `out`. Without a report, returns one that has only
-    an error. problem: why mpirun failed, or ""."""
+    """Returns the last report in mpirun's output `out`, or one with only an error if there is none.
+    problem: why mpirun failed, or ""."""
     for line in reversed(out.splitlines()):
         with suppress(ValueError):  # the line is no report, or was cut off
             report: Facts = json.loads(line.partition(MARK)[2])

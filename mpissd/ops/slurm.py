@@ -34,19 +34,20 @@ SHARED = "GPU-shared"  # Bridges-2's partition for jobs on a part of one node
 WHOLE = "GPU"  # Bridges-2's partition for jobs on whole nodes
 _MOST_SHARED = 4
 _GPUS_A_NODE = 8
-_DGX2 = ("v100-32", 16)  # whole nodes have 8 GPUs, except one node with 16
+_DGX2 = ("v100-32", 16)  # type and number of the GPUs in the one node that has 16 rather than 8
 _DEFAULT_CPUS = 5
 CLUSTERS = ("bridges2", "other")
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request to Slurm. Where a field is None, the script's header or the cluster's default
-    decides.
+    """A request to Slurm for a job. Where a field is None, the script's header or the cluster's
+    default decides.
 
-    header: the options in the script's #SBATCH lines. ranks: how many MPI ranks, each with a GPU if
-    needs_gpus (a GPU partition is asked for GPUs in any case). exports: environment variables that
-    the job gets in addition. extra: further sbatch options. flags: the script's arguments.
+    script: path of the job's script. header: the options in its #SBATCH lines. ranks: how many MPI
+    ranks, each with a GPU if needs_gpus (a GPU partition is asked for GPUs in any case). exports:
+    environment variables that the job gets in addition. extra: further sbatch options. flags: the
+    script's arguments.
     """
 
     script: str
@@ -67,7 +68,8 @@ class JobRequest:
     needs_gpus: bool = True
 
     def command(self) -> list[str]:
-        """Returns the words of the sbatch command, without options of the script's header."""
+        """Returns the words of the sbatch command; options that the script's header has are left
+        out."""
         options = self.resolve().items()
         given = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
         return ["sbatch", *given, *self.extra, self.script, *self.flags]

@@ -31,13 +31,13 @@ _TICK_S = 0.5
 _WAKE_S = 0.01  # sleep between two checks while a decision about a fault is due
 _STATUS_S = 0.3  # longest wait for the exit status of a rank that has ended
 _ORDERED_S = 0.3  # longest time for all ranks to end after the launcher has signalled them
-# Time from a rank's death to its launcher's, if that was ended; otherwise 0.25 s or longer.
+# If the launcher was killed, it is gone within these seconds after its ranks; else 0.25 s later.
 _SWEEP_S = 0.2
-_OTHERS_S = 3.0  # delay of a doubtful report, since another host's watchdog may know the cause
+_OTHERS_S = 3.0  # delay of a doubtful report, in s, as another host's watchdog may know the cause
 _ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
 _END_S = 1.5  # time for a rank to end after the watchdog's order to end
 _LINGER_S = 60.0  # longest wait for the first rank, or for further ranks after the job's end
-_MPI_S = 5.0  # the start and the end of MPI may take so long, even if the deadline is shorter
+_MPI_S = 5.0  # seconds that MPI may take to start or to end, even if the deadline is shorter
 _ELSEWHERE = "; a rank of another host may be why"
 
 
@@ -46,16 +46,16 @@ class Peer:
 
     def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
         """Takes over a rank's connection, and the descriptor `page` of its shared memory page,
-        which it closes. about: the first message of the rank, sent by guard.join."""
+        which is closed. about: the first message of the rank, sent by guard.join."""
         self.link = link
         self.pid = pid
         self.about = about
         self.rank: int = about["rank"]
-        self.page = mmap.mmap(page, SIZE)  # the rank's stage, activity and wait (common/stage.py)
+        self.page = mmap.mmap(page, SIZE)  # bytes: the rank's stage, its activity, is it waiting
         os.close(page)
         self._pidfd = process.open_pidfd(pid)
         self.is_closed = False  # whether the rank has closed the connection
-        self.ordered: int | None = None  # a signal to the rank from launcher or user
+        self.ordered: int | None = None  # the signal that launcher or user sent to the rank
         self.ordered_at = 0.0
         self.left: int | None = None  # the exit code that the rank announced
         self.left_at = float("inf")
@@ -85,8 +85,8 @@ class Peer:
 
     @property
     def is_unclear(self) -> bool:
-        """Whether to judge the rank's end later, since its exit status may still come or, if MPI
-        had not started, the news that the launcher ended first."""
+        """Whether it is too early to judge the rank's end: its exit status may still come or, if
+        MPI had not started, the news that the launcher had ended before."""
         is_sudden = self.page[STAGE] == Stage.START and not self.ordered
         return (self.status is None or is_sudden) and not self.in_good_order
 
@@ -131,17 +131,17 @@ class Warden:
         self.peers: dict[int, Peer] = {}  # by rank
         self._events = selectors.DefaultSelector()
         self._verdict: Fault | None = None
-        self._held: tuple[float, Fault] | None = None  # (when to report, fault)
+        self._held: tuple[float, Fault] | None = None  # (time at which to report it, fault)
         self._end_at = self._kill_at = float("inf")
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: first rank
         self._lingers = False
         self._launcher = 0  # the launcher's pid; 0 if there is none to watch
         self._parent = os.getpid()  # the pid of a launcher that is the ranks' parent
-        # when the launcher, as the ranks' parent, was seen to be gone
+        # time at which the launcher, the parent of the ranks, was first seen to be gone
         self._swept_at = float("inf")
         self._stderr: int | None = None  # a descriptor of the launcher's own stderr
         self._is_file = False  # whether the launcher's stderr is a regular file
-        self._is_front = False  # whether that launcher is mpirun itself, not one of its daemons
+        self._is_front = False  # whether the launcher is mpirun itself, not one of its daemons
 
     @property
     def alive(self) -> list[Peer]:
@@ -149,7 +149,7 @@ class Warden:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """The joining message of any rank; its fields about the job are equal for all ranks."""
+        """The first message of any rank; its fields about the job are equal for all ranks."""
         return next(iter(self.peers.values())).about if self.peers else {}
 
     @property
@@ -176,8 +176,8 @@ class Warden:
             self._act(monotonic())
 
     def _is_needed(self, now: float) -> bool:
-        """Returns whether this process is still needed: a rank runs, is to be judged, or may yet
-        join. A rank that joins after the job has ended is ordered to end."""
+        """Returns whether this process is still needed, because a rank runs, may yet join, or has
+        ended and is not judged yet. A rank that joins after the job has ended is ordered to end."""
         if self.alive:
             return True
         if not self.peers:
@@ -187,7 +187,7 @@ class Warden:
             return now < last + 2 * _STATUS_S
         if len(self.peers) == self._about.get("local_size") or not self._launcher:
             return False
-        if not self._lingers:  # the launcher waits for all holders of its ranks' stderr
+        if not self._lingers:  # closes the ranks' stderr, for whose end the launcher waits
             self._lingers = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         return now < last + _LINGER_S and not process.is_gone(self._launcher)
@@ -213,8 +213,7 @@ class Warden:
                 fields = process.stat(launcher)
                 if fields is not None and process.name(launcher).startswith("hydra_"):
                     above = fields[1]  # MPICH's launcher starts ranks by a proxy, its child
-                # A launcher that the user ends forwards nothing, so this process writes to its
-                # stderr.
+                # A launcher that the user ends forwards nothing, so faults go to its own stderr.
                 with suppress(OSError):
                     mode = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY
                     self._stderr = os.open(f"/proc/{above}/fd/2", mode)
@@ -236,7 +235,7 @@ class Warden:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # the rank left messages unread; read its own
+            except ConnectionResetError:  # the rank ended with unread messages
                 continue
             except OSError:
                 text = b""
@@ -282,7 +281,7 @@ class Warden:
 
     def _look(self, now: float) -> None:
         """Reports ranks that ended early, are stopped, did not start or do not end."""
-        if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, perhaps with all ranks
+        if now - self._looked_at > 4 * _TICK_S:  # this process was stopped, perhaps like its ranks
             for peer in self.alive:
                 peer.stopped_at = None
         self._looked_at = now
@@ -334,15 +333,17 @@ class Warden:
 
     def dead(self) -> Fault | None:
         """Returns the fault of the first rank that ended early without a signal from the launcher
-        or a user. If all such ranks got a signal, the fault says so and has no culprit."""
+        or a user. If all ranks that ended early got a signal, the fault says so and has no culprit.
+        Returns None if no rank ended early, or if one ended with the error code that it had
+        announced."""
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
-            return None  # all ranks agreed to fail, and the launcher ends the others
+            return None  # a rank ended with the error code that all ranks had agreed on
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for peer in (p for p in odd if not (p.ordered or self._was_swept(p))):
             line = peer.hang or f"{peer} {peer.how()} in {self._phase(peer)}"
             if peer.status and os.WIFEXITED(peer.status) and not self._is_whole_job:
-                line += _ELSEWHERE  # MPI ends a rank that loses its connection to another
+                line += _ELSEWHERE  # MPI ends a rank when its connection to another rank breaks
             return Fault(line, peer)
         if not odd:
             return None
@@ -360,8 +361,9 @@ class Warden:
         return Fault(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
-        """Returns whether a rank was killed before MPI had started because its launcher ended. Open
-        MPI then sends SIGTERM and SIGKILL, and the rank may have seen only one of the two."""
+        """Returns whether the end of the launcher killed the rank before MPI had started. Open MPI
+        then sends SIGTERM and SIGKILL to its ranks, and the rank may have seen only one of the
+        two."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
@@ -390,7 +392,7 @@ class Warden:
 
     def _limit_s(self, peer: Peer) -> float:
         """Returns how many seconds the rank may be stopped. The limit is shorter if the job can go
-        on without it, so that the ranks that wait for it do not reach their deadline first."""
+        on without the rank, so that ranks that wait for it do not reach their deadline first."""
         return self._deadline_s / (2 if self.can_do_without(peer) else 1)
 
     @property
@@ -403,15 +405,16 @@ class Warden:
         return Fault(f"{line} (--deadline_s={self._deadline_s:g})", peer)
 
     def _unless_stopped(self, verdict: Fault, now: float) -> Fault:
-        """Returns the fault of a stopped rank if there is one, else `verdict`."""
+        """Returns the fault of a stopped rank if a rank is stopped, else `verdict`."""
         for peer in self.alive:
             if peer.stopped_at is not None:
                 return self._stopped_verdict(peer, peer.stopped_at, now)
         return verdict
 
     def waited(self, detector: Peer, text: str, now: float) -> Fault:
-        """Returns the fault after rank `detector` waited in vain for the event `text`. At fault is
-        a stopped rank, or else the only rank that is not waiting, or else the detector."""
+        """Returns the fault after rank `detector` waited in vain for the event `text`. The culprit
+        is a stopped rank if there is one, else the only rank that is not waiting, else the
+        detector."""
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
@@ -451,10 +454,10 @@ class Warden:
                 self._print(verdict)
 
     def _print(self, verdict: Fault) -> None:
-        """Prints a fault on this process's stderr, which the launcher forwards, or on the
-        launcher's own. The latter comes first for a late fault, since a launcher that is ending a
-        job may drop what it should forward, and for the user's mpirun unless its stderr is a file,
-        which the launcher may overwrite."""
+        """Prints a fault on this process's stderr, which the launcher forwards, or, if that fails,
+        on the launcher's own. The order is reversed for a late fault, since a launcher that is
+        ending a job may drop what it should forward, and for the user's mpirun unless its stderr is
+        a file, which it may overwrite."""
         line = f"mpissd: {verdict.line}\n".encode(errors="backslashreplace")
         is_direct = verdict.late or (self._is_front and not self._is_file)
         for fd in (self._stderr, 2) if is_direct else (2, self._stderr):
