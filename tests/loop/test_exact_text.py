@@ -24,6 +24,7 @@ V = 4
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
 FORKED, SMALL = Shape((0, 0, 1, 1)), Shape((0, 0, 1))
 PENALTIES = ((2, -1.0), (3, 0.7)), 0.9, 0.6  # bias, presence, frequency
+FEWER = ((2, -1.0),), 0.9, 0.6
 
 
 def text_pair(home: Path, vocab: int = V, **told: Any) -> TextPair:
@@ -66,10 +67,21 @@ def enumerated(pair: TextPair, count: int = 3, **told: Any) -> Found:
         ({"tree": Shape((0, 0)), "lookahead": 1}, {CACHE, JIT}),
         ({"penalties": PENALTIES}, {CACHE, JIT}),
         ({"penalties": PENALTIES, "mode": "sd", "tree": SMALL}, {JIT}),
+        ({"is_parallel": True}, {CACHE, JIT}),
+        ({"is_parallel": True, "temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
+        ({"is_parallel": True, "tree": SMALL, "fan_out": (1,) * 4}, {CACHE, JIT}),
+        ({"is_parallel": True, "lookahead": 3, "vocab": 3, "top_p": 0.8}, {CACHE, JIT}),
+        ({"is_parallel": True, "lookahead": 3, "vocab": 3, "mode": "sd"}, {JIT}),
+        (
+            {"is_parallel": True, "vocab": 3, "mode": "sd", "tree": FORKED, "penalties": FEWER},
+            {JIT},
+        ),
     ],
 )
-def test_the_law_of_text(base: TextPair, changed: dict[str, object], sources: set[Source]) -> None:
-    found = enumerated(replace(base, **changed))  # type: ignore[arg-type]
+def test_the_law_of_text(
+    base: TextPair, three: TextPair, changed: dict[str, Any], sources: set[Source]
+) -> None:
+    found = enumerated(replace(three if "vocab" in changed else base, **changed))
     assert {source for rows in found.served for source, _ in rows} == sources
     assert abs(sum(found.law.values()) - 1) < 1e-9 and found.bias <= EXACT
 
@@ -92,12 +104,14 @@ def test_a_draft_of_fewer_tokens_loses_nothing(narrow: TextPair) -> None:
         {"mode": "sd", "tree": FORKED},
         {"forces": True},
         {"forces": True, "mode": "sd"},
-        {"forces": True, "tree": SMALL},
+        {"forces": True, "tree": SMALL, "fan_out": (1,) * 4},
+        {"forces": True, "is_parallel": True},
+        {"forces": True, "is_parallel": True, "tree": SMALL, "fan_out": (1,) * 4},
     ],
 )
 def test_the_law_of_grammars(base: TextPair, narrow: TextPair, changed: dict[str, object]) -> None:
     """The texts of four tokens 0 … 3 are 64 without the grammar."""
-    for pair in (base, narrow)[: 2 - len(changed)]:
+    for pair in (base,) if changed else (base, narrow):
         found = enumerated(replace(pair, has_grammar=True, **changed))  # type: ignore[arg-type]
         assert 4 < len(found.law) < 50 and found.bias <= EXACT
 
@@ -141,31 +155,6 @@ class OtherHead(WatchedText):
 
     def _named(self, entry: int) -> int:
         return entry
-
-
-PARALLEL_TREE = {"tree": SMALL, "fan_out": (1,) * 4}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"mode": "sd", "vocab": 3, "lookahead": 3},
-        {"vocab": 3, "lookahead": 3, "fan_out": (1,) * 4, "top_p": 0.8},
-        {"temperature": 0.5, "saguaro_c": 0.3},
-        PARALLEL_TREE,
-        {"mode": "sd", "vocab": 3, "tree": FORKED},
-        {"has_grammar": True, "forces": True},
-        {"has_grammar": True, "forces": True, **PARALLEL_TREE},
-        {"mode": "sd", "vocab": 3, "tree": FORKED, "penalties": (((2, -1.0),), 0.9, 0.6)},
-    ],
-)
-def test_the_law_of_drafts_in_one_forward(
-    base: TextPair, three: TextPair, changed: dict[str, Any]
-) -> None:
-    """The tokens of a draft are drawn from distributions that know none of the others."""
-    pair = replace(three if "vocab" in changed else base, **changed, is_parallel=True)
-    assert enumerated(pair).bias <= EXACT
 
 
 def test_biased_parallel_drafts_are_found(

@@ -171,8 +171,6 @@ def test_what_cannot_draft_in_one_forward_is_refused(answered: Answered) -> None
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"lookahead": 9}, "lookahead=9 .* draft=draft: allowed: at most 7 . 1, its mask tokens"),
         ({"draft": answered.pair.target}, "draft=target: it has no mask tokens: allowed: a draft"),
-        ({"backup": "fast"}, "with backup=fast: allowed: backup=jit"),
-        ({"learners": 1}, "with learners=1: allowed: learners=0"),
         ({"backup_lookahead": 2}, "backup_lookahead=2 .*: allowed: 4, which one forward drafts"),
     ]
     for flags, told in refusals:
