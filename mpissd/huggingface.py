@@ -45,9 +45,9 @@ class Candidates:
 def drafted(
     model: Any, where: str, lookahead: int, patience_s: float = 0.2, longest: int = 4096
 ) -> Iterator[DraftClient]:
-    """Makes the model's `generate` use a draft process inside the block. The arguments after
-    `model` are those of DraftClient: where: socket path or flags of the draft; lookahead: K;
-    patience_s: the longest wait for drafts; longest: the most tokens of a sequence."""
+    """Makes the model's `generate` use a draft process inside the block. where: the process's
+    socket, or flags for a new process. lookahead: K, the most draft tokens of a step. patience_s:
+    the longest wait for draft tokens. longest: the most tokens of a sequence."""
     client = DraftClient(where, lookahead, patience_s, 1, longest)
 
     def generator(generation_config: Any, **_: object) -> Candidates:

@@ -454,8 +454,8 @@ class RunConfig(  # dataclass fields come from the last base class first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds flags that a prompt or pair implies, and the shipped pair's measured K and F on
-        CPUs."""
+        """Adds flags that a prompt or pair implies; on CPUs also the shipped pair's measured K and
+        fan-out."""
         return with_measured(with_text(super().completed(flags)))
 
     @property
@@ -475,7 +475,7 @@ class RunConfig(  # dataclass fields come from the last base class first
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to decode in a sequence (None: all); 256 for text with no other limit."""
+        """The most tokens to decode in a sequence, or None; 256 for text without another limit."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None
         return _ANSWER_TOKENS if unlimited else self.num_tokens
 

@@ -260,7 +260,8 @@ def read(
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Makes a `kind`, and the configurations in it, from {flag: text}. Raises ConfigError."""
+    """Makes a configuration of class `kind`, contained ones too, from {flag: text}. Raises
+    ConfigError."""
     fields = flags_of(kind)
     for name in flags:
         if name not in fields:

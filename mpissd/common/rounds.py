@@ -229,9 +229,10 @@ class Speculation:
         is_lost: bool = False,
         drawn_from: Mapping[int, Sequence[Any]] = _NO_DISTRIBUTIONS,
     ) -> None:
-        """version: the version of the draft's weights, 0 for those that were loaded. is_lost: the
-        distributions from which tokens with q < 1 were drawn are lost, so these tokens cannot be
-        verified. drawn_from: these distributions [V] by batch row, on the rank that drafted."""
+        """version: the version of the draft's weights, 0 for those that were loaded. is_lost:
+        whether the distributions from which tokens with q < 1 were drawn are lost, so that these
+        tokens cannot be verified. drawn_from: {row of the batch: its tokens' distributions [V]} on
+        the rank that drafted."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled

@@ -189,8 +189,7 @@ class DraftLog:
         self.stored_s = stored_s
 
     def drafted(self, seconds: float | None) -> None:
-        """Stores how many seconds drafting the round's tokens took; None if the speculation cache
-        had some."""
+        """Stores the seconds of drafting this round's tokens; None if a cache hit supplied some."""
         self._draft_s = _UNKNOWN if seconds is None else seconds
 
     def growth_begins(self) -> None:

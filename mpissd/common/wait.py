@@ -27,7 +27,7 @@ _NAP_S = 20e-6  # seconds of a sleep between two polls
 _LONG_S = 5e-3  # seconds after which a wait is shown to the watchdog and sleeps longer
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
-_ASLEEP_S = 1.0  # seconds between polls above which this process was stopped (SIGSTOP)
+_ASLEEP_S = 1.0  # if polls are more seconds apart, this process was stopped (SIGSTOP)
 
 
 def sharpen_sleep() -> None:
@@ -43,8 +43,8 @@ class Overdue(FaultError):
 @contextmanager
 def within(seconds: float, what: str) -> Iterator[None]:
     """Ends the process with exit code 5 and one line about `what` if the block takes longer than
-    `seconds`. For calls that cannot be polled, such as the teardown of a library. The launcher then
-    ends the other ranks."""
+    `seconds`; meant for calls that cannot be polled, such as the teardown of a library. The
+    launcher then ends the other ranks."""
 
     def give_up() -> None:
         text = f"{what}: not over after {seconds:.0f} s (--deadline_s)"
@@ -68,8 +68,8 @@ class Waiter:
     spinning and 12.9 ms with sleeps, where 12.5 ms were ideal."""
 
     def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
-        """deadline_s: the longest wait. spin: polls without sleeping. Otherwise a wait polls
-        without sleeping only in its first spin_s seconds."""
+        """deadline_s: the longest wait. spin: whether to poll without ever sleeping; otherwise a
+        wait polls without sleeping only in its first spin_s seconds."""
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s

@@ -142,10 +142,10 @@ class ModelDraft(_Draft):
         return Optimizer(name, self.trained, [self.weights.head, self.masks])
 
     def mask_rows(self, anchors: Tensor, length: int) -> MaskRows:
-        """Returns the rows of mask tokens that a forward computes after a sequence's `length` real
-        rows. anchors: int64 [b, a], positions of real tokens, each of which all J mask tokens
-        follow. The j-th mask token has the j-th position after its anchor; it attends the real rows
-        up to the anchor, and the first j mask tokens of the same anchor."""
+        """Returns the rows of the draft's mask tokens that a forward computes after a sequence's
+        `length` real rows. anchors: int64 [b, a], positions of real tokens, each of which all mask
+        tokens follow. The j-th mask token has the j-th position after its anchor; it attends the
+        real rows up to the anchor, and the first j mask tokens of the same anchor."""
         num = len(self.masks)
         device = anchors.device
         row = torch.arange(num * anchors.shape[1], device=device)
@@ -469,7 +469,8 @@ def continued(target: Llama, draft: Checkpoint) -> Llama:
 
 def first_masks(embedding: Tensor, count: int, seed: int, kept: Any = ()) -> Tensor:
     """Returns the trainable embeddings of `count` mask tokens, [count, hidden]. The first ones are
-    `kept` from an earlier draft; the rest are the mean of the target's embedding with noise."""
+    copied from `kept`, of an earlier draft; the rest start at the mean of the target's embedding,
+    with noise."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, embedding.shape[1], generator=generator).to(embedding.device)
     masks = embedding.float().mean(0) + INITIAL * noise
@@ -483,7 +484,7 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Llam
     generator = torch.Generator().manual_seed(seed)
     shape = config.shape
     hidden = shape.hidden
-    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # for products added to the residual
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # scale of weights before residual sums
     sizes = [
         (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
         (hidden, shape.q_width, residual),

@@ -21,9 +21,9 @@ Tensor = Any
 
 
 class LlamaLayer(NamedTuple):
-    """A decoder layer's weights. qkv and gate_up are joined matrices. bias: that of q, k and v
-    (Qwen2.5). norm_q, norm_k: [head_dim] (Qwen3). A field is None if the architecture does not have
-    it."""
+    """A decoder layer's weights; None where the architecture has none. qkv, gate_up: joined
+    matrices. bias: that of q, k and v (Qwen2.5). norm_q, norm_k: weights of RMSNorm, [head_dim]
+    (Qwen3)."""
 
     qkv: Tensor
     o: Tensor
@@ -46,9 +46,9 @@ class Llama(NamedTuple):
 
 
 class MaskRows(NamedTuple):
-    """Rows of mask tokens behind n real tokens, which never attend them. x: embeddings [b, r,
-    hidden]. cos, sin: [b, r, 1, d]. seen: which of the n real and r mask rows each mask row
-    attends, bool [b, 1, g · r, n + r], repeated for the g query heads of a KV head."""
+    """Rows of r mask tokens, which a forward computes behind n real tokens. x: embeddings [b, r,
+    hidden]. cos, sin: RoPE's values by position, [b, r, 1, d]. seen: which of the n + r rows each
+    mask row attends, bool [b, 1, g · r, n + r], repeated for the g query heads of a KV head."""
 
     x: Tensor
     cos: Tensor
@@ -96,8 +96,8 @@ class Blocks:
         return (x.float() * cos + turned * sin).to(self.dtype)
 
     def back(self, x: Tensor, attended: Tensor, w: LlamaLayer) -> Tensor:
-        """Computes a layer after its attention: returns the residual x with the output projection
-        of `attended`, and the feed-forward block, added."""
+        """Computes the part of a layer after attention. Returns the residual x, to which the output
+        projection of `attended` and then the feed-forward block's result are added."""
         x = x + self.product(attended, w.o).to(x.dtype)
         gate, up = self.product(self.norm(x, w.norm_ffn), w.gate_up).chunk(2, -1)
         return x + self.product(F.silu(gate) * up, w.down).to(x.dtype)

@@ -60,7 +60,7 @@ def|import math
 def|def solve(values: list) -> int:
     \"\"\"|class
 """
-# How often a user's message begins in each way, relative to the sum.
+# Relative frequencies of the four ways in which a user's message begins.
 SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
 RANKS = 20_000  # token ids among which words are looked for; frequent ones have low ids
 _WORD = re.compile(" [a-z]{4,}")

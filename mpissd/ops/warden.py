@@ -29,13 +29,13 @@ from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Stage, words
 
 _TICK_S = 0.5
 _WAKE_S = 0.01  # sleep between two checks while a decision about a fault is due
-_STATUS_S = 0.3  # longest wait for the exit status of a rank that has ended
-_ORDERED_S = 0.3  # longest time for all ranks to end after the launcher has signalled them
+_STATUS_S = 0.3  # longest wait, in s, for the exit status of a rank that has ended
+_ORDERED_S = 0.3  # longest time, in s, in which all ranks end after a signal from the launcher
 # If the launcher was killed, it is gone within these seconds after its ranks; else 0.25 s later.
 _SWEEP_S = 0.2
 _OTHERS_S = 3.0  # delay of a doubtful report, in s, as another host's watchdog may know the cause
-_ABORT_S = 2.0  # time for a failed rank to abort the job with its own exit code
-_END_S = 1.5  # time for a rank to end after the watchdog's order to end
+_ABORT_S = 2.0  # seconds for a failed rank to abort the job with its own exit code
+_END_S = 1.5  # seconds for a rank to end after the watchdog's order to end
 _LINGER_S = 60.0  # longest wait for the first rank, or for further ranks after the job's end
 _MPI_S = 5.0  # seconds that MPI may take to start or to end, even if the deadline is shorter
 _ELSEWHERE = "; a rank of another host may be why"
@@ -162,7 +162,8 @@ class Warden:
         return sorted(set(range(self._about["size"] * self._is_whole_job)) - set(self.peers))
 
     def run(self, listener: socket.socket) -> None:
-        """Watches the ranks that connect to `listener` until all have ended, and no more can."""
+        """Watches the ranks that connect to `listener` until all have ended and no further rank can
+        join."""
         self._events.register(listener, selectors.EVENT_READ)
         while self._is_needed(monotonic()):
             is_urgent = any(peer.gone or peer.is_closed for peer in self.peers.values())
@@ -361,9 +362,9 @@ class Warden:
         return Fault(line + self._about.get("hint", ""), late=True)
 
     def _was_swept(self, peer: Peer) -> bool:
-        """Returns whether the end of the launcher killed the rank before MPI had started. Open MPI
-        then sends SIGTERM and SIGKILL to its ranks, and the rank may have seen only one of the
-        two."""
+        """Returns whether the launcher, while it ended, killed the rank before MPI had started.
+        Open MPI's launcher then sends SIGTERM and SIGKILL, of which the rank may have seen only
+        one."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
@@ -445,8 +446,8 @@ class Warden:
         return self._unless_stopped(Fault(line, culprit), now)
 
     def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
-        """Prints the first fault, and orders ranks to end `grace_s` seconds later; ignores
-        others."""
+        """Prints the first fault, and orders ranks to end `grace_s` seconds later; ignores later
+        ones."""
         if self._verdict is None:
             self._verdict = verdict
             self._end_at = monotonic() + grace_s

@@ -48,7 +48,7 @@ class Driver(RoundObserver):
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round
-        # The tokens to send, and the round to show the controller, when the next forward runs.
+        # Work left for the next forward: tokens to send, and a round for the controller to observe.
         self._unsent: list[Emitted] = []
         self._unseen: tuple[Way, RoundResult, float] | None = None
 

@@ -36,22 +36,23 @@ from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import SOCKET_VARIABLE
 from mpissd.serve.replicas import Member
 
-HEAD_S = 15.0  # time limit for the headers of a request
+HEAD_S = 15.0  # seconds in which the headers of a request have to arrive
 WRITE_S = 30.0  # seconds after which a client that reads nothing of its answer is cut off
 SEND_BYTES = 1 << 16
 _LONGEST_FOLDER = 70  # most bytes of a folder's path, as the path of a socket in it has at most 103
 _TELL_S = 2.0  # time between two progress lines while the models load
 NOTICE_S = 5.0  # seconds until load balancers notice that the server will end; HAProxy needs 1.5
 # The next four constants, in seconds, bound the end of the server to 5 s if the launcher hangs.
-_GRACE_S = 1  # longest wait for connections to close
-_LEAVE_S = 2.0  # longest wait until the ranks end by themselves
+_GRACE_S = 1  # longest wait, in s, for connections to close
+_LEAVE_S = 2.0  # longest wait, in s, until the ranks end by themselves
 _DIE_S = 0.5  # longest wait after each signal to the launcher
-_LAST_WORDS_S = 1.0  # time for clients to get status 503 when the ranks are gone
+_LAST_WORDS_S = 1.0  # seconds for clients to get status 503 when the ranks are gone
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
-    """Runs the command `serve`; returns its exit code. arguments: the command line's, which the
-    ranks get too. Raises ConfigError if the models cannot be loaded, or the port is taken."""
+    """Runs the command `serve`; returns its exit code. arguments: the words of the command line,
+    which are passed on to the ranks. Raises ConfigError if the models cannot be loaded, or the port
+    is taken."""
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
     # All users can read a command line, so the API key is not in that of the ranks.
@@ -292,7 +293,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=int(HEAD_S),  # longer than clients keep an idle connection
+                timeout_keep_alive=int(HEAD_S),  # seconds; clients keep an idle connection shorter
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )

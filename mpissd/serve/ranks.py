@@ -46,7 +46,7 @@ def execute_serve(config: ServeConfig) -> int:
             tell_doubt(session.job)
         with contextlib.suppress(ConfigError):  # without llguidance the front refuses grammars
             if isinstance(session.workload, TextWorkload):
-                _ = session.workload.grammars  # takes 1 s, for which no request should wait
+                _ = session.workload.grammars  # built now: takes 1 s, for which no request waits
         rank = Rank(session)
         gc.collect()
         gc.freeze()  # exempts objects that live as long as the job from garbage collection

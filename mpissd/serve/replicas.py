@@ -29,10 +29,10 @@ from mpissd.common.output import check_folder, whole_file
 from mpissd.serve.config import ReplicasConfig
 
 SCHEMA = 1
-_KEEP_S = 5.0  # time between two checks that this server's file is there
-_LEAVE_S = 5.0  # longest wait for the folder's file system when the server ends
-_ASK_S = 2.0  # longest wait for a replica to answer /ready
-_EVERY_S = 1.0  # time between two reads of the folder
+_KEEP_S = 5.0  # seconds between two checks that this server's file exists
+_LEAVE_S = 5.0  # longest wait, in s, for the folder's file system when the server ends
+_ASK_S = 2.0  # longest wait, in s, for a replica to answer /ready
+_EVERY_S = 1.0  # seconds between two reads of the shared folder
 _SLACK_S = 30  # seconds that HAProxy's timeout is longer than the longest request
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

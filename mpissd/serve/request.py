@@ -384,7 +384,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
         if content is None and role == "assistant":  # an answer may be only tool calls, or empty
             content = ""
         is_blank = isinstance(content, str) and not content.strip()
-        if not is_blank:  # an answer or a tool's result may be blank
+        if not is_blank:  # an answer or a tool's result may be blank, so it is not checked
             check_text(f"{here}.content", content)
         messages.append({**given, "role": _ROLES[role], "content": content})
     return messages
