@@ -89,8 +89,8 @@ def mapped(kind: type[Config], text: str | None, name: str) -> Config:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on another flag: `mode=sd|ssd` allows two values, `temperature>0` a range, and
-    `target` alone any value that is given."""
+    """A condition on another flag: `mode=sd|ssd` says that mode is sd or ssd, `temperature>0` that
+    it is above 0, and `target` alone that this flag is given."""
 
     name: str
     allowed: str
@@ -215,7 +215,7 @@ class Checked:
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Returns {flag: text} of the given flags; a subclass adds those that they imply."""
+        """Returns {flag: text} of the given flags; a subclass adds flags that these imply."""
         return dict(flags)
 
 

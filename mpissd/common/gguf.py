@@ -70,7 +70,7 @@ def is_gguf(path: Path) -> bool:
         check_regular(path)
         with path.open("rb") as file:
             has_magic = file.read(4) == _MAGIC
-    except OSError:  # reading the file later reports the reason
+    except OSError:  # the caller reads the file next, which reports the error
         has_magic = False
     return has_magic or path.suffix == ".gguf"
 

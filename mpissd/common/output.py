@@ -24,7 +24,7 @@ from typing import IO, Any
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.files import read_file
 
-_OF_DISKS = frozenset(  # numbers of errors of disks or permissions, which are no defects of mpissd
+_OF_DISKS = frozenset(  # errors of a full disk or of permissions, which are no defects of mpissd
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO ENOTDIR EISDIR EEXIST".split()
 )

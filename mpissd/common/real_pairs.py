@@ -24,7 +24,7 @@ class MissLaw(NamedTuple):
     floor: float = 0.0
 
 
-# With F = 3 candidates ASSUMED hits with probability .75; a Markov pair hits with .68 to .80.
+# With F = 3 candidates ASSUMED hits with probability .75; synthetic models hit with .68 to .80.
 # The paper's A = 1 would make a fan-out of 1 useless, as miss(1) = A would be 1.
 ASSUMED = MissLaw(0.75, 1.0), MissLaw(0.75, 1.0)
 ASSUMED_LAW = f"power:A={ASSUMED[0].A},r={ASSUMED[0].r}"

@@ -44,7 +44,7 @@ class Event(IntEnum):
 
 # LIVE[event]: whether the sequence of a row with this event takes part in the next round
 LIVE = (True, True, False, False, True, False)
-_FRESH = np.array([False, True, False, True, False, False])  # [event]: is the sequence new?
+_FRESH = np.array([False, True, False, True, False, False])  # by Event: does it bring a sequence?
 
 
 class Logprob(NamedTuple):

@@ -38,7 +38,7 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.
     = 1 and no floor. floor: the probability of tokens that the draft does not know."""
     if fan_out <= 0:
         return 1.0
-    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # a large r makes the power 0
+    return min(1.0, floor + hit_a * float(fan_out**-hit_r))  # 0 if r is large, not an error
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:

@@ -62,7 +62,7 @@ class FollowPhase(IntEnum):
     PREFILL = 5  # compute the prompts of new sequences, between COMMIT and UPLOAD
 
 
-# _NEXT[p] is the activity (Doing) of a draft rank that begins when phase p ends.
+# _NEXT[p] is the activity (a Doing) that a draft rank begins when its phase p ends.
 # A draft rank shows its activity to the host's watchdog process, which prints it after a fault.
 _ANSWERING = [Doing.ANSWER] * DraftPhase.SEND
 _GROWING = [Doing.GROWTH] * (DraftPhase.RECORD - DraftPhase.SEND)

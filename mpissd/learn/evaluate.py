@@ -181,10 +181,10 @@ def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
 
 
 def places_of(levels: Sequence[Sequence[float]], path: Sequence[int], size: int) -> list[int]:
-    """Ranks the nodes of a tree by the product of the probabilities on the path to each; keeps the
-    first `size`. Returns the ranks of one path's nodes, by depth, up to the first that is not kept.
-    levels: by depth, the candidates' probabilities, falling. path: by depth, a candidate's index;
-    −1: none."""
+    """Ranks the nodes of a draft tree by the product of the probabilities on the path to each node,
+    and keeps the first `size`. Returns the ranks of the nodes on one path, up to the first that is
+    not kept. levels: the probabilities of the candidates at each depth, falling. path: the index of
+    the path's candidate at each depth; −1: the path ends."""
     found = []
     heap = [(-levels[0][0], [0], 1.0)]  # (−product of a node, its path, its parent's product)
     for place in range(size):

@@ -38,7 +38,7 @@ from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
 from mpissd.learn.source import Inputs, Openings, Prompts
 from mpissd.learn.train import ProcessGroup, learn
 
-# Sampling temperatures, used equally often; at 1 a small model's prompts are unlike people's.
+# Sampling temperatures by who writes, used equally often; at 1 small models write odd prompts.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
 SAMPLING = 0.4  # largest share of the command's time for samples
 EVALUATING = 0.2  # largest share of the command's time for a draft's evaluation

@@ -292,7 +292,7 @@ class Learner:
         return is_finite
 
     def _diverge(self) -> None:
-        """Makes training go on from the last published version, after a value was not finite."""
+        """After a loss or weight that is not finite, restarts from the last published version."""
         self.state = "diverged"
         self._due = 0.0
         self.counts.diverged += 1

@@ -340,8 +340,8 @@ def installed() -> tuple[dict[str, tuple[str, str]], str]:
 
 
 def read_gpus(command: str = "nvidia-smi") -> tuple[list[str], str]:
-    """Returns a text "name, driver" for each GPU, and why none was found or "" (also if no
-    nvidia-smi)."""
+    """Returns "name, driver" for each GPU, and why there are none, or "". Both are empty without
+    `command`."""
     if shutil.which(command) is None:
         return [], ""
     out, problem = ask([command, "--query-gpu=name,driver_version", "--format=csv,noheader"])

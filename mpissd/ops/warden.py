@@ -236,7 +236,7 @@ class Warden:
                 text = peer.link.recv(1 << 16)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # the rank ended with unread messages
+            except ConnectionResetError:  # raised if the rank ended with messages unread; read on
                 continue
             except OSError:
                 text = b""

@@ -42,7 +42,7 @@ from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
-DRAINED_BYTES = 1 << 25  # bytes to read of a longer body, as most clients send it all at first
+DRAINED_BYTES = 1 << 25  # bytes read of a too long body, as most clients read no reply before
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
 _CHAT = "/v1/chat/completions"

@@ -44,7 +44,7 @@ class Driver(RoundObserver):
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # ids of the requests for which K and fan-out were chosen last
-        self._chosen, self._kept = 0, 0  # number of sequences at the last choice; rounds since
+        self._chosen, self._kept = 0, 0  # sequences when K was last chosen; rounds since
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round

@@ -66,7 +66,8 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Runs the decoding loops once on all ranks. drive: decodes rounds, called on the lead."""
+    """Runs the decoding loops on all ranks once. drive: a function that decodes the lead's
+    rounds."""
     rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 

@@ -378,7 +378,7 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
                 allowed = 'text, or parts {"type": "text", "text": "…"}'
                 raise _refused(f"{here}.content", content, allowed)
             content = "".join(map(str, texts))
-        if calls := given.pop("tool_calls", None):  # empty: dropped, as templates see calls
+        if calls := given.pop("tool_calls", None):  # templates read an empty list as calls
             _read_arguments(f"{here}.tool_calls", calls)
             given["tool_calls"] = calls
         if content is None and role == "assistant":  # an answer may be only tool calls, or empty
