@@ -58,7 +58,7 @@ class Chat:
         self._colours = config.run.show and not (terminal is None or "NO_COLOR" in os.environ)
         self._messages: list[dict[str, str]] = []
         self._meters: list[Meter] = []
-        self._prompt = ""  # length of the last prompt, as text
+        self._prompt = ""
 
     def greet(self, about: Mapping[str, Any], model: str) -> None:
         """Prints the names of the models, the server's ranks, and the meaning of colours."""
@@ -149,7 +149,7 @@ class Chat:
                     painter.add(pieces, meter.short())
                     sys.stdout.flush()
                     ended = chunk["choices"][0]["finish_reason"] or ended
-        except KeyboardInterrupt:  # Closing the stream cancels the request on the server.
+        except KeyboardInterrupt:  # Leaving the loop closes the stream, which cancels the request.
             pass
         except ConfigError as refused:
             say(str(refused))
@@ -208,14 +208,14 @@ def chat(config: ChatConfig) -> int:
                 except subprocess.TimeoutExpired:
                     code = FaultError.exit_code
             return code
-    except KeyboardInterrupt:  # Ctrl-C while the models are loaded
+    except KeyboardInterrupt:  # The user pressed Ctrl-C before the chat began.
         return 128 + signal.SIGINT
 
 
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
     """Starts a server process on this machine, yields it, and ends it after the `with` block."""
-    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # Other users can reach 127.0.0.1, too.
+    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # keeps other users of this host away
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
         stdin=subprocess.DEVNULL,

@@ -31,15 +31,15 @@ Rounds = Mapping[str, NDArray[Any]]
 Floats = NDArray[np.float64]
 Faults = Iterator[str]
 
-_ENDING = ("replay", "text")  # workloads whose sequences may end before the token limit
+_ENDING = ("replay", "text")  # names of workloads whose sequences may end before the token limit
 _READ_NOISE = {"numpy": 0.1}  # {backend: relative error of its measured memory bandwidth}
 _PEAK_NOISE = {"numpy": 0.5}  # {backend: relative error of its measured peak flop/s}
 _CLOSES = 0.99  # Timed phases must cover at least this share of a round's wall time.
 _AT_MOST = 1.01
-_REALISTIC_US = 1000.0  # Shorter rounds (in µs) need not meet _CLOSES: gaps may exceed 1% of them.
-_FEWEST = 100  # With fewer rounds the median must meet _CLOSES, else the first percentile.
-_EVENTS_S = 2e-6  # seconds by which a device's time may exceed the host's time of one forward
-_CLOCKS_S = 20e-6  # seconds by which two timers of one round may differ
+_REALISTIC_US = 1000.0  # Shorter rounds (in µs) are not checked: gaps may exceed 1% of them.
+_FEWEST = 100  # With fewer rounds, the median share is checked in place of the first percentile.
+_EVENTS_S = 2e-6  # allowed error (s) of a forward's device time against the host's
+_CLOCKS_S = 20e-6  # allowed difference (s) between two timers of the same rounds
 
 
 class _UnknownError(Exception):
@@ -200,15 +200,14 @@ def _floor(facts: Facts) -> Faults:
 
 def host_s(row: Row, rounds: Rounds) -> Floats:
     """Returns the seconds from the launch of each round's target forward to its end, as rank 0
-    timed them, [rounds]. If it may have been launched one round ahead, the round before is
-    included."""
+    timed them, [rounds]. If forwards may be launched one round ahead, the round before is added."""
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
     is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
     is_greedy = not row.num_drafts and not row.temperature
     if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
-        # The host may have launched a forward one round ahead (features.device_rounds).
+        # Here the host may have launched each forward while the round before was still running.
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds
 
@@ -305,7 +304,7 @@ def _decisions(facts: Facts) -> Faults:
         for n in np.flatnonzero(places)[:1]:
             values = {"k": accepted[n], "n": drafted[n], "hit": hit[n], "source": source[n]}
             yield f"round {round_[n]} {message.format(row=row, **values)}"
-    prompts = (row.num_prompts or 0) // (row.groups or 1)  # the first target group's share
+    prompts = (row.num_prompts or 0) // (row.groups or 1)
     if (begun := int((round_ == 0).sum())) != min(row.batch_size, prompts or row.batch_size):
         yield f"batch_size is {row.batch_size}, round 0 has {begun} sequences"
 
@@ -343,6 +342,6 @@ def violations(row: Row, rounds: Rounds) -> list[str]:
         except _UnknownError:
             continue
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # raised if a row or an array has a wrong shape
+            # Such errors come from a row or an array of the wrong shape.
             messages.append(f"{gate}: cannot be judged: {error!r}")
     return messages

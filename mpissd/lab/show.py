@@ -41,7 +41,7 @@ def open_terminal() -> Iterator[TextIO | None]:
     """Yields the user's terminal as a text file, or None if there is none, as in a pipe. Under
     mpirun, stdout is no terminal; so the scripts in launch/ pass the terminal's name in the
     variable MPISSD_TERMINAL (host:/dev/pts/N), and rank 0 opens it if rank 0 runs on that host."""
-    if launcher_size() is None and sys.stdout.isatty():  # mpirun may give a rank a pty.
+    if launcher_size() is None and sys.stdout.isatty():  # mpirun may make stdout a pty.
         yield sys.stdout
         return
     host, _, path = os.environ.get(VARIABLE, "").partition(":")
@@ -99,7 +99,6 @@ class Meter:
 
     @property
     def tokens_a_round(self) -> float:
-        """Mean tokens per round; 0 before the first round."""
         return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
 
     def short(self) -> str:
@@ -147,7 +146,7 @@ class Painter:
         self._has_margin = colours and columns >= _LEAST_COLUMNS
         self._width = columns - MARGIN - 3 if self._has_margin else max(20, columns - 1)
         self._column = 0
-        self._word: list[Piece] = []  # characters of the unfinished word
+        self._word: list[Piece] = []  # characters of an unfinished word
         self._margin = ""
         self._colour = "0"
 
@@ -163,7 +162,6 @@ class Painter:
         self._write(text + self._numbers())
 
     def end(self) -> None:
-        """Prints the last word and ends its line."""
         self._write(self._end_of_word() + self._end_of_line())
 
     def _put(self, character: str, source: str) -> str:
@@ -283,7 +281,7 @@ def shown(workload: Workload) -> Iterator[Show | None]:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
         show = Show(text, write, config.token_limit, terminal is not None, config.mode == "ssd")
         yield show
-        if rest := text.flush():  # held back: it might begin a stop string
+        if rest := text.flush():  # was held back: it may begin a stop string
             write([(rest, "bonus")], show.meter.short())
         if terminal is None:
             output.write(f"\n{harmless(''.join(kept))}\n")

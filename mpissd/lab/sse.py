@@ -22,9 +22,9 @@ class EventStream:
     """A parser of the events in one HTTP response, whose bytes may be split anywhere."""
 
     def __init__(self) -> None:
-        self._parts = list[bytes]()  # parts of the line that is still incomplete
+        self._parts = list[bytes]()  # received parts of an incomplete line
         self._is_first = True  # whether no line has ended yet
-        self._ends_in_return = False  # After a final CR, an LF in the next bytes ends no line.
+        self._ends_in_return = False  # If so, an LF at the start of the next bytes ends no line.
         self._kind = "message"
         self._data = list[str]()
 

@@ -44,7 +44,7 @@ _SERVER: dict[str, type] = {
 }
 # These members of a streamed chunk's `delta` may hold generated text.
 _GENERATED = ("content reasoning_content reasoning refusal tool_calls function_call audio").split()
-_FAILED = 599  # recorded in place of an HTTP status if a connection or an answer broke off
+_FAILED = 599  # status to record if the connection broke, so that there is no HTTP status
 _HEAD = (
     "   rate  answered refused    tok/s   TTFT p50   p90   p99 ms   TPOT p50   p90   p99 ms   "
     "goodput/s"
@@ -325,7 +325,8 @@ class Client:
     """An HTTP client that sends the requests of a load test to one server; used in `async with`."""
 
     def __init__(self, config: LoadConfig) -> None:
-        """Raises ConfigError if httpx is not installed, or if the URL is invalid."""
+        """Prepares connections to the server at config.url. Raises ConfigError if httpx is not
+        installed, or if the URL is invalid."""
         try:
             import httpx
         except ImportError as error:
@@ -343,7 +344,7 @@ class Client:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=config.deadline_s,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # Proxies of the environment would add latency.
+            trust_env=False,  # A proxy would add its own latency.
         )
         self.model = config.model or ""
 
@@ -427,7 +428,7 @@ class Client:
             async for part in response.aiter_bytes():
                 for event in stream.push(part):
                     answer.add(event, time.monotonic() - due)
-        return ANSWERED if answer.has_ended else _FAILED  # Without an end it was cut off.
+        return ANSWERED if answer.has_ended else _FAILED  # The answer may be cut off.
 
 
 class Reply:

@@ -1,12 +1,12 @@
 """Compares a finished run with alternatives on the same ranks, to tell whether speculation pays.
 
-The alternatives are AR and inline SD (the draft model on the target's ranks), once on the run's
-target ranks and once on all its ranks, each at its best K. On text, a draft model with mask tokens
-is also tried in inline SD with one draft forward a round; its K is the best by timed forwards if as
-many tokens are accepted. The measurements are made in turns. A turn measures the run's
-configuration and each alternative once, with one seed and the same prompts. The order changes from
-turn to turn, and if the run has many prompts, each turn takes others. Configurations that no open
-question needs are left out of later turns. The rows are written to OUT/beside.
+The alternatives are AR and inline SD (the draft model runs on the target's ranks). Each is measured
+on the run's target ranks and on all its ranks, at its best K (tokens drafted a round). On text,
+inline SD is also tried with all K tokens from one draft forward, if the draft model has mask
+tokens. The measurements are made in turns: a turn measures the run's configuration and each
+alternative once, with one seed and the same prompts. The order changes from turn to turn; if the
+run has many prompts, each turn takes others. Configurations on which no verdict depends any more
+are left out of later turns. The rows are written to OUT/beside.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Say = Callable[[str], None]
 _OWN = """lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape
     parallel_drafting""".split()
 _WIDTH = 0.03  # The comparison ends when the intervals of all speed ratios are within ±3%.
-_TURNS = 4  # Narrow intervals end the comparison only after this number of turns.
+_TURNS = 4  # Narrow intervals end the comparison only after this number of turns (repeats).
 _LATE_S = 20.0  # extra time in s that is granted if a verdict still needs turns
 _PASS_S = 0.25  # intended duration of one measurement in s
-_ANSWER = 0.05  # With many prompts, a measurement may take this share of the comparison's time.
+_ANSWER = 0.05  # A measurement over many prompts may take this share of the comparison's time.
 _FEWEST = 32  # A measurement decodes at least this number of tokens of a sequence.
 _MOST = 4000
 _WARM_ROUNDS = 4  # warm-up rounds before every measurement
@@ -81,7 +81,7 @@ class _Beside:
         machine, run, row: ranks, configuration and result row (only on rank 0) of the finished run.
         """
         job = machine.resolve(run)
-        if run.pair is None and run.target is None:  # The default pair depends on T.
+        if run.pair is None and run.target is None:  # The default pair depends on the ranks.
             run = replace(run, target=job.target_where, draft=job.draft_where or None)
         self._machine = machine
         self._run = run
@@ -98,7 +98,7 @@ class _Beside:
         if is_cut and not job.workload.is_imposed and self._tokens < (run.token_limit or _MOST):
             note = f"Passes decode at most the first {self._tokens} tokens of an answer."
             self._comparison.notes.append(note)
-        self._probes: list[dict[str, float]] = []  # {disturbance: share of time} by turn
+        self._probes: list[dict[str, float]] = []
 
     def compared(self) -> UseComparison:
         """Measures the run's configuration and the alternatives in turns; all ranks must call this.
@@ -121,7 +121,7 @@ class _Beside:
         own = first, run.parallel_drafting and run.mode != "ar"
         has_best_k = (
             first.mode == "sd" and not run.tree
-        )  # If so, the run is also measured at its best K.
+        )  # It is whether to measure the run's mode at its best K, too.
         others = [use for use in narrow if use != own or has_best_k]
         places = [self._place(machine, *use) for use in (own, *others)]
         again = [place for place in places[1:] if place.use == places[0].use]
@@ -167,12 +167,12 @@ class _Beside:
 
     def _place(self, machine: Machine, family: Family, parallel: bool) -> Place:
         """Adds a configuration to the comparison and chooses its K; returns it with its machine.
-        family: its mode, T and D. parallel: whether one forward drafts all K tokens. All ranks must
-        call this."""
+        family: its mode and numbers of ranks. parallel: whether one forward drafts all K tokens.
+        Collective."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
-        is_own = not self._comparison.uses  # The run's own configuration comes first.
+        is_own = not self._comparison.uses  # The first to be added is the run's.
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
         values: dict[str, Any] = {
@@ -190,7 +190,7 @@ class _Beside:
             with agreed(machine.topology.world):
                 job = machine.resolve(config)
             use.lookahead = job.lookahead
-            machine.models.expect([job])  # so that its jobs share compiled forwards
+            machine.models.expect([job])  # Jobs then share compiled forwards.
         except Refused as refused:
             use.refused = str(refused)
         return Place(use, machine, config)
@@ -228,7 +228,7 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                # The trimmed mean drops a few disturbed turns; with more, the machine is busy.
+                # The trimmed mean drops a few disturbed turns. With more, the machine is busy.
                 is_busy = worst[-1 - int(TRIMMED * len(worst))]
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
@@ -241,7 +241,7 @@ class _Beside:
                 is_part = turn < max(_TURNS, self._prompts / self._per_pass)
                 needed = self._comparison.needed(-1 if is_part else _WIDTH)
             kept = [place.use in needed and not place.use.refused for place in left]
-            is_over, kept = world.bcast((is_late, kept))  # Only rank 0 knows the speeds.
+            is_over, kept = world.bcast((is_late, kept))  # Rank 0 decides; it knows the speeds.
             left = list(compress(left, kept))
             turn += 1
 
@@ -261,18 +261,18 @@ class _Beside:
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
-            if refused.exit_code != GateError.exit_code:  # An inconsistent row is left out.
+            if refused.exit_code != GateError.exit_code:  # A faulty row is skipped.
                 place.use.refused = str(refused)
         if session is not None:
             session.resources.close()
         rest(machine.topology)
         if row is None:
             return None
-        if turn and self._run.is_text:  # Imposed acceptance differs with each turn's seed.
+        if turn and self._run.is_text:  # Otherwise each turn draws other acceptance.
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
         is_whole = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
         if job.workload.is_imposed and is_whole and not job.config.tree:
-            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # without the noise of the draws
+            mean = 1 + job.acceptance[Source.JIT].mean_accepted  # expected tokens a round
             return speed(row) * mean / row.acceptance_length
         return speed(row)
 
@@ -300,7 +300,7 @@ def acceptance_rates(row: Row) -> tuple[float, ...] | None:
     counts = np.array(row.accept_histogram, np.float64)
     if row.tree_nodes or len(counts) < 2:
         return None
-    reached = counts[::-1].cumsum()[::-1]  # rounds with ≥ k accepted tokens, [K + 1]
+    reached = counts[::-1].cumsum()[::-1]  # rounds that accepted at least k tokens
     rates = (reached[1:] + 0.5) / (reached[:-1] + 1)
     return (*rates.tolist(), *[float(rates[-1])] * 8)
 

@@ -45,17 +45,17 @@ from mpissd.engine.session.session import Machine, Session
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts, RowTable
 from mpissd.lab.predict.simulation import Grid, expect
 
-WARM_ID = 1 << 30  # request id of the first warm-up sequence; larger than any id of a run
-_SKIPPED = 6  # Of the warm-up rounds, the first sixth does not count.
+WARM_ID = 1 << 30  # id of the first warm-up request, larger than the ids of all other requests
+_SKIPPED = 6  # One sixth of the warm-up rounds, the first ones, are not evaluated.
 _REPEATS = 5
 _MOST_REPEATS = 50  # A transformer's forward is timed at most this often on a CPU.
 _BUDGET_S = 0.1  # time in s that may be spent on timing one forward on a CPU
 _BUILDING_S = 3600.0
-_MOST_K = 10  # the largest K (tokens drafted a round) that may be chosen
+_MOST_K = 10  # largest K (number of tokens drafted a round) that may be chosen
 _CHOSEN = "lookahead", "fan_out", "backup_lookahead"
 _VERIFIED = (1, 4, 8)  # To choose K, target forwards with these numbers of rows are timed.
 _DRAFTED = (1, 8, 16)  # To choose K, draft forwards with these numbers of rows are timed.
-_MARGIN = 1.05  # Other values than the default K and fan-out must be faster by this factor.
+_MARGIN = 1.05  # The default K and fan-out are kept unless other values are faster by this factor.
 Seconds = Mapping[int, float]  # {number of rows: seconds of a forward}
 Value = TypeVar("Value")
 
@@ -108,8 +108,8 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         scoring = sorted({stepper.bucket(n * (job.lookahead + 1)) for n in live})
         return seconds, {candidates: {rows: timed(rows, lists=True) for rows in scoring}}
 
-    session.barrier(Waiter(_BUILDING_S, spin=False))  # Other ranks may still be making weights.
-    stepper = None  # Only the first target group is timed.
+    session.barrier(Waiter(_BUILDING_S, spin=False))  # wait for ranks that make weights
+    stepper = None  # remains None on ranks that time no target forward
     seconds: Seconds = {}
     reduces = read = peak = None
     if topology.group_index == 0 and rank.target is not None:
@@ -219,7 +219,7 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
-            with suppress(ConfigError):  # raised if acceptance is known for fewer than k positions
+            with suppress(ConfigError):  # raised if fewer than k acceptance rates are known
                 job = machine.resolve(replace(config, lookahead=k))
                 break
         job = job or machine.resolve(config)
@@ -292,7 +292,7 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
     verify_s = timed(target, _VERIFIED, 3)
     if not is_ahead:
         session.barrier()
-    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # 9 last as long as the target's 3.
+    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # In SSD both take equally long.
     root = topology.first_draft if config.drafts else 0
     return verify_s, topology.world.bcast(draft_s, root=root)
 
@@ -334,7 +334,7 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     if isinstance(backend, EmulatedBackend):
         try:
             once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        except ConfigError:  # The profile has no all-reduces.
+        except ConfigError:  # The profile was made on one rank.
             return None
         return cost.num_all_reduces * once
     if group.spent_s is not None:
@@ -392,7 +392,7 @@ class WarmUp:
 
 def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
     """Runs `count` warm-up rounds on sequences that are thrown away, before `loop` decodes others;
-    returns the timed phases of the rounds that count."""
+    returns the timed phases of these rounds, without the first sixth."""
     requests = rank.session.workload.requests(WARM_ID, rank.session.job.config.batch_size)
     loop.admit(requests)
     loop.ledger.restart()
@@ -421,7 +421,7 @@ def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None
     launch = lead.seconds(LeadPhase.LAUNCH)
     wait = lead.seconds(LeadPhase.DEVICE_WAIT)
     beyond = np.median(launch + wait - _forward_s(device.verify, lead.num_rows))
-    # With NumPy the launch computes the forward, so it counts only as far as it exceeds that.
+    # With NumPy, launching computes the forward; only what takes longer than that is host work.
     costs["lead_launch"] = min(np.median(launch), max(0.0, beyond))
     costs["wake"] = beyond - costs["lead_launch"]
     if draft is not None:
@@ -449,7 +449,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
     answers = draft.seconds(DraftPhase.SPECULATE)
     num_jit = draft.column("num_jit")
     steps_ready = draft.column("steps_ready")
-    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # no draft step was needed
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # rounds without a draft step
     if job.config.backup == Source.FAST.name.lower():
         is_ready |= (num_jit == 0) & (steps_ready == 0)
     assemble = answers[is_ready].min() if is_ready.any() else 0.0
@@ -458,7 +458,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
         return costs
     batch = job.config.batch_size
     branches = batch * job.fan_outs.branches
-    # Rows of a branch in each draft step; a parallel draft also stores accepted tokens.
+    # For each draft step, the number of rows that one branch has.
     wide = np.array([len(nodes) for nodes in job.shape.inner[: job.lookahead]])
     wide = np.array([job.step_rows]) if job.masks else wide
     backup = job.num_forwards(job.backup_lookahead)
@@ -482,10 +482,10 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
 
 
 def _link_costs(lead: WarmUp, draft: WarmUp) -> dict[str, Any]:
-    """Returns two durations as {field of HostCosts: seconds}: link, of one message between rank 0
-    and the draft; and draft_read, of reading a message that has already arrived, as happens if the
-    draft was still growing branches. Rank 0 then also waits for the draft step that is running; so
-    `link` comes from other rounds or, if there are none, from the fastest round."""
+    """Returns two durations as {field of HostCosts: seconds}: `link`, of a message between rank 0
+    and the draft; `draft_read`, of reading a message that arrived earlier, while the draft was
+    growing branches. In such rounds rank 0 also waits for the draft step that is running; so `link`
+    comes from the other rounds or, if there are none, from the fastest round."""
     is_cut = np.isnan(draft.column("t_growth_s")[:-1]) & (draft.seconds(DraftPhase.GLUE)[:-1] > 0)
     reads = draft.seconds(DraftPhase.WAIT)[1:][is_cut]
     read = np.median(reads) if len(reads) else 0.0

@@ -127,7 +127,7 @@ def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable
 
     def count() -> None:
         while not is_over.wait(4.0):
-            if shown:  # empty on ranks other than rank 0
+            if shown:  # The text is empty except on rank 0.
                 show(lambda seconds: f"{shown} ({seconds:.0f} s)")
 
     def say(text: str) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from mpissd.engine.comm.topology import usable_cores
 
-if TYPE_CHECKING:  # A real import would need MPI, which the command `doctor` must do without.
+if TYPE_CHECKING:  # A real import would load MPI, but the command `doctor` must run without MPI.
     from mpissd.engine.session.session import Machine, Session
 
-_NAMED = 0.05  # A disturbance is reported from this share of time on; quiet machines lose 1 to 2%.
+_NAMED = 0.05  # smallest share of time that is reported as a disturbance; usual are 1 to 2%
 _TEXTS = {  # texts for each kind of disturbance
     "others": "other processes used {:.0%} of its {}",
     "delayed": "its ranks waited {:.0%} of the time for a core",
@@ -41,7 +41,7 @@ def counters() -> dict[str, float]:
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         names = {f"cpu{n}" for n in usable_cores()}
         times = [[int(word) / tick for word in row[1:9]] for row in rows if row[0] in names]
-        # The columns are: user nice system idle iowait irq softirq steal.
+        # A line of /proc/stat has the times: user nice system idle iowait irq softirq steal.
         values["busy"] = sum(sum(row[:3]) + row[5] + row[6] for row in times)
         values["stolen"] = sum(row[7] for row in times)
     for path in _QUOTA:  # files of cgroup version 2 and version 1

@@ -40,7 +40,7 @@ from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
 from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.predict.simulation import expected, follow, is_followable, is_predictable
 
-_FEWEST_WARM = 8  # With fewer warm-up rounds, host work is not timed and nothing is predicted.
+_FEWEST_WARM = 8  # With fewer warm-up rounds than this, the row has no prediction.
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class LeadReport:
     messages_per_round: float
     bytes_per_round: float
     prefill_s: float  # seconds spent on storing prompts in the KV cache
-    all_reduce_s: float | None  # seconds of all all-reduces; None on a GPU
-    draft_lost_round: int | None  # first measured round without a draft rank, or None
+    all_reduce_s: float | None  # seconds spent in all-reduces; None on a GPU
+    draft_lost_round: int | None  # first measured round without the draft rank
     learner: dict[str, Any] | None = None  # report of the rank that trains the draft
     kernel: str | None = None  # names of the kernels that read the target's weights
     draws: str = "host"  # where sampled tokens are drawn: the host or the device
@@ -74,9 +74,9 @@ class DraftReport:
     rounds: NDArray[Any]  # table with a line for each round and the columns DraftLog.COLUMNS
     ledger: NDArray[np.int64]
     phases: list[str]
-    learned: dict[str, Any]  # how high the draft ranked the target's tokens, by RankCounts.to_dict
+    learned: dict[str, Any]  # counts of how high the draft model ranked the target's tokens
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # forwards that serve several target groups
+    forwards: NDArray[np.int64] | None = None  # rows: forwards for several target groups
     updates: dict[str, list[Any]] | None = None  # when new draft weights arrived
 
     def column(self, name: str) -> NDArray[np.float64]:
@@ -91,7 +91,7 @@ class Measured:
     draft: DraftReport | None  # report of the first draft rank; None in AR or if that rank was lost
     profile: JobProfile
     rank_digests: list[int | None]  # digest of the outcomes that each rank received
-    groups: Sequence[LeadReport] = ()  # one for each target group, if several
+    groups: Sequence[LeadReport] = ()  # reports of all target groups, if several
 
 
 def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
@@ -140,8 +140,7 @@ def draft_report(
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
-    # The result has a row for each forward that served several groups; its last row has the begin
-    # and the end of the measured rounds in ns.
+    # A row is added for the rounds' begin and end, after those of the forwards for several groups.
     slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
     begin = min(int(part[0, 2]) for part in slices)
     end = max(int(part[-1, 3]) for part in slices)
@@ -170,12 +169,12 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     draft = measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
-    # The row has one histogram over all groups, so a group's own is dropped.
+    # Single groups get no accept_histogram, because the row has one for all groups together.
     groups: list[Mapping[str, Any]] = [
         {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
         for of in measured.groups
     ]
-    # token_digest covers only as many tokens of a sequence as every mode surely emits.
+    # token_digest covers as many tokens of a sequence as every mode is sure to emit.
     num_digested = config.token_limit or config.max_rounds or 0
     if config.token_limit and config.rounds:
         num_digested = min(config.token_limit, config.rounds)
@@ -210,8 +209,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         fuse=config.fuse,
         lm_head=job.options.lm_head,
         context=config.context,
-        on_late="finish" if job.fan_out else None,  # Old rows have other values.
-        backup=config.backup if job.draft else None,  # In SD, this drafts all tokens.
+        on_late="finish" if job.fan_out else None,
+        backup=config.backup if job.draft else None,
         backup_lookahead=job.backup_lookahead if job.draft else None,
         num_layers=job.target.num_layers,
         seed=config.seed,
@@ -307,7 +306,7 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
     lead = measured.lead
     profile = measured.profile
     if job.config.groups > 1 or lead.draft_lost_round is not None:
-        return {}  # The simulation does not cover groups that share a draft, or a lost draft.
+        return {}  # The simulation covers neither several target groups nor a lost draft rank.
     if job.config.warmup_rounds < _FEWEST_WARM or not is_followable(job):
         return {}
     round_s = follow(job, profile.device, profile.host, lead.records.sequences())
@@ -351,7 +350,7 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     job = session.job
     records = measured.lead.records
     draft = measured.draft
-    # Rounds count only if every sequence had K drafted tokens.
+    # Only rounds in which every sequence had K drafted tokens count.
     full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None

@@ -148,14 +148,14 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     rank.prepare()
     clocks = None
     if config.trace is not None:
-        session.barrier()  # Comparing clocks needs prompt answers.
+        session.barrier()  # All ranks must answer without delay.
         clocks = compare_clocks(topology.world, session.waiter)
     if not topology.is_lead:  # Rank 0 enters this stage later, after its warm-up rounds.
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
     lead = rank.run_pass(rank.target, drafters, drive)
     if topology.groups > 1:
-        rest(topology)  # Other target groups may still decode.
+        rest(topology)  # wait for target groups that still decode
     guard.stage(Stage.GATHER)
     world = session.survivors(draft_lost=lead is not None and lead.draft_lost_round is not None)
     digests: list[int | None] = [rank.digest]
@@ -163,7 +163,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         digests = [drafter.batch.digest for drafter in drafters]
     digests = list(chain(*world.gather(digests) or ()))
     rounds = world.allgather((lead.first_round, lead.last_round) if lead else None)
-    spans = [span for span in rounds if span is not None]  # one for each target group
+    spans = [span for span in rounds if span is not None]
     drafts = world.gather(draft_report(drafters, spans, rank.updates))
     leads = [lead] if topology.groups == 1 else world.gather(lead)
     row = error = None
@@ -173,7 +173,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         several = len(groups) > 1
         digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
-            if not several and rank.device_rounds is None:  # otherwise host work is not timed
+            if not several and rank.device_rounds is None:  # The host launched each forward.
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)
@@ -227,7 +227,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         assert rank.target is not None, "a lead without a target"
         oracle = rank.target.oracle
         assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
-        loop.tell()  # drops training examples of the warm-up
+        loop.tell()  # drops the training examples of the warm-up
         sender = ExampleSender(oracle, learning.outlet)
         loop.observers.append(sender)
     first = loop.round
@@ -246,10 +246,10 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
                     show.take(result)
                 if advance is not None:
                     advance(1)
-                before = perf_counter()  # another clock reading, to check the sum of the phases
+                before = perf_counter()  # a second timer, to check the sum of phases
                 stamp = loop.ledger.close_round(loop.round - 1, LeadPhase.RECORD)
                 now = perf_counter()
-                if stamp - before < now - stamp:  # The OS preempted the rank after `stamp`.
+                if stamp - before < now - stamp:  # The OS has preempted the rank since `stamp`.
                     now = before
                 records.round_s.append(now - last)
                 last = now

@@ -31,7 +31,7 @@ from mpissd.engine.session.rank import Rank
 
 MOST_ROUNDS = 1000  # largest number of rounds in a trace: 3 MB of JSON with three ranks
 EXCHANGES = 64  # number of times that the clocks are compared, in about 0.5 ms
-Clocks = list[tuple[int, int]]  # of each rank: (ns ahead of rank 0's clock, largest error)
+Clocks = list[tuple[int, int]]  # for each rank (ns ahead of rank 0's clock, error in ns)
 
 
 class Track(NamedTuple):
@@ -44,7 +44,7 @@ class Track(NamedTuple):
     slices: NDArray[np.int64]
 
 
-# A message of every round: (name, sender, receiver), where both ends are (rank, index of a phase).
+# (name of a message, (sending rank, index of its phase), (receiving rank, index of its phase))
 Arrow = tuple[str, tuple[int, int], tuple[int, int]]
 
 

@@ -21,7 +21,7 @@ from mpissd.lab.tables.uses import WORTH, Family
 
 FEWEST_TURNS = 3  # A verdict needs 3 turns, because the interval of two values is unreliable.
 TRIMMED = 0.2  # The trimmed mean drops this share of the turns at each end.
-_CLOSE = 0.85  # A configuration above this share of the fastest speed may still be the fastest.
+_CLOSE = 0.85  # Configurations slower than this share of the fastest are not measured again.
 _NEAR = 1.05  # A gain is called "near 5%" if its upper bound is within this factor of 1.05.
 _TELLING = 2  # An interval is not printed if its upper bound exceeds twice the mean.
 _COLUMNS = 100
@@ -77,8 +77,9 @@ class Ratio:
 @dataclass
 class TimedUse:
     """One of the compared configurations with its tokens/s in each turn (None: not measured in that
-    turn). family: its mode, T and D. unit: what each rank runs on, "core" or "GPU". lookahead: K.
-    refused: why it cannot run here, if so. parallel: whether one forward drafts all K tokens."""
+    turn). family: its mode and numbers of ranks. unit: what a rank runs on, "core" or "GPU".
+    lookahead: K, the number of tokens drafted a round. refused: why it cannot run, if so. parallel:
+    whether one forward drafts all K tokens."""
 
     family: Family
     unit: str
@@ -89,7 +90,7 @@ class TimedUse:
 
     @property
     def method(self) -> str:
-        """The mode and K without the ranks, such as "SD inline K=2"."""
+        """The mode and K (tokens drafted a round) as text, such as "SD inline K=2"."""
         name = self.family.name + " in one forward" * self.parallel
         return name + (f" K={self.lookahead}" if self.lookahead else "")
 
@@ -143,7 +144,7 @@ class UseComparison:
     num_rounds: int = 0
     prompts: str = ""
 
-    FEWEST_ROUNDS = 6  # A verdict needs measurements of at least 6 rounds.
+    FEWEST_ROUNDS = 6  # A verdict needs at least 6 rounds in each measurement.
 
     def answers(self) -> list[Answer]:
         """Returns the answers to two questions, if measured: does speculation pay on the run's
@@ -170,7 +171,7 @@ class UseComparison:
         """Returns the configurations to measure in another turn. An answer without a verdict, or
         with an interval wider than ±width, needs its two and every alternative that may be as fast.
         """
-        is_long = self.num_rounds >= self.FEWEST_ROUNDS  # More turns do not help short answers.
+        is_long = self.num_rounds >= self.FEWEST_ROUNDS
         needed = list[TimedUse]()
         for answer in self.answers():
             is_small = answer.ratio.high <= (1 + width) * answer.ratio.mean

@@ -48,9 +48,9 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
 OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates whose miss rate is printed
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates to print miss rates for
 GROUPS = 20  # largest number of groups of sequences in the jackknife
-_FAILS = 0.1  # If the relative error of a fitted miss rate is larger, the fit counts as failed.
+_FAILS = 0.1  # A fit counts as failed if its miss rate has a larger relative error.
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
 
 
@@ -137,8 +137,8 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Dataset]:
-    """Yields the data in a recording (a file .npz), or of each row of text in a file or folder.
-    Raises ConfigError if there are none."""
+    """Yields the data in a recording (a .npz file), or of each text row in a file or folder of
+    result rows. Raises ConfigError if there are none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
@@ -183,7 +183,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             accepted[n, k] += 1
             at = c + k
             if at + 1 >= part.end:
-                continue  # The answer ends here, so that no cache lookup follows.
+                continue  # The answer ends here, so no bonus token is drafted for.
             token = part.tokens[at]
             kept = part.top[at]
             if k < lookahead:
@@ -222,9 +222,9 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
 
 
 def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
-    """Yields (c, k) for each round of an answer: the round begins after c tokens of the answer, and
-    accepts k drafted tokens. drafts: the K tokens drafted after each number of tokens, [≥ end, K].
-    """
+    """Yields (c, k) for each SD round of an answer: the round begins after c tokens of the answer,
+    and accepts k drafted tokens. drafts: [≥ end, K], where row n has the K tokens drafted after n
+    tokens."""
     end = part.end
     same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(drafts.shape[1])]
     runs = np.cumprod(same, axis=1).sum(axis=1).tolist()
@@ -243,7 +243,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
             lines = archive["sequences"]
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
         raise ConfigError(f"{rounds}: {error}") from error
-    # Rounds with fewer than K drafted tokens do not count, nor in SSD those that a lookup drafted.
+    # Only rounds with K tokens from the draft model count; in SSD a lookup may have drafted some.
     is_full = lines[:, 7] == row.lookahead
     if row.mode == "ssd":
         is_full &= lines[:, 5] != Source.FAST
@@ -255,7 +255,7 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     accepted = np.zeros((len(ids), row.lookahead + 1), np.int64)
     np.add.at(accepted, (sequence.reshape(-1), lines[:, 3]), 1)
     ranks = []
-    for end in ("rejected", "all_accepted"):  # Columns: F, rank, count.
+    for end in ("rejected", "all_accepted"):  # The row has ranks_rejected and so on.
         counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
         if len(np.unique(counts[:, 0])) != 1:
             return Outcomes(accepted, None)
@@ -369,8 +369,7 @@ def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[st
     at = variants[0]
 
     def read(*keys: str | int) -> tuple[float, float]:
-        """Returns the number at a path of keys, and the half-width of its 95% interval (nan:
-        unknown)."""
+        """Returns (number, half-width of its 95% interval or nan) at a path of keys."""
         values = list[Any](variants)
         for key in keys:
             values = [value and value[key] for value in values]

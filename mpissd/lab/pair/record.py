@@ -34,7 +34,7 @@ from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # {backend: largest number of tokens in one forward}
 _TELL_S = 2.0
-_RANKS = 8  # number of candidates to record at each mask token, if the draft model uses such tokens
+_RANKS = 8  # number of likeliest tokens to record at each mask token of the draft model
 
 Tokens = Sequence[int]
 
@@ -247,7 +247,7 @@ def drafted(
     for start in range(0, len(answer), model.rows):
         part = rollout[start : start + model.rows]
         slots = np.zeros(len(part), np.int32)
-        lanes = np.arange(len(part), dtype=np.int32)  # a scratch KV row for each prefix
+        lanes = np.arange(len(part), dtype=np.int32)  # one scratch row of KV cache a prefix
         trunks = len(prompt) + start + lanes
         for step in range(lookahead - 1):
             places = Places(slots, trunks + np.int32(step), lanes, trunks)

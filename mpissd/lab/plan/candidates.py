@@ -41,18 +41,18 @@ from mpissd.lab.tables.uses import TREE, Family, tps_of
 MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # name of SD that copies its drafts from the sequence, without a draft model
 CONTEXT = 512  # context length in tokens, if neither a flag nor a --laws file gives one
-FEW_HITS = "smollm2"  # The cache-hit model of this model pair replaces one with too little data.
+FEW_HITS = "smollm2"  # The cache-hit model of this pair is used where data are too few to fit one.
 _MOST_READ = 63  # largest allowed fan-out of a position: the host reads 64 logits of a row
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # values of k for which selecting the top k was timed
-_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # largest number of branches that a sequence may have
-# SSD with draft trees is tried at these numbers of nodes, numbers of levels, and fan-outs.
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # values of k for which the top-k selection was timed
+_MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # most branches of a sequence to look up times for
+# For SSD with draft trees: (numbers of nodes), (numbers of levels), (fan-outs) to try.
 _TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)
 Hosts = Mapping[tuple[str, int], HostCosts | None]
 
 
 def longest_lookahead(config: RunConfig) -> int:
-    """Returns the largest K to try: MOST_LOOKAHEAD, or the number of positions for which the
-    configuration's acceptance rates are known, if that is smaller."""
+    """Returns the largest K (number of tokens drafted a round) to try: MOST_LOOKAHEAD or, if
+    smaller, the number of positions for which the configuration's acceptance rates are known."""
     longest = MOST_LOOKAHEAD
     for text in (config.acceptance_text, config.acceptance_fast_text):
         kind, _, values = text.strip().partition(":")
@@ -64,9 +64,9 @@ def longest_lookahead(config: RunConfig) -> int:
 
 
 def ways(run: RunConfig, lookahead: int, *, trees: bool = False) -> tuple[bool, ...]:
-    """Returns the ways to draft that may be tried at K = lookahead: False drafts token after token
-    (or level after level of a tree), True drafts all in one forward. True is included only if the
-    --laws file has measured the acceptance of such drafts. trees: whether the drafts are trees."""
+    """Returns in which ways K = lookahead tokens may be drafted: one after the other (False), or
+    all in one forward of the draft model (True). True is included only if the --laws file has
+    acceptance rates of such drafts. trees: whether draft trees of K levels are meant."""
     if lookahead == 1 or not run.acceptance_text.startswith("laws:"):
         return (False,)
     laws = load_laws(str(run.laws)).behind(lookahead)
@@ -125,7 +125,6 @@ class Choice:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs, T target ranks + D draft ranks."""
         return self.tp + self.num_drafts
 
     @property
@@ -156,8 +155,7 @@ class Choice:
         return flags
 
     def __str__(self) -> str:
-        """Returns the settings as text, such as "K=4 uniform:3; on a miss jit K=2" for SSD, or
-        "K=4, in one forward" for SD whose draft model drafts all tokens in one forward."""
+        """Returns the settings as text, such as "K=4 uniform:3; on a miss jit K=2" (SSD)."""
         text = f"K={self.lookahead}" if self.mode != "ar" else ""
         if self.tree is not None:
             text += f" tree={self.tree}"
@@ -222,9 +220,10 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
 
 
 def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
-    """Returns a job with the model pair of `config` and the mode, T and D of `family`; its K = 1
-    and its acceptance are placeholders. memory_bytes: memory of each rank (None: no limit). Raises
-    ConfigError if the job does not fit, or if the model cannot be divided over T ranks."""
+    """Returns a job with the model pair of `config` and with the mode and numbers of ranks of
+    `family`; its K = 1 and its acceptance are placeholders. memory_bytes: memory of each rank
+    (None: no limit). Raises ConfigError if the job does not fit, or the ranks cannot share the
+    model."""
     config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
     return _job_of(config, choice, memory_bytes)
@@ -248,7 +247,7 @@ def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) ->
     number of tokens that were drafted in the round. hit: the model of cache hits."""
     reached = len(hazards)
     if text.startswith("geometric") and not hit.p_hit:
-        # Positions at the end whose acceptance rate is 0 are never reached and get no candidates.
+        # Last positions with an acceptance rate of 0 are never reached, so they get no candidates.
         while reached and not hazards[reached - 1]:
             reached -= 1
     powers = hit.powers(reached, min(served, reached + 1))
@@ -259,12 +258,12 @@ def _fan_out(text: str, hazards: tuple[float, ...], served: int, hit: HitLaw) ->
 
 @dataclass(frozen=True)
 class Sharding:
-    """The target model divided over T ranks (tp), with all durations that a simulation needs.
-    device: durations of forwards. num_drafts: the values of D (number of draft ranks) that fit in
-    memory. hosts: {(mode, D): durations of host work}; a value of None means that they are unknown,
-    a missing key that host work takes no time. label: a function that returns how a configuration's
-    durations were derived, or None if all were measured. most_rows: configurations with a forward
-    of more rows are not recommended, because its duration is uncertain (None: no limit)."""
+    """The target model divided over T = tp ranks, with all durations that a simulation needs.
+    device: of forwards. num_drafts: numbers of draft ranks D that fit in memory. hosts: {(mode, D):
+    durations of host work}; None means unknown, a missing key that host work takes no time. label:
+    function that returns how a configuration's durations were derived (None: all were measured).
+    most_rows: configurations with a forward of more rows are not recommended, because its duration
+    is uncertain (None: no limit)."""
 
     tp: int
     device: DeviceCosts
@@ -281,15 +280,16 @@ class Sharding:
 
     @property
     def has_ssd(self) -> bool:
-        """Whether SSD with one draft rank fits, and the durations of its host work are known."""
+        """Whether SSD with one draft rank fits in memory and the durations of its host work are
+        known."""
         return 1 in self.num_drafts and self.host("ssd", 1) is not None
 
 
 @dataclass(frozen=True)
 class Survey:
     """The result of `survey`: how a model pair can run on a machine with `gpus` GPUs. shardings:
-    the divisions of the target that can be simulated. unjudged: {mode, T and D that fit in memory:
-    why the durations are unknown}. too_large: modes, T and D that do not fit in memory."""
+    the divisions of the target that can be simulated. unjudged: {mode and numbers of ranks that fit
+    in memory: why the durations are unknown}. too_large: those that do not fit in memory."""
 
     run: RunConfig
     profile: Profile
@@ -375,9 +375,9 @@ def sharded(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
 
 
 def _uneven(run: RunConfig, profile: Profile, tp: int, gpus: int) -> Sharding:
-    """Returns a Sharding of bare matrix products over a T that divides the model into unequal
-    shares. Its durations are interpolated between the nearest lower and higher T that divide the
-    model evenly; it has no draft rank. Raises ConfigError if the profile lacks one of these two."""
+    """Returns bare matrix products divided over T = tp ranks that they cannot be divided over
+    evenly. The durations are interpolated between the nearest lower and higher T that divide them
+    evenly; there is no draft rank. Raises ConfigError if the profile lacks one of these two."""
     target = pair_job(run, Family("ar", 1, 0)).target.name
     evens = [even for even in tps_of(target, 8 * tp) if fits(run, Family("ar", even, 0))]
     low = max(even for even in evens if even < tp)
@@ -415,7 +415,7 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
     check_device(profile, job)
 
     def table(shard: AnyShard, per_sequence: int, options: ForwardOptions) -> RowTable:
-        # The row counts are multiples of the batch size, and the powers of two up to the largest.
+        # The table has all multiples of the batch size, and the powers of two up to the largest.
         batch = run.batch_size
         rows = {batch * n for n in range(1, per_sequence + 1)}
         rows |= {1 << n for n in range((batch * per_sequence).bit_length())}
@@ -431,8 +431,8 @@ def _device_costs(run: RunConfig, profile: Profile, tp: int) -> DeviceCosts:
 
 
 def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
-    """Returns {(mode, D): durations of host work} at T = tp target ranks (None: unknown). It is {}
-    if the profile has no such durations at all; host work then takes no time."""
+    """Returns {(mode, number of draft ranks): durations of host work} on T = tp target ranks (None:
+    unknown); {} if the profile has no such durations at all, so that host work takes no time."""
     costs: dict[tuple[str, int], HostCosts | None] = {}
     for mode, drafts in METHODS if profile.hosts else ():
         job = replace(pair_job(run, Family(mode, 1, drafts)), tp=tp, lookahead=run.lookahead)
@@ -474,7 +474,7 @@ COARSE = Space(
     _fan_outs((1, 2, 3, 5, 9), (8, 16, 32, 64)),
     (0.0, 0.25, 0.5, 1.0),
 )
-ROUGH = Space(  # for large batches, whose simulation takes longer
+ROUGH = Space(  # The simulation of large batches takes longer, so fewer values are tried.
     (1, 2, 3, 4, 6, 8, 12, 16), _fan_outs((1, 3, 9), (8, 24, 64)), (0.25, 1.0)
 )
 

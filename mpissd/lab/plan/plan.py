@@ -56,17 +56,17 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_FEW = 8  # Up to this batch size the larger grid of configurations is simulated.
-_REFINED = 3  # The fine search begins at this number of SSD configurations of the coarse search.
-_FINALISTS = 4  # For each mode, T and D, so many configurations are simulated with more rounds.
+_FEW = 8  # Up to this batch size, the larger set of configurations is simulated.
+_REFINED = 3  # number of SSD configurations around which the search is refined
+_FINALISTS = 4  # number of configurations of a mode that are simulated with more rounds at the end
 # On an H200, 95% of predictions by measured durations were within 8.4%, by derived ones 19.9%.
-# docs/predictions.md lists the errors of predictions, docs/profile.md those of derived durations.
+# The relative errors of predictions by source of durations are from docs/predictions.md.
 ERROR, DERIVED_ERROR, MODEL_ERROR, DATASHEET_ERROR = 0.05, 0.2, 0.3, 0.6
-FEWEST_PROMPTS = 8  # fewest prompts for a verdict
-_BUSIEST = 0.9  # upper limit of the share of time that other processes are assumed to take
+FEWEST_PROMPTS = 8  # With acceptance fitted to fewer prompts than this, no verdict is given.
+_BUSIEST = 0.9  # largest share of time that other processes are assumed to take
 _LARGEST = math.log(10)  # An interval that is wider than a factor of 10 each way is not shown.
 _MEASURED_TO = r"measured up to context=(\d+)"
-_FARTHEST = 4  # At contexts over 4 times the longest measured one, DATASHEET_ERROR applies.
+_FARTHEST = 4  # If the context is longer than 4 times any measured one, DATASHEET_ERROR applies.
 _SMALL = 0.05  # The output says how many prompts would reduce the sampling error to this value.
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
@@ -132,12 +132,12 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search: the fastest configuration of each mode, T and D (judged, fastest
-    first), with evidence. A Family is a mode with its T and D. measured: {family: measured rows of
-    the same models, batch size and acceptance}. samples: {family: logarithms of its predicted
-    tokens/s when the models are fitted without each of G groups of prompts, [G]}; {} without
-    --laws, or if a fit without some group is impossible. ssd_gains: {prompts: (measured speedup of
-    SSD over the strongest alternative, that one's name)}, from rows of the same model pair on real
+    """The result of a search: the fastest configuration of each Family, which is a mode with its
+    numbers of target and draft ranks (judged, fastest first), and evidence. measured: {family:
+    measured rows of the same models, batch size and acceptance}. samples: {family: logarithms of
+    its predicted tokens/s when the models are fitted without each of G groups of prompts, [G]}; {}
+    without --laws, or if a fit without some group is impossible. ssd_gains: {prompts: (measured
+    speedup of SSD over the strongest alternative, that one's name)}, from rows of the pair on real
     text."""
 
     survey: Survey
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def missing(self) -> list[Family]:
-        """The modes, with T and D, that would fit in memory but whose durations are unknown."""
+        """The modes and numbers of ranks that fit in memory but whose durations are unknown."""
         return sorted(self.survey.unjudged)
 
     @property
@@ -217,7 +217,7 @@ class Plan:
             return DATASHEET_ERROR
         sources = [choice.derived for choice in choices if choice.derived]
         busy = min(max(self.survey.profile.busy.values(), default=0.0), _BUSIEST)
-        slower = busy / (1 - busy)  # Other processes may have slowed some measurements only.
+        slower = busy / (1 - busy)  # Other processes may have slowed some of the measurements.
         measured = [int(at) for source in sources for at in re.findall(_MEASURED_TO, source)]
         if measured and self.survey.run.context > _FARTHEST * min(measured):
             return DATASHEET_ERROR + slower
@@ -226,9 +226,9 @@ class Plan:
         return (DERIVED_ERROR if sources else ERROR) + slower
 
     def sampling(self, *pair: Choice) -> float:
-        """Returns the sampling error that comes from the choice of prompts, as the half-width of
-        the 95% interval of a logarithm: that of the configuration's tokens/s or, if two are given,
-        of the ratio of theirs. It is 0 without --laws, and infinite if unknown."""
+        """Returns the sampling error by the choice of prompts, as the half-width of the 95%
+        interval of a logarithm: that of the configuration's tokens/s or, if two are given, of the
+        ratio of theirs. It is 0 without --laws, and infinite if unknown."""
         if self.survey.run.laws is None:
             return 0.0
         logs = [self.samples[use.family] for use in pair if use.family in self.samples]
@@ -256,7 +256,8 @@ class Plan:
         return Estimate(use.tok_per_s, half)
 
     def gain(self, *pair: Choice) -> Estimate:
-        """Returns the predicted speedup of the first choice over the second, with its interval."""
+        """Returns the predicted speedup of the first configuration over the second, with its
+        interval."""
         half = math.hypot(math.log1p(self.error(*pair)), self.sampling(*pair))
         return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
 
@@ -314,10 +315,10 @@ class Plan:
 
 
 def plan(survey: Survey, *, trees: bool = False) -> Plan:
-    """Returns the fastest K, fan-out and drafter after a cache miss for each mode, T and D. It
-    simulates a coarse grid first, then fine grids around the best few; a test compares the result
-    with an exhaustive search. trees: whether draft trees are tried, too. Raises ConfigError if
-    rounds take no time by the profile."""
+    """Returns the fastest K, fan-out and drafter after a cache miss for each mode and number of
+    ranks. It simulates a coarse grid first, then fine grids around the best few; a test compares
+    the result with an exhaustive search. trees: whether draft trees are tried, too. Raises
+    ConfigError if rounds take no time by the profile."""
     run = survey.run
     by_tp = {sharding.tp: sharding for sharding in survey.shardings}
     space = COARSE if run.batch_size <= _FEW else ROUGH
@@ -331,7 +332,7 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
         )
         finer = (choice for tp, space in around for choice in ssd_choices(run, by_tp[tp], space))
         choices += weigh(finer, survey, quick=True)
-    # The finalists are the fastest choices of each mode, T and D, at most one for each K.
+    # Finalists are the fastest of each mode and number of ranks, at most one for each K.
     counts = Counter[Family]()
     finalists: list[Choice] = []
     for choice in firsts(by_speed(choices), lambda c: (c.family, c.lookahead)):
@@ -375,9 +376,9 @@ def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> lis
 
 
 def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> dict[Family, Use]:
-    """Returns measured result rows for each mode, T and D of the configurations `judged`, as
-    {family: the rows of the fastest measured K and options}. Only rows with the planned models,
-    batch size, context, acceptance model and cache-hit model are taken."""
+    """Returns {family: rows of the fastest measured options} for each family (mode and numbers of
+    ranks) of the configurations `judged`. Only rows with the planned models, batch size, context,
+    acceptance model and cache-hit model are taken."""
     names = ("batch_size", "context", *(() if run.is_transformer else ("fuse", "lm_head")))
     shared = {"workload": "gemm", "schedule": None} | {name: getattr(run, name) for name in names}
     measured = {}
@@ -405,12 +406,12 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
-    """Returns how much faster SSD was measured to be on `gpus` GPUs, as {name of the prompts:
-    (speedup over the strongest alternative, name of that alternative)}. Only rows of whole
-    transformers with the planned models, batch size and context are taken, with acceptance from a
-    recording or --laws. The newest rows of SSD on each set of prompts are compared with rows of the
-    same commit and machine. If no SD with draft trees is among these, a speedup that pays is left
-    out, because trees might be faster than the alternatives that were measured."""
+    """Returns {name of the prompts: (measured speedup of SSD over the strongest alternative, name
+    of that alternative)} on `gpus` GPUs. Only rows of whole transformers with the planned models,
+    batch size and context are taken, whose acceptance comes from a recording or --laws. The newest
+    rows of SSD are compared with rows of the same commit and machine. If none of these is of a
+    draft tree, a speedup that pays is left out, because a tree might be faster than the other
+    alternatives."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)

@@ -40,9 +40,9 @@ from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
 from mpissd.lab.tables.load import LeftOut, load_rows, row_files
 from mpissd.lab.tables.uses import TREE, WORTH
 
-COLUMNS, LINES = 100, 23  # size of the text: it fits on a terminal of 24 lines, with the prompt
-ALPHAS = 0.6, 0.9  # acceptance rates at which speedups are also shown if no flag gives a rate
-_ENGINES = (1, 2, 4, 8)  # the tensor-parallel degrees T that common inference engines offer
+COLUMNS, LINES = 100, 23  # most columns and lines of the text, to fit on a terminal with its prompt
+ALPHAS = 0.6, 0.9  # further acceptance rates to show speedups at, if no flag gives the rate
+_ENGINES = (1, 2, 4, 8)  # tensor-parallel degrees that common inference engines offer
 _ROWS = 10
 _LEGEND = """\
 T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
@@ -133,7 +133,7 @@ class Screen:
             *self._surer(details),
         ]
         under = _lines(below)
-        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # `make pair` adds two lines.
+        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # `make pair` adds 2 lines.
         while not details and len(_lines(above)) > room - 2:
             above.pop()
         screen = _lines(above)
@@ -149,7 +149,7 @@ class Screen:
         return [*screen, "", *self._table([c for c in judged if c in shown]), rest, *under]
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the plan as a JSON object; its list `judged` has the fastest choice first."""
+        """Returns the plan as a JSON object; its list `judged` begins with the fastest choice."""
         measured = self.plan.measured
         reasons = self.survey.unjudged
         return {
@@ -197,9 +197,9 @@ class Screen:
         return [use.tok_per_s / other.tok_per_s for use, other in pairs]
 
     def _sentences(self) -> Iterator[str]:
-        """Yields the sentences of the text: the fastest configuration and its lead, whether a draft
-        model and a GPU of its own for it pay, what the predictions are based on, and the limits of
-        T."""
+        """Yields the sentences of the text: the fastest configuration and its lead; whether a draft
+        model and a GPU of its own for it pay; what the predictions are based on; why target ranks
+        are limited."""
         best = self.chosen
         questions = self._questions
         by_rows = self._by_rows()
@@ -267,9 +267,9 @@ class Screen:
         )
 
     def _limits(self) -> str:
-        """Returns sentences on the tensor-parallel degrees T that are impossible (too little
-        memory, too few KV heads). If a deciding configuration has a T that most inference engines
-        lack, a further sentence gives SSD's speedup at the T that they have."""
+        """Returns sentences on the tensor-parallel degrees that are impossible, because memory or
+        KV heads are too few. If a deciding configuration has a degree that most inference engines
+        lack, a further sentence gives SSD's speedup at the degrees that they have."""
         run = self.survey.run
         memory = self.survey.profile.memory_bytes
         texts = []
@@ -364,7 +364,7 @@ class Screen:
         configuration of which copies on all GPUs make the most tokens/s, and how durations were
         derived."""
         notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
-        # Independent copies of one configuration may share the GPUs, each with its own batch.
+        # Independent copies of a configuration, each with its own batch, may fill all GPUs.
         copied = max(
             self.plan.judged,
             key=lambda choice: (
@@ -451,7 +451,7 @@ def _wrapped(text: str) -> list[str]:
             lines[-1] += " \\"
             word = indent + word.lstrip()
             lines.append("")
-        while len(word) > COLUMNS - 2 and "'" not in word:  # The shell joins the parts again.
+        while len(word) > COLUMNS - 2 and "'" not in word:  # The shell will join the parts.
             lines[-1:] = f"{word[: COLUMNS - 1]}\\", ""
             word = word[COLUMNS - 1 :]
         lines[-1] += word

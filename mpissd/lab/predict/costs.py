@@ -30,7 +30,7 @@ from mpissd.engine.model.stacks import AnyShard
 
 Floats = NDArray[np.float64]
 
-EMULATED_ITEMSIZE = 2  # bytes of a weight or all-reduced number on the emulated backend (float16)
+EMULATED_ITEMSIZE = 2  # bytes of a weight or an activation on the emulated backend (float16)
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
 DERIVED = "derived"  # A text on how a duration was derived begins with this word.
-BY_LAYERS = "beyond its floor as much a layer as"  # marks texts on times derived from another model
-METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # each (mode, number of draft ranks)
+BY_LAYERS = "beyond its floor as much a layer as"  # occurs in texts on derived durations
+METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, number of draft ranks)
 
 
 def with_models(profile: Profile, job: Job) -> Profile:
@@ -52,8 +52,8 @@ def with_derived(
     """Returns the profile with the forwards of one model shard added; unchanged if these were
     measured or cannot be derived. The first rule that applies is taken: interpolate between
     measured contexts and batch sizes; add all-reduces to the share that one rank measured alone;
-    scale the same model at another T; scale another transformer. sequences: batch size. Raises
-    ConfigError if a rule needs the duration of all-reduces over T ranks, but that is unknown."""
+    scale the same model on another number of ranks; scale another transformer. sequences: batch
+    size. Raises ConfigError if a rule needs the duration of all-reduces, but that is unknown."""
     key = shard.key(sequences, options)
     if key in profile.forwards:
         return profile
@@ -92,7 +92,7 @@ def _of_other_ranks(
     was measured; [] if the model was measured on none."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
-        with suppress(ConfigError):  # raised if so many ranks cannot share the model
+        with suppress(ConfigError):  # The model may be too small for so many ranks.
             other = replace(shard, tp=tp)
             cost = other.cost(1, sequences, EMULATED_ITEMSIZE, options)
             if profile.measured(cost) is not None:
@@ -106,15 +106,15 @@ def _of_other_ranks(
 def _of_other_models(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns a transformer's forwards derived from another transformer: the one that was measured
-    at the nearest T and, among those, is nearest in size. A forward lasts at least the time to read
-    its bytes or to compute its flops (its floor). What the other model takes beyond its floor is
+    """Returns a transformer's forwards derived from another transformer, measured on the nearest
+    number of ranks and, among those, nearest in size. A forward lasts at least the time to read its
+    bytes or compute its flops (its floor). The time that the other model takes beyond its floor is
     scaled: for one row by the number of layers, for further rows by the size of a rank's weights.
     Returns [] for bare matrix products, or if no other transformer was measured."""
     others = []
     for key, (kernel, *_) in (*profile.forwards.items(), *profile.shards.items()):
         if key.sequences and not kernel.seconds.source.startswith(DERIVED):
-            with suppress(ConfigError):  # raised if the model's files were removed
+            with suppress(ConfigError):  # The other model's files may have been removed.
                 others.append(TransformerShard(config_of(key.model), key.tp))
     if not isinstance(shard, TransformerShard) or not others:
         return []
@@ -238,10 +238,10 @@ def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
 
 def entry_of(profile: Profile, job: Job) -> HostEntry | None:
     """Returns the measured host costs in `profile` that are most similar to a job: of its mode,
-    with the nearest T, then batch size, then K. None if the mode was not measured. Costs of whole
-    transformers and of bare matrix products are kept apart: a transformer job takes a transformer's
-    costs if these have its T, or if there is no draft rank; otherwise it takes those of matrix
-    products. Either kind replaces the other if only one was measured."""
+    with the nearest number of target ranks, then batch size, then K. None if the mode was not
+    measured. A job of whole transformers takes costs of transformers only if these have as many
+    target ranks, or if there is no draft rank; otherwise it takes costs of bare matrix products.
+    Either kind replaces the other if only one was measured."""
     config = job.config
     alike = _entries(profile, config.mode, config.drafts)
     transformers = [entry for entry in alike if entry.forward == "transformer"]
@@ -291,12 +291,12 @@ def costs_at(
             if all(name in measured for measured in seconds)
         }
         branches = last.lanes * (last.batch_size - first.batch_size)
-        if branches:  # From two batch sizes: `keys` = fixed part + branches · slope.
+        if branches:  # The time of `keys` is linear in the number of branches.
             slope = max(0.0, last.seconds["keys"] - first.seconds["keys"]) / branches
             without = first.seconds["keys"] - slope * first.lanes * first.batch_size
             costs |= {"keys": max(0.0, without), "keys_lane": slope}
         by_context[length] = vars(HostCosts.from_dict(costs))
-    points = tuple(length + 1 for length in by_context)  # A Curve may not have a point at 0.
+    points = tuple(length + 1 for length in by_context)  # A Curve needs positive points.
     costs = {
         name: Curve(points, tuple(of[name] for of in by_context.values()))(context + 1)
         for name in vars(HostCosts())
@@ -345,7 +345,7 @@ def derived_from(profile: Profile, drafts: Profile, job: Job) -> str | None:
     """Returns a text that begins with "derived" and says how a job's durations were derived; None
     if all were measured. Forwards are derived if the profile says so, if fewer rows were measured
     than the job has, or if the profile lacks them. Host costs are derived if they come from another
-    T, another kind of model or another profile. profile: of the target's device and all hosts.
+    number of ranks, kind of model or profile. profile: of the target's device and all hosts.
     drafts: of the draft's device."""
     batch = job.config.batch_size
     needs = job.needs[:1] if job.config.is_lookup else job.needs

@@ -38,12 +38,12 @@ from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_LAW_SEQUENCE = 1 << 29  # number of the first random stream; no request of a run has such an id
-_BURN_IN = 8  # The means leave out the first 8 rounds of a chain.
-_SETTLED = 4  # From the 4th round on, all rounds without branches take the same time.
-_PRECISE = 256, 64, 32  # (sequences in all chains, fewest chains, rounds of a chain) to simulate
-_QUICK = 64, 16, 16  # the same three numbers as in _PRECISE, for ranking many configurations
-_AT_ONCE = 1 << 17  # largest number of sequences simulated at once: arrays fit in CPU caches
+_LAW_SEQUENCE = 1 << 29  # number of the first random stream, unlike those of a run's requests
+_BURN_IN = 8  # number of first rounds of a chain that the means leave out
+_SETTLED = 4  # After this number of rounds, rounds without branches all take the same time.
+_PRECISE = 256, 64, 32  # what to simulate: sequences in all chains, fewest chains, rounds of each
+_QUICK = 64, 16, 16  # numbers of sequences, chains and rounds that suffice to rank configurations
+_AT_ONCE = 1 << 17  # most sequences to simulate at once, so that arrays fit in CPU caches
 _hit_probabilities = lru_cache(maxsize=1024)(HitLaw.hit_probabilities)
 
 
@@ -131,7 +131,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes and not job.masks:  # A step is the mean of all levels.
+                if job.shape.num_lanes and not job.masks:  # Levels of a tree are averaged.
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -253,7 +253,7 @@ class LawDraws:
     def __init__(self, grid: Grid, chains: int) -> None:
         self.chains = chains
         self._batch = grid.batch_size
-        self._number = 0  # number of sets of random numbers that were drawn
+        self._number = 0
         self._fast = grid.fast[:, None, None]
         self._reached, self._kind = _distinct(grid.hazards)
         self._reached_fast, self._kind_fast = _distinct(grid.hazards_fast)
@@ -283,7 +283,8 @@ class LawDraws:
         return np.asarray(self._next() < self._p_hit[at])
 
     def _next(self) -> Floats:
-        """Returns the next uniform random numbers, [R, b]."""
+        """Returns the next uniform random numbers in [0, 1), one for each chain and sequence, [R,
+        b]."""
         self._number += 1
         return _spread(self.chains, self._batch, self._number)
 
@@ -317,7 +318,7 @@ class RecordedDraws:
         place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
         self.num_rounds = int(rounds.max()) + 1
         self._number = 0
-        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # 1 more: an empty last round
+        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # with an empty last round
         self._live = np.zeros(shape, np.bool_)
         self._hit = np.zeros(shape, np.bool_)
         self._accepted = np.zeros(shape, np.int64)
@@ -360,9 +361,9 @@ class Rounds:
         self.live: Mask = np.ones(shape, np.bool_)
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next lookup will hit the cache
         self._clock = np.zeros(shape[:2])  # time in s at which rank 0 has the last outcome
-        # A run's warm-up ends with a full batch of hits, whose branches the draft has grown.
+        # The first round is as after a warm-up round in which all sequences hit the cache.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # index in the tables of the growing branches
+        self._grown = self._place(full, full)  # index in the tables of step times
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:
@@ -459,7 +460,7 @@ def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
     return _KNOWN[key]
 
 
-_KNOWN: dict[tuple[Any, ...], Expected] = {}  # results by the values of the grid
+_KNOWN: dict[tuple[Any, ...], Expected] = {}  # cached results of `expected`
 
 
 def expect(grid: Grid, *, quick: bool = False) -> Expected:
@@ -497,7 +498,7 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         columns["tokens"][exact] = grid.batch_size * tokens
         for name in ("round_s", "wait_s"):
             columns[name][exact] = of_round[name][:, 0]
-    with np.errstate(divide="ignore"):  # The rate is inf if a round takes no time.
+    with np.errstate(divide="ignore"):  # The rate is infinite if rounds take no time.
         columns["tok_per_s"] = columns["tokens"] / columns["round_s"]
     return Expected(**columns)
 
@@ -539,7 +540,7 @@ def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any
     means = expected(job, device, host)
     grid = Grid.of([job], device, host)
     rate = float(means.tok_per_s[0])
-    is_known = math.isfinite(rate)  # The rate is infinite if rounds take no time.
+    is_known = math.isfinite(rate)
     target = float(grid.verify_s[0, -1, -1])
     units = job.config.batch_size * int(grid.units[0])
     draft = int(grid.steps[0]) * float(grid.lanes_s[0, units]) if job.lookahead else None

@@ -37,18 +37,18 @@ from mpissd.lab.measure.provenance import provenance
 from mpissd.lab.probe.measure import FORWARD_ROWS, NEAR, TRANSFORMER_ROWS, Entry, GroupProbe
 from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save_profile
 
-_GPU_ROWS = (40, 128, 256)  # row counts timed on GPUs only, whose kernel differs above 32 rows
+_GPU_ROWS = (40, 128, 256)  # row counts timed on GPUs only, which have another kernel above 32 rows
 MORE_SEQUENCES = 8  # Host work is also measured at this multiple of the batch size.
 _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
-_SHARDS = (2, 3, 4)  # For these T, one rank alone times the share of the target that it would hold.
+_SHARDS = (2, 3, 4)  # numbers of ranks T for which one rank times its share of the target, alone
 
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
     """Runs the command `probe` on all ranks; returns the exit code. config: flags; in mode "ar"
     only the target is measured, otherwise also the draft model (on rank 0 if there is no draft
     rank). name: of the profile (None: made from the settings). brief: whether to measure a
-    transformer only at the given T and batch size, and at two context lengths. Raises Refused on
-    every rank if the job is impossible, or if an all-reduce gives wrong sums (exit code 3)."""
+    transformer only on the given ranks and batch size, and at two context lengths. Raises Refused
+    on every rank if the job is impossible, or if an all-reduce gives wrong sums (exit code 3)."""
     sharpen_sleep()
     with opened(config) as session:
         if session.topology.is_lead:
@@ -79,7 +79,7 @@ class Prober:
         self._topology = session.topology
         self._job = session.job
         self._kind = session.backend.info.kind
-        self._faults: list[str] = []  # wrong sums that this rank found
+        self._faults: list[str] = []
         self._tables: dict[str, list[Entry]] = {table: [] for table in TABLES}
         self._peak: float | None = None
         self._notes: list[str] = []
@@ -178,9 +178,9 @@ class Prober:
         """Measures the forwards of one model and adds them to the tables. need: the model's shard,
         options and row counts. Bare matrix products are measured with each of the backend's
         kernels; weights are made anew for each, because their layout differs. A transformer is
-        measured at several batch sizes. If T = 1, rank 0 also measures the share of the target that
-        a rank of T = 2, 3, 4 would hold, without all-reduces, so that `plan` can predict these T.
-        """
+        measured at several batch sizes. If there is only one target rank, it also measures the
+        share of the target that one of 2, 3 or 4 ranks would hold, without all-reduces, so that
+        `plan` can predict these."""
         config = self._job.config
         shard = need.shard
         options = need.options
@@ -206,7 +206,7 @@ class Prober:
             for tp in _SHARDS if is_alone and self._kind != "emulated" else ():
                 try:
                     share = replace(shard, tp=tp)
-                except ConfigError as error:  # There are more ranks than KV heads.
+                except ConfigError as error:  # There are too few KV heads for T ranks.
                     self._notes.append(f"a share of T={tp}: {error}")
                     continue
                 shares += probe.transformer(SoloGroup(), share, *rest, ends=True)

@@ -25,16 +25,16 @@ from mpissd.engine.model.stacks import AnyShard, ReadOut
 from mpissd.engine.model.stepper import ModelSource, Stepper, Weights
 from mpissd.lab.measure.calibrate import forwards
 
-Entry = dict[str, Any]  # An entry of a table in a device profile, as a JSON object.
+Entry = dict[str, Any]  # an entry of a table in a device profile, as a JSON object
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
-TRANSFORMER_ROWS = (*ROWS, 24)  # There are fewer, because each is timed at several contexts.
+TRANSFORMER_ROWS = (*ROWS, 24)  # They are fewer, because each is timed at several context lengths.
 LARGE_BYTES = 1 << 20
-NEAR, FAR = 64, 1024  # shortest and longest context to time, in tokens; --context may be longer
+NEAR, FAR = 64, 1024  # shortest and longest context in tokens at which transformers are timed
 _LISTS = (1, 4, 16, 32, 64)  # values of k for which the selection of the top k tokens is timed
-_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # number of operations that are timed together
-# {device: (seconds of warm-up, seconds of timed launches, fewest launches, most launches)}
+_CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # number of operations in one timed launch
+# {device: (seconds of warm-up, seconds to time for, fewest launches, most launches)}
 # GPUs are warmed up, because an H200 reads slowly for some ms after an allocation.
 _PACE = {"gpu": (0.03, 0.05, 5, 25), "cpu": (0.0, 0.06, 5, 25), "emulated": (0.0, 0.0, 1, 1)}
 _NOTHING = Cost(1, 0, 0, 0, 0, 0, 0, 1)
@@ -76,7 +76,7 @@ class GroupProbe:
         self._faults, self._source = faults, source
         self._kind = backend.info.kind
         self._real = self._kind != "emulated"
-        self.read_outs: list[Entry] = []  # times of selecting the top k tokens
+        self.read_outs: list[Entry] = []
 
     def times(
         self, onces: Mapping[int, Callable[[], float]], per: int = 1
@@ -105,7 +105,6 @@ class GroupProbe:
         return by_point
 
     def _once(self, program: Program) -> float:
-        """Launches a compiled program and waits for its end; returns its seconds on the device."""
         program.launch()
         program.wait(self._waiter)
         return program.elapsed_s()

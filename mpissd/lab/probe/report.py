@@ -1,7 +1,7 @@
 """Reports the measurements of the command `probe`: a table on stdout, and a device profile.
 
 A device profile is a JSON file with measured durations of forwards, all-reduces and host work, and
-numbers fitted to these tables. docs/profile.md describes it.
+with rates and latencies fitted to these. docs/profile.md describes it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Tables = Mapping[str, Sequence[Entry]]
 
 
 def profile_name(job: Job, info: DeviceInfo) -> str:
-    """Returns the default name of a profile: DEVICE-TARGET-DRAFT-T#D#, followed by "-transformer",
-    "-fuse", "-head" and "-ctxCONTEXTxBATCH" where they apply."""
+    """Returns the default name of a profile: device, target and draft models, and numbers of target
+    and draft ranks (T#D#), followed by "-transformer", "-fuse", "-head" and "-ctxCONTEXTxBATCH"
+    where they apply."""
     config = job.config
     parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
     parts.append(f"T{job.tp}D{config.drafts}")
@@ -89,8 +90,8 @@ def fit(
 
 
 def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, Any]:
-    """Fits latency + bytes / rate to the measured all-reduces over `ranks` target ranks (the first
-    entry); returns the profile's member "all_reduce"."""
+    """Fits seconds = latency + bytes / rate to the all-reduces measured over `ranks` target ranks,
+    which the first of `entries` has; returns the profile's member "all_reduce"."""
     if not entries:
         unknown = f"{source}: not known, there was one target rank"
         return {"from": unknown, "latency_s": None, "bytes_per_s": None}
@@ -133,7 +134,7 @@ def print_table(
     with the durations of host work and messages. places: rank, host and device of each rank."""
     lines = [*_lines(tables)]
     lines += [("not known", note) for note in notes]
-    for entry in host:  # host work of rank 0, and a message to the draft
+    for entry in host:
         costs = HostCosts.from_dict(entry["seconds"])
         way = f"{entry['mode']} T={entry['tp']} D={entry['num_drafts']} b={entry['batch_size']}"
         lead = f"lead {_us(costs.lead_s + costs.ask_s)} µs, link {_us(costs.link)} µs"

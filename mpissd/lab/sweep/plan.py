@@ -55,7 +55,7 @@ _ONE_A_JOB = (*flags_of(MachineFlags), *flags_of(OutputFlags))
 _SWEEPS_OWN = ("dry_run", "trace", "progress")
 _MOST_VALUES = 10_000  # largest number of values in one range FIRST..LAST
 _MOST_COMBINATIONS = 100_000
-_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # matches any position outside of quotes
+_QUOTED = r"(?=(?:[^\"']|\"[^\"]*\"|'[^']*')*$)"  # a regex that matches positions outside of quotes
 _RANGE = re.compile(r"(\d{1,20})\.\.(\d{1,20})(?:\.\.(\d{1,20}))?")
 
 Block = dict[str, tuple[str, ...]]  # {flag: its values} in one block of a grid
@@ -109,7 +109,7 @@ def read_grid(grid: str) -> list[Block]:
     values, or a quotation without an end."""
     try:
         is_file = Path(grid).is_file()
-    except OSError:  # for example, a grid is too long for a file name
+    except OSError:  # The text is too long for a file name.
         is_file = False
     if "=" in grid and not is_file:
         axes: dict[str, str] = {}
@@ -208,8 +208,9 @@ class SweepTask:
     repeat: int
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
-        """Returns a hash of configuration, repeat and machine (T, backend, device), which
-        identifies this measurement in result rows. A measurement serves all tasks with its hash."""
+        """Returns a hash of configuration, repeat and machine (number of target ranks tp, backend,
+        device), which identifies the measurement in result rows. Tasks with equal hashes are
+        measured once."""
         return _digest([self.point.digest, self.repeat, tp, backend, device_name])
 
 
@@ -230,7 +231,7 @@ class SweepPlan:
 
     def tasks(self) -> Iterator[SweepTask]:
         """Yields all measurements; each repeat visits all configurations, in a new random order."""
-        import numpy as np  # imported here, so that --help starts fast
+        import numpy as np  # imported late, so that --help is fast
 
         for repeat in range(self.repeats):
             for index in np.random.default_rng((self.seed, repeat)).permutation(len(self.points)):

@@ -111,7 +111,7 @@ class Sweep:
             row = measure(session, {"id": self._id, **self._named(task)})
         except Refused as refused:
             session.resources.close()
-            if refused.exit_code == FaultError.exit_code:  # Later rows would fail, too.
+            if refused.exit_code == FaultError.exit_code:  # Writing later rows would fail, too.
                 raise
             # A new exception has no traceback, which would keep device buffers alive.
             return Refused(str(refused), refused.exit_code)

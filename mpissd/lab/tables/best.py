@@ -24,8 +24,8 @@ from mpissd.lab.tables.uses import (
     uses_of,
 )
 
-_LONG = 24  # A name of a hit model with more characters is shown only in the table's title.
-_NOTES = 3  # At most so many lines below a table explain cells that are marked "!".
+_LONG = 24  # If a hit model's name has more characters, only the table's title shows the name.
+_NOTES = 3  # largest number of lines below a table that explain cells marked "!"
 _SHOWN = ("acceptance", "divergence", "batch_size", "lm_head", "context", "temperature")
 _WIDE = 28  # width in characters of a column for a speedup with its interval
 _LEGEND = """\
@@ -49,7 +49,8 @@ class Comparisons:
 
     @property
     def baseline(self) -> Use | None:
-        """The rows of AR, with which other methods are compared; None if AR was not measured."""
+        """The rows of AR at its fastest, with which other methods are compared; None if AR was not
+        measured."""
         return next((fastest(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
 
     @property
@@ -64,7 +65,7 @@ def compare_methods(rows: Iterable[Row]) -> list[Comparisons]:
     keys that row.NEEDED lists, without which tables.load drops rows."""
     rows = list(rows)
     settings: list[dict[str, Any]] = []
-    # AR and lookups fit many settings; they make a setting only if no other row's setting fits.
+    # Rows of AR and lookups belong to several settings, so they come last and rarely add a setting.
     for row in sorted(rows, key=lambda row: (row.mode == "ar", row.mode == "ar" or is_lookup(row))):
         if not (row.mode == "ar" and settings) and not any(is_in(row, s) for s in settings):
             settings.append(setting_of(row))

@@ -38,9 +38,9 @@ _OF_T = ("tp", "all_reduce")  # row keys in which SSD and its alternatives may d
 
 @dataclass(frozen=True)
 class Open:
-    """An alternative to SSD (mode, T and D) that might be the fastest but has no comparable
-    measurement. why: the reason: "not measured", too few seeds, or "another visit" (measured on
-    another machine, day or commit). rate: its tokens/s on that visit."""
+    """An alternative to SSD that might be the fastest but has no comparable measurement. family:
+    its mode and numbers of ranks. why: the reason: "not measured", too few seeds, or "another
+    visit" (another machine, day or commit). rate: its tokens/s on that visit."""
 
     family: Family
     why: str
@@ -70,7 +70,6 @@ class Claim:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs that SSD runs on."""
         return self.ssd.family.gpus
 
     @property
@@ -83,9 +82,8 @@ class Claim:
 
     @property
     def text(self) -> str:
-        """The speedup as text: one number if it may be claimed, else its interval. If SSD is slower
-        than a measured alternative, "loses" is said even if other alternatives were not measured.
-        """
+        """The speedup as text: one number if it may be claimed, else its interval. If SSD surely is
+        slower than one alternative, the text says "loses", even if others were not measured."""
         gain = self.gain
         if gain is None:
             return "not comparable"
@@ -135,9 +133,10 @@ def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[l
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
     """Returns the claims about SSD in one setting: one for each number of GPUs, hit model and
-    schedule that was measured. setting: {key: value} that rows must have; an alternative may differ
-    in T. rows: result rows of any setting; rows whose draft ran on another device are ignored."""
-    methods: dict[tuple[Any, ...], list[list[Row]]] = {}  # rows by (family, method, K) and visit
+    schedule that was measured. setting: {key: value} that rows must have; alternatives may differ
+    in target ranks. rows: result rows of any setting; rows whose draft ran on another device are
+    ignored."""
+    methods: dict[tuple[Any, ...], list[list[Row]]] = {}
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:
             visits = methods.setdefault((family_of(row), method_of(row), row.lookahead), [])
@@ -165,7 +164,7 @@ def _claim(setting: dict[str, Any], ssd: Use, uses: Sequence[Use]) -> Claim:
     gpus = ssd.family.gpus
     first = ssd.rows[0]
     rivals = [use for use in uses if use.family.mode != "ssd" and use.family.gpus <= gpus]
-    if first.acceptance is not None:  # Lookups must be drawn at one acceptance rate.
+    if first.acceptance is not None:  # Simulated lookups must have equal acceptance.
         fast = _fast_of(first)
         rivals = [u for u in rivals if not is_lookup(u.rows[0]) or _fast_of(u.rows[0]) == fast]
     here = [u for u in rivals if same_visit(u.rows[0], first) and len(u.seeds) >= seeds]
@@ -201,10 +200,11 @@ def _fast_of(row: Row) -> str:
 
 
 def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
-    """Returns an upper bound of the tokens/s of an alternative (mode, T, D) that was not measured;
-    None if no bound is known, as at batch sizes above 1. AR on T ranks is no faster than on the
-    next larger T that was measured. A lookup whose drafts are accepted with probability a emits at
-    most 1/(1 − a) tokens in the time of an AR step. ssd: a row of the SSD runs to be compared."""
+    """Returns an upper bound of the tokens/s of an alternative that was not measured; None if no
+    bound is known, as at batch sizes above 1. family: the alternative's mode and numbers of ranks.
+    ssd: a row of SSD, to compare with. The bound of AR is its rate on the next larger number of
+    ranks, plus DRIFT. A lookup whose drafts are accepted with probability a makes at most 1/(1 − a)
+    times that."""
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
     is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None

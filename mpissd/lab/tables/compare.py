@@ -29,12 +29,12 @@ from mpissd.common.row import Row
 NORMAL_Z = 1.959964  # the 97.5% quantile of the standard normal distribution
 _T = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582}
 
-SEVERAL = 3  # With fewer common seeds, a speedup has no interval.
+SEVERAL = 3  # number of common seeds from which a speedup has an interval
 HEADLINE_SEEDS, HEADLINE_ROUNDS = 5, 400
 FEW_SEEDS = f"few seeds (a speedup is claimed from {HEADLINE_SEEDS} × {HEADLINE_ROUNDS} rounds on)"
 FEW_VISITS = "few visits: the two sides share no machine and commit"
-DRIFT = 0.04  # One configuration's median rate may differ by this share from visit to visit.
-_VISIT_S = 12 * 3600  # longest time in s between the beginnings of two runs of one visit
+DRIFT = 0.04  # share by which a configuration's median rate may differ between days or machines
+_VISIT_S = 12 * 3600  # Runs that begin within this time (s) on one machine are compared directly.
 
 
 def student_t(freedom: int) -> float:
@@ -120,22 +120,21 @@ class Comparison:
 
     @property
     def brief(self) -> str:
-        """Text for a table's cell: the speedup or "no difference", the interval, and a "+" if a
-        speedup may be claimed."""
+        """Text for a table's cell: the speedup, its interval, and a "+" if it may be claimed."""
         gain = f"{self.speedup:.2f}" if self.is_real or not self.has_interval else "no difference"
         mark = "+" * (self.is_headline and self.is_real)
         return f"{gain} ({self.interval}){mark}"
 
     @property
     def interval(self) -> str:
-        """The interval's two ends as text, or the number of seeds if there is no interval."""
+        """The two ends of the interval as text, or the number of seeds if there is no interval."""
         if not self.has_interval:
             return f"no interval: {self.num_seeds} seed{'s' * (self.num_seeds > 1)}"
         return f"{bound(self.low)}–{bound(self.high)}"
 
     @property
     def claim(self) -> str:
-        """Text for a sentence: the speedup if it may be claimed, else only its interval."""
+        """Text for use in a sentence: the speedup if it may be claimed, else only its interval."""
         if not self.one_visit:
             return f"{self.interval} (few visits)"
         if not self.is_real:
@@ -240,7 +239,7 @@ def _origin(row: Row) -> tuple[object, frozenset[str], float | None]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Returns the p-values in the same order after Holm's correction for multiple tests."""
+    """Returns p-values after Holm's correction for multiple tests, in the order of `p_values`."""
     values = np.array(p_values)
     count = len(values)
     order = np.argsort(values, kind="stable")

@@ -43,7 +43,7 @@ class LeftOut(list[Malformed]):
 
     @property
     def lines(self) -> list[str]:
-        """One text for each file and kind of fault: how many lines, the first one, the reason."""
+        """A text for each file and kind of fault: number of lines, the first one, the reason."""
         groups: dict[tuple[str, str], list[Malformed]] = {}
         for fault in self:
             groups.setdefault((fault.file, fault.key), []).append(fault)

@@ -17,7 +17,7 @@ _SAME = (
     "workload target batch_size context lm_head seed temperature vocab order prompt_tokens "
     "stop_token recording top_p stop prompts_sha256"
 ).split()
-_LATER = ("top_p", "stop", "prompts_sha256")  # Older rows of text lack these keys.
+_LATER = ("top_p", "stop", "prompts_sha256")  # keys that older rows of text lack
 # Two compared rows may differ in these keys; the output lists the differences.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
@@ -45,13 +45,12 @@ class Pair:
         for pair in pairs:
             check_alike(*pair)
         comparison = compare_rows(a, b)
-        if comparison.num_seeds == 1:  # Then only the shown rows are compared.
+        if comparison.num_seeds == 1:  # Only the two shown rows are compared.
             comparison = compare_rows(*([row] for row in pairs[0]))
         return cls(*pairs[0], comparison)
 
     @property
     def per_gpu(self) -> Comparison:
-        """The speedup in tokens/s per rank."""
         return self.comparison.scaled(self.a.world_size / self.b.world_size)
 
     @property
@@ -118,8 +117,7 @@ def check_alike(a: Row, b: Row) -> None:
     if (a.backend == "emulated") != (b.backend == "emulated"):
         values = f"backend={a.backend!r} and {b.backend!r}"
         raise ConfigError(f"{values}: allowed: two measured runs, or two emulated ones")
-    # Digests are compared only if they cover equally many tokens of a sequence. Above temperature 0
-    # they are not compared, because equal models may sample different tokens.
+    # Digests are compared at temperature 0, if they cover equally many tokens of each sequence.
     limit = a.token_limit
     covers = limit == b.token_limit and (limit is not None or a.num_rounds == b.num_rounds)
     if not a.temperature and covers and a.token_digest != b.token_digest:

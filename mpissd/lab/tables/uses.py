@@ -1,21 +1,20 @@
 """Groups result rows by how they used the GPUs, and lists the alternatives that SSD must beat.
 
-A *use* of GPUs is a mode on T target ranks and D draft ranks, at one K. A fair comparison of SSD on
-G = T + D GPUs includes these alternatives on at most G GPUs, each at its best K:
+A *use* of GPUs is a mode on T target ranks and D draft ranks, at one K (number of tokens drafted a
+round). A fair comparison of SSD on G = T + D GPUs includes these alternatives, each at its best K:
 
     AR, SD inline, lookup, suffix automaton    no draft GPU ("inline": the target's GPUs draft, too)
     SD with D = 1                              a GPU for the draft model
 
 Lookup and suffix automaton copy drafts from earlier text, without a draft model. If acceptance is
-drawn from a model, both have the acceptance rate of the flag acceptance_fast (.3 by default) and
-count as one. On text or a recording, both must be measured. If an alternative was not measured,
-nothing is called the best. T may be any number of ranks over which the target can be divided,
-evenly or not.
+drawn from a model, both have the same acceptance rate (flag acceptance_fast) and count as one. On
+text or a recording, both must be measured. If an alternative was not measured, nothing is called
+the best. T may be any number of ranks over which the target can be divided.
 
 Rows are compared only within a *setting*: the same models, machine, acceptance model, batch size
-and context. AR depends on no draft and no acceptance, and lookups have an acceptance of their own;
-so both are compared with rows of every draft and acceptance model. A *method* is a mode with all
-options except K: where the draft runs, fan-out, hit model, what drafts after a miss.
+and context. AR has no draft and no acceptance, and lookups have an acceptance of their own; so both
+are compared with rows of every draft and acceptance model. A *method* is a mode with all options
+except K: where the draft runs, fan-out, hit model, what drafts after a cache miss.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from mpissd.lab.tables.compare import Comparison, gain_of
 LOOKUPS = ("lookup", "suffix")
 WORTH = 1.05  # A smaller speedup does not count as a gain: it is not worth another GPU.
 TREE = "tree"  # name of the mode "SD with draft trees"
-MOST_MISSED = 0.2  # If the median prediction error is larger, measured rates choose the best K.
-FAR = 1 / 3  # Tables mark a run if the relative error of its own prediction is larger.
+MOST_MISSED = 0.2  # If predictions have a larger median error, measured rates choose the best K.
+FAR = 1 / 3  # Tables mark a run if its own prediction has a larger relative error.
 _SETTING = (
     "workload backend device_name target tp dtype num_layers forward batch_size fuse graph lm_head "
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
@@ -59,12 +58,12 @@ class Family:
 
     @property
     def gpus(self) -> int:
-        """The number of GPUs, T target ranks + D draft ranks."""
         return self.tp + self.num_drafts
 
     @property
     def name(self) -> str:
-        """The mode's name without T and D: AR, SD inline, SD, SSD, lookup."""
+        """The mode's name as printed: "AR", "SD inline" (without a draft rank), "SD", "SSD",
+        "lookup"."""
         if self.mode not in ("ar", "sd", "ssd"):
             return self.mode
         return self.mode.upper() + " inline" * (self.mode == "sd" and not self.num_drafts)
@@ -77,10 +76,10 @@ class Family:
 def widest(
     gpus: int, tps: Collection[int], lookups: Sequence[str] = LOOKUPS[:1]
 ) -> tuple[Family, ...]:
-    """Returns each mode with the T and D at which it must be measured before one of them is called
-    the best: AR, SD with D = 0, lookups, SD and SSD, on up to `gpus` GPUs. T is the largest value
-    in `tps` that leaves room for D. A smaller T need not be measured, because each rank then reads
-    more bytes. lookups: the kinds of lookup that must be measured."""
+    """Returns the modes, with numbers of ranks, that must be measured before one of them is called
+    the best on `gpus` GPUs: AR, inline SD, lookups, SD and SSD with one draft rank. Each has the
+    largest number of target ranks in `tps` for which there is room, because on fewer ranks each
+    reads more bytes. lookups: the kinds of lookup that must be measured."""
     inline_tp, drafted_tp = (max((t for t in tps if t <= gpus - d), default=0) for d in (0, 1))
     possible = [Family(mode, inline_tp, 0) for mode in ("ar", "sd", *lookups)]
     possible += [Family(mode, drafted_tp, 1) for mode in ("sd", "ssd")]
@@ -127,7 +126,6 @@ class Use:
 
     @property
     def per_gpu(self) -> float:
-        """The median tok/s divided by the number of GPUs."""
         return self.tok_per_s / self.family.gpus
 
     @property
@@ -144,7 +142,6 @@ class Use:
 
     @property
     def seeds(self) -> set[object]:
-        """The set of the rows' seeds."""
         return {row.seed for row in self.rows}
 
     def over(self, base: Use) -> Comparison | None:
@@ -153,11 +150,11 @@ class Use:
 
     @property
     def at(self) -> str:
-        """K as text, such as "K=4"; "" for AR."""
+        """K (the number of tokens drafted a round) as text, such as "K=4"; "" for AR."""
         return f"K={self.lookahead}" if self.lookahead else ""
 
     def __str__(self) -> str:
-        """Returns mode, T, D and K as text, such as "SD T=1 D=1 K=4"."""
+        """Returns mode, ranks and drafted tokens as text, such as "SD T=1 D=1 K=4"."""
         return f"{self.family} {self.at}".rstrip()
 
 
@@ -200,8 +197,8 @@ def are_predicted(means: Iterable[float | None], errors: Iterable[float | None])
 
 
 def setting_of(row: Row) -> dict[str, Any]:
-    """Returns {key: value} of the row's keys that comparable rows must share: models, machine,
-    kind of forward, batch size, acceptance model and so on."""
+    """Returns the values in which comparable rows must agree, as {key of the row: value}: models,
+    machine, kind of forward, batch size, acceptance model and so on."""
     return {name: _value_of(row, name) for name in _SETTING}
 
 
@@ -214,9 +211,10 @@ def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> boo
 
 
 def _value_of(row: Row, name: str) -> Any:
-    """Returns the row's value of one key of a setting; "prompts" joins all flags about prompts."""
+    """Returns the row's value of a key that comparable rows must share. The key "prompts" stands
+    for all flags about prompts."""
     if name == "forward":
-        return row.get(name) or "gemm"  # Older rows lack this key; they ran bare matrix products.
+        return row.get(name) or "gemm"  # Older rows, of bare matrix products, lack this key.
     if name != "prompts" or row.workload != "text":
         return row.get(name)
     flags = flags_of(row)
@@ -238,7 +236,7 @@ def mode_of(row: Row) -> str:
 
 
 def family_of(row: Row) -> Family:
-    """Returns a row's mode, T and D; SD by lookup or with trees has a mode name of its own."""
+    """Returns a row's mode and numbers of ranks; lookups and draft trees count as modes."""
     return Family(mode_of(row), int(row.tp), int(row.world_size - row.tp))
 
 
@@ -285,7 +283,7 @@ def fan_out_text(counts: Sequence[int] | None) -> str:
 
 def flags_of(row: Row) -> dict[str, str]:
     """Returns {flag: value} of the run that made a row, by its sweep's grid or its command line."""
-    if row.sweep and "flags" in row.sweep:  # `run` itself also measures rows without flags.
+    if row.sweep and "flags" in row.sweep:  # Some sweeps record no flags.
         return dict(row.sweep["flags"])
     words = (word[2:] for word in row.command if word.startswith("--") and "=" in word)
     return dict(word.split("=", 1) for word in words)
