@@ -49,8 +49,7 @@ class Chat:
         terminal: TextIO | None,
     ) -> None:
         """Begins an empty conversation. about: the server's description of itself (mode, models,
-        ranks). terminal: the user's terminal; None if the output is none, which turns colours off.
-        """
+        ranks). terminal: the user's terminal (None: there is none, so that colours are off)."""
         self._http = http
         self._config = config
         self._terminal = terminal

@@ -55,7 +55,7 @@ class Facts:
     rounds: Rounds
 
     def get(self, path: str) -> float | None:
-        """Returns the row's number at a dotted path such as "round_us.p50", or None."""
+        """Returns the row's number at a dotted path such as "round_us.p50"; None: unknown."""
         value: Any = self.row
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -80,7 +80,7 @@ class Facts:
 
     @property
     def has_draft(self) -> NDArray[np.bool_]:
-        """Whether a draft rank was left in the round of each row of `sequences`, bool [n]."""
+        """Whether each row of `sequences` comes before the loss of a draft rank, bool [n]."""
         round_ = self.array("sequences")[:, 0]
         lost = self.get("draft_lost_round")
         return np.full(len(round_), True) if lost is None else round_ < lost
@@ -154,8 +154,8 @@ def _clock(facts: Facts) -> Faults:
 
 
 def _ranks(facts: Facts) -> Faults:
-    """Yields a fault if the number of ranks is wrong, or if the ranks of one target group received
-    different acceptance results, by their digests. A draft rank has one digest for each group."""
+    """Yields a fault if the number of ranks is wrong, or if digests show that the ranks of one
+    target group received different acceptance results. A draft rank has a digest for each group."""
     row = facts.row
     size = int(row.world_size)
     groups = row.groups or 1
@@ -251,9 +251,8 @@ def _counts(facts: Facts) -> Faults:
 
 
 def _tokens(facts: Facts) -> Faults:
-    """Yields a fault for an impossible accept_histogram, and for a num_tokens that contradicts it;
-    but num_tokens leaves out up to K tokens that a sequence emits beyond its end in its last round.
-    """
+    """Yields a fault for an impossible accept_histogram, and for a num_tokens that contradicts it.
+    Up to K tokens that a sequence emits beyond its end do not count in num_tokens."""
     row = facts.row
     rows = facts.rounds.get("sequences")
     histogram = np.asarray(row.accept_histogram, np.int64)
@@ -281,9 +280,9 @@ def _tokens(facts: Facts) -> Faults:
 
 
 def _decisions(facts: Facts) -> Faults:
-    """Yields a fault for each kind of contradiction in the rounds of sequences: numbers that break
-    0 ≤ k accepted ≤ drafted ≤ K; a cache hit whose tokens have another source than the cache; a
-    number of drafted tokens or of sequences that the row's settings exclude."""
+    """Yields a fault if a round's numbers break 0 ≤ k accepted tokens ≤ drafted tokens ≤ K, if a
+    cache hit contradicts the recorded source of its tokens, or if the number of drafted tokens or
+    of sequences contradicts the row's settings."""
     row = facts.row
     rows = facts.array("sequences")
     lookahead = int(row.lookahead)
@@ -310,9 +309,9 @@ def _decisions(facts: Facts) -> Faults:
 
 
 def _ledger(facts: Facts) -> Faults:
-    """Yields a fault if the timed phases cover less than 99% of the rounds' wall time, or more than
-    all of it. If the OS preempts the rank between the readings of the two timers, time moves to a
-    neighbouring round; so a round passes if it passes together with a neighbour."""
+    """Yields a fault if rank 0's timed phases do not add up to the wall time of the rounds, within
+    1%. If the OS preempts the rank between reading the two timers, time moves to a neighbouring
+    round; so a round also passes if its sum with a neighbour does."""
     spent, took = facts.explained
     if spent.sum() > took.sum() * _AT_MOST + _CLOCKS_S:
         yield f"lead_ledger_ns adds up to {spent.sum():.6g} s, round_s to {took.sum():.6g} s"

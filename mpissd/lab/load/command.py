@@ -133,8 +133,8 @@ async def _send_all(config: LoadConfig, planned: Sequence[Load]) -> list[LoadRow
 def _kept(
     config: LoadConfig, load: Load, served: Sequence[Served], about: Mapping[str, Any]
 ) -> LoadRow:
-    """Prints the table's line for one rate, and writes its row and the numbers of each request to
-    OUT; returns the row. load: the sent requests. served: how each of them ended. about: the
+    """Prints the table's line for one rate, and writes the result row and the numbers of each
+    request to OUT; returns the row. load: the requests. served: how each of them ended. about: the
     server's description of itself. Raises ConfigError if a file cannot be written."""
     mode = about.get("mode")
     kind = mode if mode in (AUTO, *MODES) else "server"
@@ -187,8 +187,7 @@ def _kept(
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a load test. at_s: arrival, in s from the start of the test. entry: its
-    prompt."""
+    """One request of a load test. at_s: its arrival in s after the start. entry: its prompt."""
 
     at_s: float
     entry: Entry
@@ -227,9 +226,9 @@ def loads(config: LoadConfig) -> Iterator[Load]:
 
 
 def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
-    """Returns the times in s of Poisson arrivals: `count` of them if given, else those within
-    duration_s, at least one. rate: arrivals per second. At another rate, one seed gives the same
-    times up to a factor."""
+    """Returns the arrival times in s of a Poisson process with `rate` arrivals per second: `count`
+    of them if given, else those within duration_s, at least one. Another rate only scales the
+    times."""
     random = np.random.default_rng(seed)
     times = list[float]()
     at = 0.0
@@ -273,8 +272,9 @@ def row_of(
     about: Mapping[str, Any],
     named: Mapping[str, Any],
 ) -> LoadRow:
-    """Returns the result row of one rate of a load test. load: the sent requests. served: how each
-    ended. about: the server's description of itself. named: further keys of the row, as load_id."""
+    """Returns the result row of one rate of a load test. load: the requests. served: how each
+    ended. about: the server's description of itself. named: further keys of the row, such as
+    load_id."""
     answered = [e for e in served if e.status == ANSWERED]
     refused = sum(e.status == REFUSED for e in served)
     good = sum(e.ttft_s <= config.ttft and not e.tpot_s > config.tpot for e in answered)

@@ -13,8 +13,8 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 def rates(name: str, text: str) -> tuple[float, ...]:
-    """Parses a flag's value of request rates in 1/s, separated by commas; "inf" means all requests
-    at once. name, text: the flag and its value. Raises ConfigError for other values."""
+    """Parses the value `text` of the flag `name`: request rates in 1/s, separated by commas, where
+    "inf" means all requests at once. Raises ConfigError for other values."""
     parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
     values = tuple(math.inf if part == "inf" else number(0)(name, part) for part in parts)
     if not values or 0 in values:

@@ -155,9 +155,9 @@ class _Beside:
         return self._comparison
 
     def _tried_masks(self) -> int:
-        """Returns how many mask tokens the draft model has, with which it drafts several tokens in
-        one forward. Returns 0 if that is not to be tried, because flags give the acceptance rates
-        of the run's own way to draft only. All ranks must call this."""
+        """Returns how many mask tokens the draft model has, by which one forward drafts several
+        tokens. Returns 0 if such drafts should not be tried, because their acceptance rate is
+        unknown: flags gave only that of the run's own drafts. All ranks must call this."""
         run = self._run
         if not (run.is_text or run.parallel_drafting):
             return 0
@@ -172,7 +172,7 @@ class _Beside:
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
-        is_own = not self._comparison.uses  # The first to be added is the run's.
+        is_own = not self._comparison.uses  # The run's own one is added first.
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
         values: dict[str, Any] = {
@@ -207,9 +207,9 @@ class _Beside:
         return all(machine.topology.world.allgather(room is None or both + _SPARE_BYTES <= room))
 
     def _turns(self, places: Sequence[Place], budget_s: float) -> None:
-        """Measures the configurations `places` in turns; all ranks must call this. It ends when the
-        intervals of all speed ratios are narrow, or the time is over. The first turn only warms up.
-        A turn begins if it should end within budget_s; within 2 · budget_s if a verdict is still
+        """Measures the configurations `places` in turns, until the intervals of all speed ratios
+        are narrow or the time is over; all ranks must call this. The first turn only warms up. A
+        turn begins if it should end within budget_s; within twice that if a verdict is still
         unknown; or up to _LATE_S later if there were fewer turns than a verdict needs."""
         begun = perf_counter()
         world = self._machine.topology.world

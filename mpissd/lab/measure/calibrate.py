@@ -214,8 +214,8 @@ def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunC
 
 def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = None) -> RunConfig:
     """Returns an SD configuration with the K that is fastest on these ranks. All ranks must call
-    this. rates: measured acceptance rate of each draft position; without them, K is kept unless the
-    rates are known otherwise. Raises Refused on all ranks if the job is impossible."""
+    this. rates: measured acceptance rate of each draft position; if None, K is chosen only if
+    acceptance is drawn from a model. Raises Refused on all ranks if the job is impossible."""
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
@@ -323,9 +323,9 @@ def fastest(
 
 def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     """Returns the seconds of all all-reduces in one verification of b(K+1) rows (b sequences, K
-    drafted tokens): 0 at T = 1, None if unknown. All target ranks must call this. Inside a CUDA
-    graph they cannot be timed; so on GPUs the same number is timed in a graph of their own. On CPUs
-    the result is None, because Group.spent_s times them during the rounds."""
+    drafted tokens): 0 with one target rank, None if unknown. All target ranks must call this.
+    Inside a CUDA graph they cannot be timed; so on GPUs the same number is timed in a graph of
+    their own. On CPUs the result is None, because Group.spent_s times them during the rounds."""
     cost = stepper.cost(stepper.bucket(session.job.verify_rows))
     backend = session.backend
     group = session.group
@@ -357,11 +357,11 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The timed phases of the n warm-up rounds that count, on rank 0 or on a draft rank. ledger:
-    int64 [n, 2 + phases]: number of the round, its duration in ns, and ns of each phase. On rank 0:
-    num_rows [n], rows of each verification; accepted [n], tokens accepted in the round before. On a
-    draft: rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median seconds of a step
-    that grows branches (None: no branch grew)."""
+    """The timed phases of n warm-up rounds, on rank 0 or on a draft rank. ledger: int64 [n, 2 +
+    phases]: number of the round, its duration in ns, and ns of each phase. On rank 0: num_rows [n],
+    rows of each verification; accepted [n], tokens accepted in the round before. On a draft:
+    rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median seconds of a step that
+    grows branches (None: no branch grew)."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None
@@ -371,8 +371,8 @@ class WarmUp:
 
     @classmethod
     def of_draft(cls, log: DraftLog, count: int) -> WarmUp:
-        """Returns the warm-up rounds of a draft that count. log: the draft's log. count: number of
-        warm-up rounds at its beginning."""
+        """Returns the warm-up rounds of a draft rank, without the first sixth. log: the rank's log,
+        which begins with `count` warm-up rounds."""
         span = count // _SKIPPED, count
         slices = log.ledger.slices(*span)
         steps = np.diff(slices[slices[:, 1] == DraftPhase.GROW, 2:]) * 1e-9

@@ -57,7 +57,7 @@ def print_card(session: Session) -> None:
 
 
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
-    """Returns ("rank N", text with role, host and device) for each rank."""
+    """Returns ("rank N", text with role, host and device) for each MPI rank N."""
     lines = []
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
         role = "target" if rank % topology.tp else "lead"

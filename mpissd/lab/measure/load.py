@@ -29,10 +29,10 @@ _GPU = "uuid,clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_ther
 
 
 def counters() -> dict[str, float]:
-    """Returns {name: seconds} of the operating system's counters that exist here. wall: the clock.
-    own: CPU time of this process. delayed: its waits for a core. busy, stolen: CPU time of all
-    usable cores, used or taken by the hypervisor. throttled: time for which a CPU quota stopped
-    this process."""
+    """Returns {name: seconds} of the operating system's counters, as far as they exist. wall: the
+    clock. own: CPU time of this process. delayed: its waits for a core. busy, stolen: time of all
+    usable cores that processes used, and that the hypervisor took. throttled: time for which a CPU
+    quota stopped this process."""
     tick = os.sysconf("SC_CLK_TCK")
     values = {"wall": perf_counter(), "own": process_time()}
     with suppress(OSError, ValueError, IndexError):

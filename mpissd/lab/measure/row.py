@@ -46,8 +46,8 @@ _FEWEST_WARM = 8  # With fewer warm-up rounds than this, the row has no predicti
 @dataclass(frozen=True)
 class LeadReport:
     """What the first rank of a target group (the ranks that share one target model) reports on the
-    measured rounds. ledger: int64 [rounds, 2 + phases]: number of the round, its duration in ns,
-    and ns of each phase. last_round: the number after that of the last measured round."""
+    measured rounds, whose numbers are first_round … last_round − 1. ledger: int64 [rounds, 2 +
+    phases]: number of the round, its duration in ns, and ns of each phase."""
 
     records: RoundRecords
     first_round: int
@@ -76,8 +76,8 @@ class DraftReport:
     phases: list[str]
     learned: dict[str, Any]  # counts of how high the draft model ranked the target's tokens
     warm_up: WarmUp
-    forwards: NDArray[np.int64] | None = None  # rows: forwards for several target groups
-    updates: dict[str, list[Any]] | None = None  # when new draft weights arrived
+    forwards: NDArray[np.int64] | None = None  # one row for each forward that several groups share
+    updates: dict[str, list[Any]] | None = None  # reports on new draft weights
 
     def column(self, name: str) -> NDArray[np.float64]:
         return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
@@ -350,7 +350,7 @@ def _device_times(session: Session, measured: Measured) -> dict[str, Any]:
     job = session.job
     records = measured.lead.records
     draft = measured.draft
-    # Only rounds in which every sequence had K drafted tokens count.
+    # A round counts only if every sequence had K drafted tokens.
     full = records.num_rows() == job.config.batch_size * (job.lookahead + 1)
     t_target = median(np.asarray(records.t_target_s)[full])
     t_draft = t_growth = None

@@ -301,8 +301,8 @@ class Survey:
 
 def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
     """Finds every number of target ranks T up to `gpus` over which the target can be divided and
-    fits in memory, with its durations from `profile`. Raises ConfigError if no durations are known.
-    """
+    fits in memory, with its durations from `profile`. Raises ConfigError if there is none, or if no
+    durations are known."""
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -484,8 +484,7 @@ def candidates(
 ) -> Iterator[Choice]:
     """Yields the configurations to simulate at one number of target ranks T: AR; SD and SD by
     lookup at every K; SSD with the parameters in `space`. Lookups are left out if their drafts are
-    never accepted. trees: whether to yield draft trees, too: up to MOST_LOOKAHEAD nodes in SD,
-    _TREES in SSD."""
+    never accepted. trees: whether draft trees are tried, too, in SD and SSD."""
     tp = sharding.tp
     batch = run.batch_size
     longest = longest_lookahead(run)

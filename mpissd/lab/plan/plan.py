@@ -356,8 +356,8 @@ def _fan_outs_around(leader: Choice) -> list[Space]:
 
 
 def _policies_around(leader: Choice) -> list[Space]:
-    """Returns the parameters for a finer search around a good configuration of SSD: at its K and
-    fan-out, the draft model or a lookup that drafts any number of tokens after a cache miss."""
+    """Returns the parameters for a finer search around a good configuration of SSD: after a cache
+    miss, the draft model or a lookup drafts any number of tokens, at the same K and fan-out."""
     return [Space((leader.lookahead,), (str(leader.fan_out),))]
 
 
@@ -368,7 +368,7 @@ def by_speed(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
-    """Returns the first configuration of each kind, in order. kind: returns its kind."""
+    """Returns the first configuration of each kind, in order. kind: gives the kind of one."""
     first: dict[Hashable, Choice] = {}
     for choice in choices:
         first.setdefault(kind(choice), choice)

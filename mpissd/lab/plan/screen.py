@@ -149,7 +149,7 @@ class Screen:
         return [*screen, "", *self._table([c for c in judged if c in shown]), rest, *under]
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the plan as a JSON object; its list `judged` begins with the fastest choice."""
+        """Returns the plan as a JSON object; its list `judged` begins with the fastest one."""
         measured = self.plan.measured
         reasons = self.survey.unjudged
         return {
@@ -182,7 +182,7 @@ class Screen:
     @property
     def _questions(self) -> list[Question]:
         """The questions that the text answers: does a draft model pay, and does a GPU of its own
-        for the draft model pay? Empty if a configuration that would fit has unknown durations."""
+        for it pay? Empty if a configuration that would fit has unknown durations."""
         if self.plan.missing:
             return []
         pairs = self._pairs(self.plan)

@@ -88,8 +88,8 @@ def _of_shares(
 def _of_other_ranks(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns forwards derived from the same model on another number of ranks T, the nearest that
-    was measured; [] if the model was measured on none."""
+    """Returns forwards derived from the same model on another number of ranks, the nearest that was
+    measured; [] if there is none."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
         with suppress(ConfigError):  # The model may be too small for so many ranks.
@@ -210,7 +210,7 @@ def is_datasheet(profile: Profile) -> bool:
 
 @lru_cache(maxsize=1)
 def shipped_profiles() -> dict[str, Profile]:
-    """Returns {kind of device: its built-in profile}, as in {"h100": …}."""
+    """Returns {kind of device: its built-in profile}."""
     return {profile.kind: profile for profile in map(load_profile, known_profiles())}
 
 
@@ -231,8 +231,8 @@ def with_hosts(profile: Profile) -> Profile:
 
 
 def _entries(profile: Profile, mode: str, drafts: int) -> list[HostEntry]:
-    """Returns the profile's host costs of one mode that were measured with draft ranks (drafts >
-    0), or with the draft model on the target's ranks (drafts = 0)."""
+    """Returns the profile's durations of host work in a mode, measured with draft ranks (drafts >
+    0) or with the draft model on the target's ranks (drafts = 0)."""
     return [e for e in profile.hosts if (e.mode, e.num_drafts > 0) == (mode, drafts > 0)]
 
 

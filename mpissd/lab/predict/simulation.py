@@ -172,12 +172,12 @@ class Grid:
 
     @property
     def grows(self) -> Mask:
-        """Whether each configuration drafts for likely outcomes meanwhile (SSD), bool [G]."""
+        """Whether each configuration drafts during the verification, as SSD does, bool [G]."""
         return np.asarray(self.most_steps.any(axis=(1, 2)))
 
     @property
     def is_varied(self) -> Mask:
-        """Whether each configuration's rounds differ in time even if no sequence ends, bool [G]."""
+        """Whether each configuration's rounds take unequal times if no sequence ends, bool [G]."""
         return self.grows | self.catches_up
 
 
@@ -528,10 +528,10 @@ def is_followable(job: Job) -> bool:
 
 
 def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
-    """Returns the predicted long-run means of a job under the keys of a result row. Keys of its
-    own: expected_tok_per_s, the mean rate; round_us.mean, the mean round; exposed_us, rank 0's mean
-    wait for draft tokens; T_p, the time of growing branches divided by that of the target's
-    forward. Raises ConfigError if acceptance is not drawn from a given model."""
+    """Returns the predicted long-run means of a job, under the keys that a result row has for them.
+    These are added: round_us.mean, the mean round; exposed_us, rank 0's mean wait for draft tokens;
+    T_p, the time of growing branches divided by that of the target's forward. Raises ConfigError if
+    acceptance is not drawn from a given model."""
     if not is_predictable(job):
         raise ConfigError(
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "

@@ -60,7 +60,7 @@ def execute_probe(config: RunConfig, name: str | None = None, brief: bool = Fals
 
 def kinds(backend: Backend) -> list[int | None]:
     """Returns the largest row count of each matrix kernel that a job may use (None: no limit),
-    smallest first. Some backends have a kernel for small row counts of its own."""
+    smallest first. Some backends have a further kernel for small row counts."""
     return [backend.few_rows, None] if backend.few_rows else [None]
 
 
@@ -70,8 +70,9 @@ class Prober:
     def __init__(
         self, session: Session, show: Callable[[Callable[[float], str]], None], *, brief: bool
     ) -> None:
-        """show: function that prints a progress line; its argument is a function that makes the
-        line from the seconds so far. brief: whether to measure less, as execute_probe says."""
+        """Prepares the stages. show: function that prints a progress line; its argument is a
+        function that makes the line from the seconds so far. brief: whether to measure less (see
+        execute_probe)."""
         self._show_line = show
         self._stage = ""
         self._brief = brief
@@ -216,7 +217,7 @@ class Prober:
         self._tables["read_outs"] += probe.read_outs
 
     def all_reduces(self) -> None:
-        """Measures the job's all-reduce over the target ranks; does nothing if T = 1."""
+        """Measures the job's all-reduce; does nothing if there is only one target rank."""
         if not self._topology.is_draft and self._topology.tp > 1:
             probe = self._probe(self._topology.group)
             entry = probe.all_reduces(self._session.group, self._job.target.hidden)

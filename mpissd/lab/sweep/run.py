@@ -41,8 +41,8 @@ class Sweep:
     """One MPI rank's part in a sweep: it measures those tasks that have no result row yet."""
 
     def __init__(self, machine: Machine, plan: SweepPlan, config: SweepConfig) -> None:
-        """Divides the ranks into target and draft ranks, and announces the models of all
-        configurations. All ranks of the job must call this."""
+        """Divides the ranks into target and draft ranks, and tells the machine which models all
+        configurations need. All ranks of the job must call this."""
         self._machine = machine
         self._plan = plan
         self._config = config

@@ -56,9 +56,9 @@ class Open:
 class Claim:
     """SSD compared with the strongest measured alternative on at most as many GPUs. setting: {key:
     value} of models, machine, batch size and so on. gain: speedup of `ssd` over `other`. unknown:
-    alternatives that may be faster but have no comparable measurement. copies: (number,
-    alternative) of independent copies on the same GPUs that make the most tokens/s. p_value: of the
-    hypothesis that the speedup is 1, after Holm's correction over a table."""
+    alternatives that may be faster but have no comparable measurement. copies: (n, alternative), if
+    n independent copies of it on SSD's GPUs make the most tokens/s. p_value: of the hypothesis that
+    the speedup is 1, after Holm's correction over a table."""
 
     setting: dict[str, Any]
     ssd: Use

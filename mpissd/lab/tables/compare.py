@@ -50,9 +50,9 @@ def student_t(freedom: int) -> float:
 
 
 def jackknife(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the half-width of an estimate's 95% interval by the delete-a-group jackknife, [...].
-    values: [G, ...] with G ≥ 2; element g is the estimate computed without group g of the data.
-    Student's t has G − 1 degrees of freedom."""
+    """Returns the half-widths of estimates' 95% intervals by the delete-a-group jackknife, in the
+    shape of one estimate. values: [G, …] with G ≥ 2; element g has the estimates computed without
+    group g of the data. Student's t has G − 1 degrees of freedom."""
     groups = len(values)
     spread = np.sqrt((groups - 1) / groups * ((values - values.mean(axis=0)) ** 2).sum(axis=0))
     return np.asarray(student_t(groups - 1) * spread)
@@ -99,7 +99,8 @@ class Comparison:
 
     @property
     def is_headline(self) -> bool:
-        """Whether a speedup may be claimed: 5 common seeds, 400 rounds, one machine and commit."""
+        """Whether a speedup may be claimed: 5 common seeds or more, 400 rounds, the same GPU and
+        commit."""
         enough = self.num_seeds >= HEADLINE_SEEDS and self.num_rounds >= HEADLINE_ROUNDS
         return enough and self.one_visit
 

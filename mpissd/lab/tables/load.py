@@ -55,7 +55,8 @@ class LeftOut(list[Malformed]):
 
 
 def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the result rows in files, and in runs*.jsonl below folders (see placed_rows)."""
+    """Returns the result rows in files, and in runs*.jsonl below folders. left_out: gets faulty
+    lines."""
     return [row for _, row in placed_rows(paths, left_out)]
 
 
@@ -65,7 +66,7 @@ def placed_rows(
     """Returns (file, row) for each row in the files `paths`, and in files runs*.jsonl below
     folders, in order; a row that occurs twice is returned once. left_out: receives the lines that
     are malformed, have the run id of a different row, or lack a key in `needed`. Without left_out
-    such lines raise ConfigError (a lacking key is accepted). An unreadable file always raises
+    malformed lines and equal run ids raise ConfigError. An unreadable file always raises
     ConfigError."""
     rows: dict[str, tuple[Path, Row]] = {}
     for file in (file for path in map(Path, paths) for file in _run_files(path)):

@@ -203,18 +203,18 @@ def setting_of(row: Row) -> dict[str, Any]:
 
 
 def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> bool:
-    """Returns whether a row belongs to a setting ({key: value} that its rows share). free: keys
-    whose values may differ. For AR and lookups, draft and acceptance may differ as well."""
+    """Returns whether a row has the values of a setting, {key: value}. free: keys in which the row
+    may differ, in addition to the draft and acceptance model of AR and lookups."""
     if row.mode == "ar" or is_lookup(row):
         free = (*free, *_DRAFTED)
     return all(_value_of(row, name) == setting[name] for name in setting if name not in free)
 
 
 def _value_of(row: Row, name: str) -> Any:
-    """Returns the row's value of a key that comparable rows must share. The key "prompts" stands
-    for all flags about prompts."""
+    """Returns the row's value of a key that comparable rows must share; for "prompts", the values
+    of all flags about prompts."""
     if name == "forward":
-        return row.get(name) or "gemm"  # Older rows, of bare matrix products, lack this key.
+        return row.get(name) or "gemm"  # Old rows lack this key.
     if name != "prompts" or row.workload != "text":
         return row.get(name)
     flags = flags_of(row)
