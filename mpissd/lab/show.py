@@ -255,9 +255,9 @@ class Show:
 
 @contextmanager
 def shown(workload: Workload) -> Iterator[Show | None]:
-    """Prints a run's first answer, if its tokens are text: on a terminal while it is decoded, in a
-    pipe when it is complete. Yields an object whose `take` must be called after each round, else
-    None."""
+    """Prints a run's first answer: on a terminal while it is decoded, in a pipe when it is
+    complete. Yields an object whose method `take` must be called after each round; None if there is
+    no text."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield None
         return

@@ -52,7 +52,7 @@ _MOST_SEED = 2**64
 
 @dataclass
 class Place:
-    """One of the compared configurations (use), with the flags and the machine that measure it."""
+    """One of the compared configurations (use), with its flags and the ranks that measure it."""
 
     use: TimedUse
     machine: Machine
@@ -261,7 +261,7 @@ class _Beside:
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
-            if refused.exit_code != GateError.exit_code:  # A faulty row is skipped.
+            if refused.exit_code != GateError.exit_code:  # Faulty rows are ignored.
                 place.use.refused = str(refused)
         if session is not None:
             session.resources.close()
@@ -278,10 +278,10 @@ class _Beside:
 
 
 def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
-    """Returns (tokens of a sequence, number of sequences) that one measurement should decode at
-    most, so that it takes .25 s at the run's speed. If there are more prompts than fit in a batch,
-    answers are decoded to their end if that takes up to a 20th of the comparison's time. row: the
-    run's result row. prompts: its number of prompts."""
+    """Returns the most (tokens of a sequence, number of sequences) that a measurement should
+    decode. It should take .25 s at the run's speed. With more prompts than fit in a batch, it may
+    take up to a 20th of the comparison's time, so that longer answers are decoded to their end.
+    row: the run's result row. prompts: the run's number of prompts."""
     is_long = prompts > row.batch_size
     per_s = row.tok_per_s / row.batch_size
     seconds = max(_PASS_S, _ANSWER * run.beside_s) if is_long else _PASS_S

@@ -169,7 +169,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     draft = measured.draft
     num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
-    # Single groups get no accept_histogram, because the row has one for all groups together.
+    # A group has no accept_histogram of its own, because the row has one for all groups.
     groups: list[Mapping[str, Any]] = [
         {name: value for name, value in _decoded(of, job).items() if name != "accept_histogram"}
         for of in measured.groups

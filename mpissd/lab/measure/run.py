@@ -199,7 +199,7 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
     faults = violations(row, arrays)
     try:
         write_row(session, row, measured, arrays, faults)
-    except OSError as error:  # for example, the disk is full
+    except OSError as error:  # raised, for example, if the disk is full
         if not faults:
             print(json_line(row.to_dict()), flush=True)
         where = f"out={session.job.config.out!r}: {error.filename}"

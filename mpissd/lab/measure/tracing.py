@@ -75,9 +75,9 @@ def write_trace(
     clocks: Clocks | None,
 ) -> None:
     """Writes the trace file on rank 0, after Rank.run_pass; all ranks must call this. draft: the
-    log of this rank's draft loop, if it drafts. rounds: the first measured round, and the one after
-    the last. t_target_s: seconds of each round's target forward (None except on leads). clocks: the
-    result of compare_clocks. Raises ConfigError if the file cannot be written."""
+    log of this rank's draft loop (None: it does not draft). rounds: the first measured round, and
+    the one after the last. t_target_s: seconds of each round's target forward, on rank 0. clocks:
+    the result of compare_clocks. Raises ConfigError if the file cannot be written."""
     session = rank.session
     first, last = rounds
     topology = session.topology

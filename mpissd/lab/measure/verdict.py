@@ -168,9 +168,8 @@ class UseComparison:
         return answers
 
     def needed(self, width: float) -> list[TimedUse]:
-        """Returns the configurations to measure in another turn. An answer without a verdict, or
-        with an interval wider than ±width, needs its two and every alternative that may be as fast.
-        """
+        """Returns the configurations to measure in another turn: those compared in an answer that
+        has no verdict, or an interval wider than ±width; and any that may be as fast as these."""
         is_long = self.num_rounds >= self.FEWEST_ROUNDS
         needed = list[TimedUse]()
         for answer in self.answers():

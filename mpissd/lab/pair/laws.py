@@ -364,12 +364,12 @@ def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
 
 
 def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the printed lines about the models at one K. about: description of the data. variants:
-    the models fitted to all sequences, then those without each group, for the intervals."""
+    """Yields the lines that print the models at one K. about: description of the data. variants:
+    first the models fitted to all sequences, then those fitted without each group of sequences."""
     at = variants[0]
 
     def read(*keys: str | int) -> tuple[float, float]:
-        """Returns (number, half-width of its 95% interval or nan) at a path of keys."""
+        """Follows keys into the models; returns (number, half-width of its 95% interval)."""
         values = list[Any](variants)
         for key in keys:
             values = [value and value[key] for value in values]

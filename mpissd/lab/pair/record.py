@@ -238,10 +238,11 @@ def answered(
 def drafted(
     model: Model, prompt: Tokens, answer: Tokens, lookahead: int, masks: Sequence[int] = ()
 ) -> tuple[Ints, Ints, Ints | None]:
-    """Returns what a draft model predicts after each proper prefix of an answer of n tokens: its
+    """Returns what a draft model predicts after each proper prefix of an answer of n tokens: (its
     greedy continuation of K = lookahead tokens, [n, K]; its likeliest next tokens, best first, [n,
-    top_k]; and, if it has mask tokens (masks: their ids), with which one forward predicts several
-    tokens, the likeliest tokens of the 2nd, 3rd, … position, [n, len(masks), _RANKS], else None."""
+    top_k]; None or, for a draft model with mask tokens, the likeliest tokens at the 2nd, 3rd, …
+    next position, [n, len(masks), _RANKS]). masks: ids of the mask tokens, by which one forward
+    predicts several tokens."""
     top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):

@@ -45,7 +45,7 @@ FEW_HITS = "smollm2"  # The cache-hit model of this pair is used where data are 
 _MOST_READ = 63  # largest allowed fan-out of a position: the host reads 64 logits of a row
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # values of k for which the top-k selection was timed
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # most branches of a sequence to look up times for
-# For SSD with draft trees: (numbers of nodes), (numbers of levels), (fan-outs) to try.
+# These numbers of nodes, of levels, and of candidates are tried in SSD with draft trees.
 _TREES = (3, 4, 5, 6, 7, 8, 10, 12), (2, 3, 4), (1, 2, 3, 4, 6)
 Hosts = Mapping[tuple[str, int], HostCosts | None]
 

@@ -147,9 +147,10 @@ class Plan:
     ssd_gains: Mapping[str, tuple[float, str]] = field(default_factory=dict)
 
     def with_evidence(self, rows: Iterable[Row]) -> Plan:
-        """Returns this plan with its evidence. rows: measured result rows; those on another kind of
-        device are ignored. With --laws, the predictions without each group of prompts are computed,
-        too."""
+        """Returns this plan with its evidence filled in. rows: measured result rows, of which those
+        on another kind of device are ignored. With --laws, the tokens/s are also predicted by the
+        models that were fitted without each group of prompts, from which the sampling error
+        follows."""
         run = self.survey.run
         logs: dict[Family, list[float]] = {}
         parts = () if run.laws is None else load_laws(run.laws).without_each
@@ -237,9 +238,9 @@ class Plan:
         return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
 
     def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
-        """Returns a text in parentheses: the largest sampling error of several speedups, and the
-        number of prompts that would reduce it to 5%. questions: the two configurations of each
-        speedup."""
+        """Returns a text in parentheses: the largest sampling error of some speedups, and the
+        number of prompts that would reduce it to 5%. questions: for each speedup, the compared
+        configurations."""
         half = max((self.sampling(*uses) for uses in questions), default=math.inf)
         if not self.prompts or half > _LARGEST:
             return " (±: unknown)"

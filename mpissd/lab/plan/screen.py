@@ -192,7 +192,7 @@ class Screen:
         return [Question(what, *pair) for what, pair in zip(names, pairs, strict=False)]
 
     def _gains(self, plan: Plan) -> list[float]:
-        """Returns the predicted speedups of a draft model, and of a GPU of its own for it."""
+        """Returns the speedups that `plan` predicts for a draft model and for a GPU of its own."""
         pairs = self._pairs(plan)[: len(self._questions)]
         return [use.tok_per_s / other.tok_per_s for use, other in pairs]
 

@@ -76,9 +76,8 @@ class HostCosts:
 
     @property
     def lead_s(self) -> float:
-        """Seconds of rank 0's work while the draft cannot proceed: from receiving the draft tokens
-        to launching their verification, and from the end of that forward to the acceptance result.
-        """
+        """Seconds of rank 0's work between receiving draft tokens and launching their verification,
+        and between the end of that forward and the acceptance result."""
         launch = self.lead_broadcast + max(self.lead_upload + self.lead_launch, self.follower)
         return launch + self.wake + self.lead_sample + self.lead_record
 
@@ -89,7 +88,7 @@ class HostCosts:
 
     @property
     def draft_s(self) -> float:
-        """Seconds of the draft's host work for its next tokens, without draft steps or messages."""
+        """Seconds of the draft's host work before tokens are sent; draft steps are not included."""
         return self.draft_commit + self.draft_lookup + self.draft_assemble
 
     @classmethod

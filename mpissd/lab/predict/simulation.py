@@ -131,7 +131,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes and not job.masks:  # Levels of a tree are averaged.
+                if job.shape.num_lanes and not job.masks:  # a mean over the levels of a tree
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -177,7 +177,7 @@ class Grid:
 
     @property
     def is_varied(self) -> Mask:
-        """Whether each configuration's rounds take unequal times if no sequence ends, bool [G]."""
+        """Whether a configuration's rounds differ in duration even in a full batch, bool [G]."""
         return self.grows | self.catches_up
 
 
@@ -361,7 +361,7 @@ class Rounds:
         self.live: Mask = np.ones(shape, np.bool_)
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next lookup will hit the cache
         self._clock = np.zeros(shape[:2])  # time in s at which rank 0 has the last outcome
-        # The first round is as after a warm-up round in which all sequences hit the cache.
+        # The simulation begins as if all sequences had hit the cache in the round before.
         full = np.full(shape[:2], batch)
         self._grown = self._place(full, full)  # index in the tables of step times
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]

@@ -40,7 +40,7 @@ from mpissd.lab.probe.report import TABLES, fit, print_table, profile_name, save
 _GPU_ROWS = (40, 128, 256)  # row counts timed on GPUs only, which have another kernel above 32 rows
 MORE_SEQUENCES = 8  # Host work is also measured at this multiple of the batch size.
 _FEWEST, _MOST, _ROUNDS_S = 18, 60, 1.0
-_SHARDS = (2, 3, 4)  # numbers of ranks T for which one rank times its share of the target, alone
+_SHARDS = (2, 3, 4)  # One rank times, alone, its share of the target if 2, 3 or 4 ranks shared it.
 
 
 def execute_probe(config: RunConfig, name: str | None = None, brief: bool = False) -> int:
@@ -291,7 +291,7 @@ def _measured(session: Session, source: str) -> Entry | None:
         rank = Rank(session)
         profile = calibrate(rank)
         if profile is not None:
-            # With slow forwards fewer rounds are decoded: a large model takes seconds on a CPU.
+            # Slow forwards mean fewer rounds: a forward of a large model takes seconds on a CPU.
             round_s = float(profile.device.verify(job.verify_rows))
             if profile.device.draft is not None:
                 step_s = float(profile.device.draft_s(job.config.batch_size * job.step_rows))
