@@ -172,7 +172,7 @@ class _Beside:
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
-        is_own = not self._comparison.uses  # The run's own one is added first.
+        is_own = not self._comparison.uses  # The run itself is added first.
         self._comparison.uses.append(use)
         self._say(f"preparing {use}")
         values: dict[str, Any] = {
@@ -190,7 +190,7 @@ class _Beside:
             with agreed(machine.topology.world):
                 job = machine.resolve(config)
             use.lookahead = job.lookahead
-            machine.models.expect([job])  # Jobs then share compiled forwards.
+            machine.models.expect([job])  # lets all jobs share compiled forwards
         except Refused as refused:
             use.refused = str(refused)
         return Place(use, machine, config)

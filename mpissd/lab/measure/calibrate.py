@@ -292,7 +292,7 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
     verify_s = timed(target, _VERIFIED, 3)
     if not is_ahead:
         session.barrier()
-    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # In SSD both take equally long.
+    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # as long as timing the target
     root = topology.first_draft if config.drafts else 0
     return verify_s, topology.world.bcast(draft_s, root=root)
 

@@ -392,8 +392,9 @@ def floor_of(
 
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
-    """Returns the result row's key `pool` on draft forwards that serve several target groups at
-    once: their number, mean rows and sequences, and share of time; None if there are none."""
+    """Returns the result row's key `pool`, on draft forwards that serve several target groups at
+    once: their number, mean rows and sequences of one, and share of time; None if there are none.
+    """
     if draft is None or draft.forwards is None:
         return None
     forwards = draft.forwards[:-1]

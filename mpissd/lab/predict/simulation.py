@@ -332,7 +332,7 @@ class RecordedDraws:
         return np.asarray(np.minimum(self._accepted[self._number], num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Returns whether each cache lookup of the next round hit in the run, bool [1, 1, b]."""
+        """Returns the recorded result (hit or miss) of each cache lookup, bool [1, 1, b]."""
         return np.asarray(self._hit[self._number + 1])
 
     def live(self, number: int, live: Mask) -> Mask:

@@ -211,8 +211,8 @@ def is_in(row: Row, setting: Mapping[str, Any], free: Sequence[str] = ()) -> boo
 
 
 def _value_of(row: Row, name: str) -> Any:
-    """Returns the row's value of a key that comparable rows must share; for "prompts", the values
-    of all flags about prompts."""
+    """Returns the row's value of one of the keys in which comparable rows agree. For the key
+    "prompts" it is a text of all flags about prompts."""
     if name == "forward":
         return row.get(name) or "gemm"  # Old rows lack this key.
     if name != "prompts" or row.workload != "text":
