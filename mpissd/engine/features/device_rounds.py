@@ -1,12 +1,12 @@
-"""AR and inline SD in which the device decides whole rounds, so that it never waits for the host.
+"""AR and inline SD in which the GPU decides whole rounds, so that it never waits for the host.
 
-The target's loop (round.target) stays the same. Its worker launches a whole round with its draft,
-and the next round before this one is over; the host reads an outcome after the device has acted on
-it. The host still begins a round with new sequences, with a batch that is not full, or shortly
-before a sequence or the cache ends.
+The target's loop (round.target) stays the same. Its worker launches the draft and the verification
+of a round together, and launches the next round before this one is over; the host reads an outcome
+after the GPU has acted on it. The host still begins a round if the batch has new sequences or is
+not full, or shortly before a sequence or the KV cache ends.
 
-With T target ranks, each rank launches its own programs of a round after the lead's START message;
-the round's plan follows later.
+If several ranks share the target, the lead's START message tells each of them to launch its part of
+a round; the round's drafted tokens and the last outcome are sent later.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
-# Called with a round's number, and a function that returns, on the lead, the tokens that replace
-# the model's in the round, or None if it cannot begin yet. Returns these on all target ranks.
+# (round, function) → the function's result on the lead: imposed tokens, or None: cannot begin yet
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 
@@ -46,9 +45,9 @@ def chained_forwards(
     draft: DraftWorker | None,
     leads: Callable[[bool], bool] = bool,
 ) -> DeviceRounds | None:
-    """Returns the programs of rounds that the device decides, or None if the host must decide.
-    target, draft: this rank's workers, or None. leads: returns on every target rank the argument
-    that the lead passed. Collective over the target ranks."""
+    """Returns the compiled forwards of rounds that the GPU decides, or None if the host must
+    decide. target, draft: this rank's workers (None: there is none here). leads: sends the lead's
+    argument to all target ranks and returns it. All target ranks call this function together."""
     if target is None:
         return None
     if not leads(_can_chain(job, target, draft)):
@@ -62,7 +61,8 @@ def chained_forwards(
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
-    """Returns whether the device can decide whole rounds of the lead's workers."""
+    """Returns whether the GPU can decide whole rounds of the job. target, draft: the workers of the
+    lead rank."""
     is_missing = draft is None and job.lookahead > 0
     is_cut = job.backup_lookahead < job.lookahead
     is_apart = job.serving or job.config.drafts or job.config.fast_lookup
@@ -73,7 +73,8 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
-    """Returns whether the device can decide the worker's tokens. anywhere: even a CPU can."""
+    """Returns whether the worker's device can choose tokens without the host. anywhere: True if
+    CPUs count as such devices, too."""
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
@@ -84,8 +85,9 @@ def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -
 
 
 class DeviceSpeculator(InlineSpeculator):
-    """The speculator of inline SD if the device decides the drafts, in the round that verifies
-    them. branches: this round's drafts; their tokens are known here only if no model decides."""
+    """The source of drafted tokens in inline SD if the GPU drafts and verifies them in one round
+    without the host. branches: the round's drafts; the host knows their tokens only if the tokens
+    are imposed (synthetic or recorded)."""
 
     branches: Branches | None = None
 
@@ -109,8 +111,8 @@ class DeviceSpeculator(InlineSpeculator):
         return speculation
 
     def lacking(self) -> list[tuple[int, Ints]]:
-        """Returns (slot, tokens) of each sequence of which the draft has not stored these tokens,
-        the ones before the last one."""
+        """Returns (slot, tokens) for each sequence of which the draft's KV cache lacks tokens: its
+        KV cache slot, and the lacking tokens, which precede the last committed one."""
         batch = self._drafter.batch
         gaps = batch.gaps(range(len(batch)))
         most = self._forwards.sheet.back
@@ -118,19 +120,19 @@ class DeviceSpeculator(InlineSpeculator):
         return [(gap.slot, batch.committed(gap)) for gap in gaps]
 
     def launched(self) -> None:
-        """Counts this round's drafted tokens as stored in the draft's KV cache."""
+        """Counts the drafted tokens of the launched round as stored in the draft's KV cache."""
         if self._drafter.worker.placement is not None:
             stored = 1 if self._drafter.worker.masks else self._forwards.stored
             _count_stored(self._drafter.batch, stored, has_leaves=False)
 
     def close(self, speculation: Speculation, accepted: Ints) -> None:
-        """Records a finished round. speculation: its drafted tokens. accepted: how many of each
-        sequence's tokens the target accepted, [b]."""
+        """Records a finished round. speculation: its drafted tokens. accepted: how many drafted
+        tokens of each sequence the target accepted, int32 [b]."""
         drafter = self._drafter
         drafter.log.mark(DraftPhase.WAIT)
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
         sheet = self._forwards.sheet
-        if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
+        if sheet.dynamic and not sheet.masks:  # may lack the last accepted token
             batch = drafter.batch
             batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
         drafter.start_round(speculation)
@@ -138,7 +140,8 @@ class DeviceSpeculator(InlineSpeculator):
 
 
 class DeviceTarget(TargetWorker):
-    """A target worker that launches a whole round, and the next one before this one is over."""
+    """A target worker whose GPU decides whole rounds: it launches the draft and the verification of
+    a round together, and launches the next round before the current one is over."""
 
     def __init__(
         self,
@@ -149,10 +152,10 @@ class DeviceTarget(TargetWorker):
         waiter: Waiter,
         start: Start = lambda round_, forced: forced(),
     ) -> None:
-        """worker: the target's plain worker. draft: the speculator of inline SD; None in AR and on
-        other ranks than the lead. limit: returns the most tokens of a request's answer, by its id.
-        waiter: waits for rounds that were launched ahead in vain. start: lets all target ranks
-        launch a round."""
+        """worker: the worker to use if the host must decide a round. draft: the source of drafted
+        tokens in inline SD; None in AR, and on ranks other than the lead. limit: maps a request id
+        to the most tokens of its answer. waiter: waits for rounds that were launched in vain.
+        start: lets all target ranks launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._draft = draft
         self._forwards = forwards
@@ -161,8 +164,8 @@ class DeviceTarget(TargetWorker):
         self._starting = start
         self._batch: Batch
         self._speculation: Speculation
-        self._imposed: tuple[Ints, Ints] | None = None  # set if no model decides
-        self._decision: Ints  # rows of DeviceRounds.outcome
+        self._imposed: tuple[Ints, Ints] | None = None  # the outcome if tokens are imposed
+        self._decision: Ints  # the outcome that the GPU decided, a row a sequence
         self._was_ahead = False
 
     def enter(self, batch: Batch, change: Change) -> None:
@@ -204,23 +207,25 @@ class DeviceTarget(TargetWorker):
         _count_stored(self._batch, forwards.stored + 1, has_leaves=True)
         if self._draft is not None:
             self._draft.launched()
-        if forwards.goes_ahead:  # the next round may begin before the host knows this one's outcome
+        if forwards.goes_ahead:  # begins the next round before this one is over
             self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(branches))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
-        """Launches a round if it can begin. last: the last position that it may write, [b]."""
+        """Launches round `round_` on all target ranks if it can begin. last: the last KV position
+        that it may write, of each sequence, [b]. forced: returns the imposed tokens of the round,
+        or None if it cannot begin yet."""
         if (tokens := self._starting(round_, forced)) is not None:
             self._forwards.hold(self._batch.slots, last)
             self._forwards.launch(round_, tokens)
 
     def _next_forced(self, branches: Branches | None) -> Ints | None:
-        """Returns the tokens that replace the model's in the next round, or None if a sequence or
-        the cache may end first. Also sets this round's outcome if no model decides it."""
+        """Returns the imposed tokens of the next round (see _forced), or None if a sequence or the
+        KV cache may end before it. Also computes this round's outcome if its tokens are imposed."""
         batch = self._batch
         forwards = self._forwards
         self._imposed = None
-        emitted = batch.lengths.copy()  # once this round is over, at least
-        if not self.oracle.reads_forwards:  # then the outcome is known before the forwards
+        emitted = batch.lengths.copy()  # the least lengths after this round
+        if not self.oracle.reads_forwards:  # imposed: the outcome is known already
             drafted = Speculation.empty(0, len(batch), forwards.nodes)
             if branches is not None:
                 drafted.num_draft[...] = forwards.nodes
@@ -273,8 +278,9 @@ class DeviceTarget(TargetWorker):
         return self._forwards.last_of(self._speculation.round).elapsed_s()
 
     def _state(self, batch: Batch) -> Ints:
-        """Returns what a round that the host begins reads, like Sheet.state: slot, last position,
-        last token, and those of the tokens before it that the draft lacks."""
+        """Returns the input of a round that the host begins, int32 [b, columns]: of each sequence,
+        the KV cache slot, the position of the last token, this token, and the tokens before it that
+        the draft's KV cache lacks."""
         state = np.full(self._forwards.sheet.state.shape, NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
@@ -284,8 +290,9 @@ class DeviceTarget(TargetWorker):
         return state.astype(np.int32)
 
     def _forced(self, branches: Branches | None) -> Ints:
-        """Returns the tokens that replace the model's (Sheet.forced), int32 [b, N + K + 1]: drafted
-        ones, then the target's; NOBODY where the model decides."""
+        """Returns the imposed (synthetic or recorded) tokens of a round, which the GPU uses instead
+        of those of the models, int32 [b, N + K + 1]: the N drafted tokens, then the target's K + 1
+        tokens; NOBODY (a marker) where a model decides."""
         nodes = self._forwards.nodes
         width = nodes + self._forwards.lookahead + 1
         forced = np.full((len(self._batch), width), NOBODY, np.int32)
@@ -297,8 +304,8 @@ class DeviceTarget(TargetWorker):
         return forced
 
     def _next_branches(self) -> Branches | None:
-        """Returns the drafts of the next round if no model decides them, or None. The oracles begin
-        that round here, and again when it really begins."""
+        """Returns the drafts of the next round if their tokens are imposed, else None. The oracles,
+        which decide tokens, begin the round here, and again when it really begins."""
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)
@@ -310,7 +317,8 @@ class DeviceTarget(TargetWorker):
 
 
 def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:
-    """Returns the batch as it will be after a round with this outcome, without changing it."""
+    """Returns a copy of the batch as it will be after a round with this outcome. accepted, bonus:
+    the number of accepted tokens, and the bonus token, of each sequence."""
     following = copy(batch)
     following.lengths = batch.lengths + batch.shape.depths[accepted] + 1
     following.last_tokens = bonus
@@ -318,8 +326,8 @@ def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:
 
 
 def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
-    """Counts `count` tokens, from each sequence's last one on, as stored by the device, which also
-    copies accepted paths of a tree. has_leaves: whether it stored the nodes without children."""
+    """Counts `count` tokens of each sequence, from the last committed one on, as stored in the KV
+    cache by the GPU. has_leaves: whether the tree nodes without children were stored, too."""
     last = batch.last()
     lag = 1 + (len(batch.placement.masks) if batch.placement else 0)
     assert (batch.filled[batch.slots] >= last - lag).all(), "tokens after some that are missing"
@@ -329,8 +337,8 @@ def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
 
 
 def _room(batch: Batch, capacity: int) -> Index:
-    """Returns how many positions are left after each sequence's last token, [b], until its slot of
-    `capacity` positions ends, or its positions begin again (Placement.window)."""
+    """Returns how many KV positions are left after each sequence's last token, [b], until its slot
+    of `capacity` positions is full, or a sequence without a prompt reuses its positions."""
     assert batch.placement is not None, "positions without a cache"
     room = capacity - 1 - batch.last()
     window = batch.placement.window

@@ -1,13 +1,13 @@
-"""The client of a draft process: an engine of another project asks it for drafts.
+"""The client by which another project's inference engine (vLLM) asks a draft process for drafts.
 
-The engine asks with rows, each of which is all tokens of a sequence. A row that continues a
-sequence of the last call by some of its drafted tokens and one more commits these; any other row is
-a new sequence, and sequences without a row are released. So rows may be reordered, vanish, and
-return. A wrong match costs acceptance only, and the draft keeps the KV cache of released sequences.
+The engine passes rows, each of which has all tokens of a sequence. If a row continues a sequence of
+the last call by some of its drafted tokens and one more, these tokens are committed. Any other row
+is a new sequence, and sequences without a row are released. So rows may be reordered, vanish, and
+return. A wrong match only costs acceptance, and the draft keeps the KV cache of released sequences.
 
-`DraftSwitch` decides whether to ask at all, by the measured seconds a token with and without
-drafts, for each number of rows in steps of powers of two. The way that costs more is tried now and
-then, at a cost of at most EXPLORE of the time.
+`DraftSwitch` decides whether to ask for drafts at all, by the measured seconds per token with and
+without drafts, separately for 1, 2–3, 4–7, … rows. The slower of the two choices is tried now and
+then, in at most a share EXPLORE of the time.
 """
 
 from __future__ import annotations
@@ -39,31 +39,32 @@ from mpissd.engine.comm.link import (
     socket_boxes,
 )
 
-LOG = logging.getLogger("vllm.mpissd")  # shown with vLLM's own lines where there are any
-_START_S = 600.0  # the connection is closed if the draft sends no HELLO for so long
-_SILENT_S = 30.0  # or no answer
-_RETRY_S = 1.0  # seconds from the first failure to the next connection
+LOG = logging.getLogger("vllm.mpissd")  # a child of vLLM's logger, so that vLLM shows its lines
+_START_S = 600.0  # the longest wait, in seconds, for the first message of a draft process
+_SILENT_S = 30.0  # the longest wait, in seconds, for an answer, before the connection is closed
+_RETRY_S = 1.0  # the seconds from a first failure to the next connection
 _LONGEST_RETRY_S = 60.0
-Row = tuple[Ints, int]  # all tokens of a sequence, and how many of them are new
-EXPLORE = 0.005  # largest share of time for trials
-_TRIAL = 32  # steps of a trial, and the fewest between two trials
-_SETTLE = 2  # first steps of a trial, which do not count, since the draft reads what it lacks
-_MEMORY = 1 / 128  # share of the sums forgotten at each step
-_FEW = 8.0  # steps after which a step counts as at most _FAR mean ones
+Row = tuple[Ints, int]  # (all tokens of a sequence, how many of them are new since the last call)
+EXPLORE = 0.005  # the largest share of time that is spent on trying the slower choice
+_TRIAL = 32  # the number of engine steps in a trial, and the least number between two trials
+_SETTLE = 2  # the first steps of a trial, in which the draft catches up; they do not count
+_MEMORY = 1 / 128  # the share of its sums that a running mean forgets at each step
+_FEW = 8.0  # the number of steps after which an outlier is limited to _FAR times the mean
 _FAR = 4.0
-_MARGIN = 1.01  # the other way must be cheaper by this factor
+_MARGIN = 1.01  # a choice replaces the current one only if it is cheaper by this factor
 
 
 @dataclass
 class _Way:
-    """Running sums over steps with, or without, drafts; later steps weigh more."""
+    """Running sums over an engine's steps with drafts, or over those without; later steps weigh
+    more."""
 
     steps: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        if self.steps > _FEW:  # a pause of the engine, or a compiler
+        if self.steps > _FEW:  # else a pause or a compiler would count
             seconds = min(seconds, _FAR * self.seconds / self.steps)
         self.steps += 1 - _MEMORY * self.steps
         self.seconds += seconds - _MEMORY * self.seconds
@@ -75,17 +76,18 @@ class _Way:
 
 
 class _Load:
-    """The choice (way: whether to use drafts) for a number of rows, at first not to use any."""
+    """Chooses whether to use drafts (way) for about the same number of rows; at first not."""
 
     def __init__(self) -> None:
         self._ways = {False: _Way(), True: _Way()}
         self._best = self.way = False
         self._left = _TRIAL
-        self._elapsed_s = 0.0  # of all steps
-        self._lost_s = self._loss_s = 0.0  # more than the best way's cost: all trials, the last one
+        self._elapsed_s = 0.0  # the seconds of all steps
+        self._lost_s = self._loss_s = 0.0  # the seconds lost in all trials, and in the current one
 
     def add(self, way: bool, seconds: float, tokens: int) -> None:
-        """Counts a step of `seconds` that decoded `tokens`, with drafts or without (way)."""
+        """Counts a step of the engine. way: whether drafts were used. seconds: the step's duration.
+        tokens: how many tokens it decoded."""
         best = self._ways[self._best]
         trying = self.way != self._best
         self._elapsed_s += seconds
@@ -111,19 +113,19 @@ class _Load:
 
 
 class DraftSwitch:
-    """Decides before each step of an engine whether to ask for drafts, by its number of rows."""
+    """Decides before each step of an inference engine whether asking for drafts saves time."""
 
     def __init__(self) -> None:
         self._loads = defaultdict[int, _Load](_Load)
-        self._start_s = 0.0  # of the step since the last call
+        self._start_s = 0.0  # the time of the last call
         self._rows = self._length = 0
         self._way = False
 
     def choose(self, now_s: float, rows: int, length: int, added: int, possible: bool) -> bool:
-        """Returns whether to ask for drafts at now_s. length: tokens of all rows, of which `added`
-        are new. possible: whether there is a draft to ask. The step since the last call counts only
-        if it decoded the same number of rows, and their lengths grew by `added`, so that pauses and
-        prompts do not count."""
+        """Returns whether to ask for drafts in this step of the engine. now_s: the time. rows: the
+        number of sequences. length: their tokens, of which `added` are new. possible: whether there
+        is a draft process. The step since the last call is measured only if the same sequences went
+        on, so that pauses and prompts do not count."""
         load = rows.bit_length()
         if rows == self._rows and length - added == self._length:
             self._loads[load].add(self._way, now_s - self._start_s, added)
@@ -135,15 +137,16 @@ class DraftSwitch:
 
 
 class _Sequence(NamedTuple):
-    """A sequence that the draft follows: its committed tokens, and those that were drafted last."""
+    """A sequence that the draft process knows. tokens: its committed tokens. drafted: the tokens
+    that were drafted last."""
 
     id: int
     tokens: Ints
     drafted: list[int]
 
     def accepted(self, tokens: Ints, added: int) -> int | None:
-        """Returns how many drafted tokens a row with `added` new tokens accepts; None if it is a
-        row of another sequence."""
+        """Returns how many drafted tokens the engine has accepted if `tokens`, of which the last
+        `added` are new, continue this sequence; None if they are another sequence."""
         k = added - 1
         before = len(tokens) - added
         if before != len(self.tokens) or tokens[before:-1].tolist() != self.drafted[:k]:
@@ -152,15 +155,14 @@ class _Sequence(NamedTuple):
 
 
 class DraftClient:
-    """Asks a draft process for drafts, which it may start itself. counts: of calls, answered rows,
-    new sequences, hits, drafted and accepted tokens, late answers, calls in which drafts cost too
-    much (off), lost connections, and microseconds (waited_us)."""
+    """Asks a draft process, which it may start itself, for drafts. counts: the numbers of calls,
+    answered rows, new sequences, cache hits, drafted and accepted tokens, late answers, calls in
+    which drafts would cost too much ("off"), lost connections, and microseconds of waiting."""
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
-        """where: the path of a draft's socket, or, to start a process that ends with this one, the
-        flags of `mpissd draft` or a command. lookahead: K. patience_s: the longest wait of a call.
-        batch, longest: the sequences, and the tokens of one, that a started process has room for.
-        """
+        """where: the path of a draft process's socket; or, to start a process that ends with this
+        one, a command or the flags of `mpissd draft`. lookahead: K. patience_s: the longest wait of
+        a call. batch, longest: the most sequences, and tokens of one, of a started process."""
         self._where = where
         self._lookahead = lookahead
         self._patience_s = patience_s
@@ -171,12 +173,12 @@ class DraftClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._link: LeadEnd | None = None
-        self._since = self._retry_at = 0.0  # of the awaited message; of the next connection
+        self._since = self._retry_at = 0.0  # begin of a wait; next connection
         self._retry_s = _RETRY_S
 
     def drafts(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Returns up to K drafted tokens for each row, and none where they came too late. It raises
-        no exception, and waits at most patience_s, but not for a process to start."""
+        """Returns up to K drafted tokens for each row; none if drafts do not pay or come too late.
+        Raises nothing, waits at most patience_s, and never for a process to start."""
         answers: list[list[int]] = [[] for _ in rows]
         start = perf_counter()
         added = sum(added for _, added in rows)
@@ -184,7 +186,7 @@ class DraftClient:
         try:
             link = (self._link or self._open()) if rows else None
             pays = self._switch.choose(start, len(rows), length, added, link is not None)
-            if link and self._pending:  # the late answer of an earlier call is dropped
+            if link and self._pending:  # drops the late answer of an earlier call
                 self._answer(link, 0.0)
             if link and not (pays or self._always):
                 self.counts["off"] += 1
@@ -206,7 +208,7 @@ class DraftClient:
         return answers
 
     def _open(self) -> LeadEnd | None:
-        """Returns the link, or None while there is no connection, or HELLO has not arrived."""
+        """Returns the message channel; None until a connection and its first message are there."""
         if self._socket is None:
             if perf_counter() < self._retry_at:
                 return None
@@ -229,7 +231,7 @@ class DraftClient:
         command = shlex.split(self._where)
         if len(command) == 1 and not self._where.startswith("-"):
             made = packets()
-            made.setblocking(False)  # a full queue refuses instead
+            made.setblocking(False)  # fail, not wait, if the queue is full
             made.connect(self._where)
             return made
         if self._process is not None and self._process.poll() is None:
@@ -238,7 +240,7 @@ class DraftClient:
         given = {word.partition("=")[0] for word in command}
         program = [sys.executable, "-m", "mpissd", "draft"] * self._where.startswith("-")
         sizes = [f"--{name}={n}" for name, n in self._sizes.items() if f"--{name}" not in given]
-        with theirs:  # Popen: a worker of vLLM may be a daemon, which multiprocessing refuses
+        with theirs:  # Popen, because multiprocessing refuses vLLM's daemonic workers
             self._process = subprocess.Popen(
                 [*program, *command, *sizes, f"--socket=fd:{theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
@@ -251,7 +253,7 @@ class DraftClient:
             raise FaultError(f"silent for {seconds:.0f} s")
 
     def _answer(self, link: LeadEnd, end: float) -> list[list[int]]:
-        """Returns the drafts of the last question, by sequence; raises Overdue at `end`."""
+        """Returns the drafted tokens of each sequence of the last call; raises Overdue at `end`."""
         self._check_silence(_SILENT_S)
         self._waiter.limit(end)
         speculation = link.speculation(self._round + 1, self._pending)
@@ -266,18 +268,19 @@ class DraftClient:
         drafts = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
         self._live = [s._replace(drafted=d) for s, d in zip(self._live, drafts, strict=True)]
         self.counts["hits"] += int(np.count_nonzero(speculation.hit))
-        return [draft.copy() for draft in drafts]  # the engine may change them
+        return [draft.copy() for draft in drafts]  # The engine may change the lists.
 
     def _ask(self, link: LeadEnd, rows: Sequence[Row], end: float) -> list[tuple[int, list[int]]]:
-        """Sends the outcome that these rows imply; returns (index of a row, its drafts) of each."""
+        """Sends the outcome (accepted tokens, new and ended sequences) that these rows imply, and
+        returns (index of the row, its drafted tokens) of each row that gets drafts."""
         shape = link.shape
         left = {n for n, (tokens, _) in enumerate(rows) if 0 < len(tokens) < shape.prompt_tokens}
         outcome = []
-        live = dict[int, _Sequence]()  # by index of its row
+        live = dict[int, _Sequence]()  # {index of the row: sequence}
         prompts = {}
         size = 0
         for place, sequence in enumerate(self._live):
-            for number in (place, *left):  # rows seldom move
+            for number in (place, *left):  # first where it was: rows seldom move
                 if number in left and (k := sequence.accepted(*rows[number])) is not None:
                     tokens = rows[number][0]
                     outcome.append((sequence.id, 0, int(Event.COMMIT), k, int(tokens[-1])))

@@ -1,4 +1,4 @@
-"""Runs that continue in AR when their draft rank is lost: --on_draft_loss=ar."""
+"""Lets a run continue without drafts (AR) when its draft rank is lost: --on_draft_loss=ar."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpissd.engine.round.speculator import RemoteSpeculator, Speculator
 
 
 class PeerLost(FaultError):
-    """Raised by a wait for a rank that is gone, if the job goes on without it."""
+    """Raised by a wait for a message of a rank that has ended, if the job goes on without it."""
 
 
 class LossWaiter(Waiter):
-    """Waits for a rank until it answers or is known to be gone. A rank that hangs is reported
-    after half of the deadline. If the report ends the rank, the other target ranks have waited for
-    less than their own deadline."""
+    """Waits for a rank until it answers or is known to have ended. A rank that hangs is reported
+    after half of the deadline. If the report ends this rank, the other target ranks have waited for
+    less than their deadline."""
 
     def __init__(
         self,
@@ -26,15 +26,17 @@ class LossWaiter(Waiter):
         is_lost: Callable[[], bool],
         report: Callable[[str], object] = lambda what: None,
     ) -> None:
-        """waiter: how to wait. is_lost: returns whether the rank is known to be gone. report:
-        called with the name of the awaited event if the rank hangs."""
+        """waiter: has the deadline, and says whether to poll or to sleep. is_lost: returns whether
+        the awaited rank is known to have ended. report: called with the name of the awaited event
+        if the rank hangs."""
         super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
         self._waiter = waiter
         self._is_lost = is_lost
         self._report = report
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises PeerLost, naming `what`, if the rank is gone."""
+        """Returns once test() is true; raises PeerLost if the awaited rank has ended. what: the
+        name of the awaited event, for errors."""
         met = False
 
         def is_over() -> bool:
@@ -53,24 +55,26 @@ class LossWaiter(Waiter):
 
 
 class ARFallback(RemoteSpeculator):
-    """The speculator of --on_draft_loss=ar, which drafts nothing after the loss of its draft rank.
+    """The source of drafted tokens with --on_draft_loss=ar: a draft rank, and nothing after the
+    loss of this rank.
 
-    To reject a sampled token, its distribution is needed, which is lost if the draft dies before it
-    has sent it. Drawing another token only after a rejection would give less likely tokens too
-    often. So a sampled round is verified only once its distributions have arrived. If they are
-    lost, no drafted token is verified, and each sequence draws one token from the target's
-    distribution. Which case occurs depends on the moment of the loss and on no draw, so the output
+    The rejection of a sampled token needs its distribution, which is lost if the draft rank ends
+    before sending it. A sampled round is therefore judged only once all its distributions have
+    arrived. If they are lost, no drafted token is judged, and each sequence draws one token from
+    the target's distribution. Whether that happens depends on no random draw, so that the output
     distribution stays the target's (docs/ssd.md, "Sampling").
     """
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """link: waits by a LossWaiter. is_lost: returns whether the draft is known to be gone."""
+        """link: the messages with the draft rank; its waits raise PeerLost. is_lost: returns
+        whether the draft rank is known to have ended."""
         super().__init__(link)
         self._is_lost = is_lost
         self._is_gone = False
 
     def _survives(self, step: Callable[[], None]) -> bool:
-        """Calls `step` if the draft rank, which it needs, lives. Returns whether it still lives."""
+        """Calls step(), which needs the draft rank, unless this rank is known to have ended.
+        Returns whether the draft rank still lives afterwards."""
         self._is_gone = self._is_gone or self._is_lost()
         if not self._is_gone:
             try:
@@ -81,7 +85,7 @@ class ARFallback(RemoteSpeculator):
 
     def ask(self, outcome: Outcome) -> None:
         ask = super().ask
-        self._answers = True  # after a loss `answer` notes it, also in a round without drafting
+        self._answers = True  # so that `answer` detects a loss even if K = 0
         self._survives(lambda: ask(outcome))
 
     def answer(self, round_: int, count: int) -> Speculation:

@@ -1,7 +1,7 @@
-"""`mpissd draft`: drafts for an engine of another project, over a Unix socket.
+"""`mpissd draft`: drafts for another project's inference engine, over a Unix socket.
 
-It serves one client at a time, and the next one waits in the socket's queue. When a client leaves,
-or breaks the protocol, the model and the KV cache of what it has read are kept for the next one.
+The process serves one client at a time; the next client waits in the socket's queue. When a client
+leaves, or breaks the protocol, the model and the KV cache are kept for the next client.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ALLOWED = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
 
 
 class CheckedEnd(DraftEnd):
-    """A draft's end of the link to a client that is not trusted: it refuses outcomes whose tokens
-    are not in the vocabulary, or that do not fit the KV cache or the last drafts."""
+    """A draft's end of the channel to an untrusted client. It refuses outcomes whose tokens are not
+    in the vocabulary, or that do not fit the KV cache or the last drafted tokens."""
 
     def __init__(self, job: Job, drafter: Drafter, client: socket.socket) -> None:
         super().__init__(link_shape(job), drafter.waiter, *socket_boxes(client))
@@ -49,8 +49,8 @@ class CheckedEnd(DraftEnd):
         self._idle = SocketWaiter(client)
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for an outcome without using the CPU, and without a deadline; returns it, and
-        whether to stop. Raises ProtocolError for one that cannot be applied."""
+        """Waits for the client's next outcome, without a deadline and without using the CPU.
+        Returns (outcome, whether to stop). Raises ProtocolError if the outcome is impossible."""
         self._idle.until(self.outcome_arrived, "outcome")
         try:
             outcome, stop = super().outcome(round_)
@@ -62,7 +62,7 @@ class CheckedEnd(DraftEnd):
         prompts = [request.prompt for request in outcome.prompts.values()]
         room = [min(len(s.served), longest - 1 - len(s.tokens)) for s in live]
         tokens = [*outcome.bonus.tolist(), *(token for prompt in prompts for token in prompt)]
-        commits = zip(rows, room, strict=False)  # the rows after them are new
+        commits = zip(rows, room, strict=False)  # later rows are new sequences
         fits = (
             {*outcome.events.tolist()} <= _ALLOWED
             and all(event or 0 <= k <= limit for (_, _, event, k, _), limit in commits)
@@ -76,8 +76,8 @@ class CheckedEnd(DraftEnd):
 
 
 def draft(config: DraftConfig) -> int:
-    """Drafts for clients until the process is ended, or, with --socket=fd:N, that client leaves;
-    returns the exit code."""
+    """Drafts for one client after the other until the process is ended; with --socket=fd:N, for one
+    client until it leaves. Returns the exit code 0."""
     sharpen_sleep()
     run = config.run
     backend = choose(run.backend)
@@ -97,8 +97,9 @@ def draft(config: DraftConfig) -> int:
 
 
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
-    """Returns the clients that connect to the path `where`, or the open socket N of "fd:N"; raises
-    ConfigError for a path at which another process listens, or that cannot be a socket."""
+    """Returns the sockets of the clients that connect to the path `where`, or the open socket N of
+    where="fd:N". Raises ConfigError if another process listens at the path, or if the path cannot
+    be a socket."""
     kind, _, number = where.partition(":")
     if kind == "fd":
         return iter([socket.socket(fileno=int(number))])
@@ -106,11 +107,11 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
     try:
         if Path(where).is_socket():
             with packets() as probe:
-                probe.setblocking(False)  # the listener's queue of clients may be full
+                probe.setblocking(False)  # the queue of clients may be full
                 is_free = probe.connect_ex(where) == errno.ECONNREFUSED
             if not is_free:
                 raise ConfigError(f"socket={where}: another process listens: allowed: another path")
-            os.unlink(where)  # of a process that has ended
+            os.unlink(where)  # left by a process that has ended
         listener.bind(where)
         os.chmod(where, 0o600)
         listener.listen()
@@ -121,7 +122,7 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
 
 
 def _warm(job: Job, worker: DraftWorker) -> None:
-    """Drafts a round, so that no client has to wait for compilers."""
+    """Drafts one round, which compiles all kernels, so that no client has to wait for compilers."""
     drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
     speculation = drafter.answer(Outcome.admission(-1, [Request(0, 1, 0, (0, 1))]))
     drafter.start_round(speculation)

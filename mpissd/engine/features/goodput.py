@@ -1,29 +1,29 @@
-"""Chooses K, and whether the draft speculates ahead, for each round by its goodput [TurboSpec].
-
-Goodput is the expected number of tokens that all live sequences commit in a round, divided by the
-expected seconds of the round:
+"""Chooses K, and whether the draft speculates ahead, for each round by its goodput [TurboSpec]: the
+expected number of tokens that all live sequences commit in a round, divided by the expected seconds
+of the round,
 
     Σ_i (1 + Σ_{j ≤ K_i} Π_{n ≤ j} a_in) / (seconds of a forward of Σ_i (1 + K_i) rows + the rest)
 
-K_i is the smaller one of K and sequence i's limit, and a_in its acceptance rate at place n, from
-its own outcomes, shrunk to the rates of all sequences. Prompts that are stored with a verification
-lengthen all rounds by the same share, so they do not count.
+K_i is the smaller one of K and sequence i's limit. a_in is the acceptance rate of sequence i's n-th
+drafted token, from its own outcomes, shrunk to the rates of all sequences. Prompts that are stored
+with a verification lengthen all rounds by the same share and do not count.
 
-A *way* to decode is a K and a width of the fan-out: K = 0 is AR, width 0 is SD, others are SSD. The
-rest of a round, from its beginning to the next one's, is measured for each way: work on the host,
-drafting or waiting for the draft, and a target that a working draft slows. In SSD, rounds in which
-all sequences hit count separately, with the rest of the nearest K that was measured. In other
-rounds the draft's steps follow one another, so the rest is a line over the steps of the measured K:
-K of them, or one for a draft whose forward drafts all K tokens.
+A *way* to decode is a K and a *width*, the most bonus candidates for each number of accepted
+tokens: K = 0 is AR, width 0 is SD, other ways are SSD. The rest of a round (all but the forward) is
+measured for each way: work on the host, drafting or waiting for the draft, and a target that a
+working draft slows. In SSD, rounds in which all sequences hit the cache count separately, with the
+rest of the nearest measured K. In other rounds the rest is a straight line in the number of draft
+forwards, fitted to the measured K.
 
-A draft on the lead's device stores nothing while K = 0, and all tokens that it lacks before it
-drafts again. Their mean seconds a round are a cost of drafting. The choice reads counts and clocks,
-never the proposed tokens, so decoding stays lossless (docs/ssd.md, "Sampling").
+A draft on the lead's device stores nothing in its KV cache while K = 0, and all lacking tokens
+before it drafts again; the mean seconds of that count as a cost of drafting. The choice reads
+counts and clocks, never the drafted tokens, so that decoding stays lossless (docs/ssd.md,
+"Sampling").
 
 Means are kept by the number of sequences, the *load*. At a load that was not measured, a way is
-assumed to cost as much as at the nearest larger one, in proportion, which is optimistic, so that it
-is tried. A way that was not used for _STALE_ROUNDS rounds of a load is tried again, at a cost of at
-most EXPLORE of the time.
+assumed to cost as much as at the nearest larger load, in proportion; that is optimistic, so that
+the way is tried. A way that was not used for _STALE_ROUNDS rounds of a load is tried again, in at
+most a share EXPLORE of the time.
 """
 
 from __future__ import annotations
@@ -42,53 +42,54 @@ from mpissd.engine.job import Job
 from mpissd.engine.round.scheduler import Task
 from mpissd.engine.round.target import RoundResult
 
-EXPLORE = 0.003  # largest share of time for trying ways that seem worse
+EXPLORE = 0.003  # the largest share of time spent on trying ways to decode that seem slower
 _STALE_ROUNDS = 100
-_MARGIN = 1.01  # factor by which the goodput of another way must be larger
-_OWN = 24.0  # weight in tokens of all sequences' acceptance rate, the prior of a sequence's rate
-_PRIOR = 0.7  # the assumed acceptance rate before the first outcome
-_PRIOR_WEIGHT = 8.0  # weight of this assumption, in tokens
-_LIKE_OTHERS = 8.0  # weight in tokens of the mean acceptance rate, the prior of the rate at a place
-_MEMORY = 1 / 512  # share of the acceptance counts forgotten in each round of a sequence
-_SAMPLE = 1 / 64  # least weight of a new duration
-_MOST_SAMPLES = 16  # a K weighs in the line by its number of samples, up to this number
-_STORED = 1 / 64  # weight of a new round in the mean seconds in which tokens are stored
-_HITS = np.array([5.6, 8.0])  # prior counts of cache hits, and of drafts that were served
-_LEAST = 3  # a load's mean is known from this number of samples on
-_RECENT = 5  # the median of this number of last samples counts as the usual sample
-_FAR = 4.0  # a sample larger than this times the usual one counts as the usual one
-_WEIGHT = 1 / 32  # least weight of a new sample of a forward's seconds
-_KNOWN = 4  # after this number of samples of a forward, a new one changes the mean less
-_SHIFT = 0.5  # such a sample counts as at most this share of the mean away from the mean
-_GROWTH = 0.3  # share by which prompts that are stored with a round may lengthen it
-_APART = 10  # rounds within that limit after one beyond it, so that the 90th percentile is within
+_MARGIN = 1.01  # a way to decode replaces the current one if its goodput is larger by this factor
+_OWN = 24.0  # a sequence's acceptance rate begins as the mean rate, with the weight of 24 tokens
+_PRIOR = 0.7  # the acceptance rate that is assumed before the first outcome
+_PRIOR_WEIGHT = 8.0  # the weight of the assumed acceptance rate, as a number of tokens
+_LIKE_OTHERS = 8.0  # the rate at a place in the draft begins as the mean rate, with this weight
+_MEMORY = 1 / 512  # the share of the acceptance counts that each round of a sequence forgets
+_SAMPLE = 1 / 64  # the least weight of a new duration in a running mean
+_MOST_SAMPLES = 16  # the largest weight, in samples, of one measured K in the fitted line
+_STORED = 1 / 64  # the weight of a new round in the mean seconds of storing tokens for the draft
+_HITS = np.array([5.6, 8.0])  # assumed counts of (cache hits, drafts) before the first outcome
+_LEAST = 3  # the number of samples from which a mean is known
+_RECENT = 5  # the number of last samples whose median is the usual sample
+_FAR = 4.0  # a sample more than 4 times as large as the usual sample counts as the usual one
+_WEIGHT = 1 / 32  # the least weight of a new sample in the mean seconds of a forward
+_KNOWN = 4  # after this number of samples, one sample changes the mean seconds less
+_SHIFT = 0.5  # a later sample counts as at most this share of the mean away from the mean
+_GROWTH = 0.3  # the share of its seconds by which stored prompts may lengthen a round
+_APART = 10  # at most one round in 11 exceeds _GROWTH, so that 90% of the rounds keep to it
 
 Floats = NDArray[np.float64]
-Point = tuple[int, float, int]  # K or its steps, seconds beyond the forward, weight
+Point = tuple[int, float, int]  # (K or its number of draft forwards, rest of a round in s, weight)
 
 
 class ForwardTimes:
-    """The seconds of the target's forwards, and the rows of prompts to store with a verification.
+    """Estimates the seconds of the target's forwards by their number of rows, and from these how
+    many rows of prompts to store together with a verification.
 
-    Seconds are running means at the measured sizes, and lines between them. The controller avoids a
-    size that seems slow, so a chance delay must not count: the seconds of a size measured fewer
-    than four times are on the line through its neighbours, or the median of its samples.
+    Seconds are running means at the measured sizes, and linear between two sizes. The controller
+    avoids a size that seems slow, so that a chance delay must not count: the seconds of a size
+    measured fewer than four times are interpolated between its neighbours, or a median.
 
     The rows of prompts fill the largest forward with which the round takes at most 30% longer. If
     these are few, because the sizes of forwards are far apart, every eleventh round may be longer:
-    each round saves 30% of its seconds, and unused seconds pay for a larger forward.
+    each round saves 30% of its seconds, and the saved seconds pay for a larger forward.
     """
 
     def __init__(self, buckets: Sequence[int] = (), tokens_a_forward: int = 1) -> None:
-        """buckets: the sizes of forwards, rising; if empty, a forward computes exactly its rows.
+        """buckets: the row counts to which forwards are padded, rising (empty: no padding).
         tokens_a_forward: how many tokens one forward of the draft drafts for a sequence."""
         self._buckets = list(buckets)
         self._tokens_a_forward = tokens_a_forward
-        self._rows: list[int] = []  # the sizes that were measured, in rising order
+        self._rows: list[int] = []  # the measured sizes, in rows, rising
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._first: dict[int, list[float]] = {}  # samples of sizes measured fewer than four times
-        self._asked: dict[int, float] = {}  # answers since the last sample, by rows
+        self._first: dict[int, list[float]] = {}  # {size: its fewer than 4 samples}
+        self._asked: dict[int, float] = {}  # {rows: seconds}, since the last sample
         self._saved_s = self._step_s = 0.0
         self._within = 0
 
@@ -119,9 +120,9 @@ class ForwardTimes:
             )
 
     def seconds(self, rows: int) -> float:
-        """Returns the expected seconds of a forward. Fewer rows than measured take as long as the
-        smallest measured size. For more rows the line through the two largest sizes goes on, or the
-        only one counts in proportion."""
+        """Returns the expected seconds of a forward of `rows` rows. Below the smallest measured
+        size, these are its seconds. Above the largest size, the line through the two largest sizes
+        goes on; with one measured size, seconds are in proportion to rows."""
         if (answer := self._asked.get(rows)) is not None:
             return answer
         sizes = self._rows
@@ -141,7 +142,7 @@ class ForwardTimes:
         below = self._seconds[low]
         above = self._seconds[high]
         if rows > high:
-            above = max(above, below)  # no forward gets faster by more rows
+            above = max(above, below)  # more rows never make a forward faster
         return below + (above - below) * (rows - low) / (high - low)
 
     def steps(self, lookahead: int) -> int:
@@ -149,14 +150,13 @@ class ForwardTimes:
         return -(-lookahead // self._tokens_a_forward)
 
     def drafted(self, lookahead: int, seconds: float) -> None:
-        """Counts the seconds in which a draft on the target's device drafted `lookahead` tokens."""
+        """Counts that a draft on the target's device drafted `lookahead` tokens in `seconds`."""
         step_s = seconds / self.steps(lookahead)
         self._step_s = _mean(self._step_s or step_s, step_s)
 
     def prefill_rows(self, rows: int, limit: int, lookahead: int = 0) -> int:
-        """Returns how many rows of prompts the next forward stores in addition to `rows` others.
-        limit: the rows of the largest forward, which all are prompts' if there are no others.
-        lookahead: K of the round."""
+        """Returns how many rows (tokens) of prompts the next forward stores beside the `rows` rows
+        that it verifies. limit: the most rows of a forward. lookahead: K of the round."""
         if not rows:
             return limit
         plain_s = self.seconds(rows)
@@ -174,16 +174,16 @@ class ForwardTimes:
         return total - rows
 
     def room(self, rows: int, limit: int, lookahead: int = 0) -> int:
-        """Returns the most rows of prompts that lengthen a round of `rows` others by at most 30%;
-        limit, lookahead: as of prefill_rows."""
+        """Returns the most rows of prompts that lengthen a round which verifies `rows` rows by at
+        most 30%. limit: the most rows of a forward. lookahead: K of the round."""
         plain_s = self.seconds(rows)
         round_s = plain_s + self.steps(lookahead) * self._step_s
         grown_s = plain_s + _GROWTH * round_s
         return self._largest(rows, limit, grown_s) - rows
 
     def _largest(self, rows: int, limit: int, limit_s: float) -> int:
-        """Returns the rows of the largest forward that takes at most limit_s, at least `rows` and
-        at most `limit`."""
+        """Returns the rows of the largest forward, between `rows` and `limit` rows, that takes at
+        most limit_s seconds; `rows` if there is none."""
         sizes = self._buckets or range(rows, limit + 1)
         low = bisect_left(sizes, rows) - 1
         high = bisect_left(sizes, limit + 1) - 1
@@ -197,22 +197,22 @@ class ForwardTimes:
 
 
 def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
-    """Returns the running mean after sample number `count`, from 1 on; before: the mean until then.
-    Its change is limited, because other work on the machine delays a forward now and then."""
+    """Returns a running mean. before: the mean so far. new: the new sample. count: its number, from
+    1 on. The change is limited, because other work on the machine delays a forward now and then."""
     limit = _SHIFT * before if count > _KNOWN else float("inf")
     return before + max(_WEIGHT, 1 / count) * min(max(new - before, -limit), limit)
 
 
 class Way(NamedTuple):
-    """A way to decode a round: K, and the most bonus candidates that the draft keeps after each
-    number of accepted tokens (width; None: its fan-out, 0: SD)."""
+    """A way to decode a round. lookahead: K. width: the most bonus candidates that get a branch
+    after each number of accepted tokens (None: as many as the job's fan-out says; 0: none, SD)."""
 
     lookahead: int
     width: int | None = 0
 
     @property
     def mode(self) -> str:
-        """The --mode ("ar", "sd" or "ssd") whose rounds are decoded in this way."""
+        """The value of --mode that decodes in this way: "ar", "sd" or "ssd"."""
         if not self.lookahead:
             return "ar"
         return "sd" if self.width == 0 else "ssd"
@@ -222,20 +222,20 @@ AR = Way(0)
 
 
 class ByLoad:
-    """Running means by load, the number of sequences, in steps of powers of two.
+    """Running means of a duration, kept apart for 1, 2–3, 4–7, … sequences (the load).
 
-    Some rounds compile a kernel or capture a graph, and take ten to a thousand times as long, which
-    must not count. A load is unknown until it has three samples, whose median is used until there
-    are five; later a sample far above the median of the last five counts as that median.
+    Rounds that compile a kernel or capture a graph take 10 to 1000 times as long and must not
+    count. So a mean is unknown before three samples, is their median before five, and later counts
+    a sample far above the median of the last five as this median.
     """
 
     def __init__(self) -> None:
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
         self._means: dict[int, float] = {}
-        self.samples = Counter[int]()  # by step
+        self.samples = Counter[int]()  # by load
 
     def add(self, load: int, value: float) -> None:
-        """Counts a sample that was measured with `load` sequences."""
+        """Adds the sample `value`, in seconds, which was measured with `load` sequences."""
         step = load.bit_length()
         recent = self._recent[step]
         recent.append(value)
@@ -249,8 +249,9 @@ class ByLoad:
             self._means[step] = median(recent)
 
     def at(self, load: int, otherwise: float) -> float:
-        """Returns the mean at this load; if unknown, the mean of the nearest larger load in
-        proportion, or of the nearest smaller load, or `otherwise`."""
+        """Returns the mean seconds with `load` sequences. If it is unknown, returns that of the
+        nearest larger known load, in proportion, else of the nearest smaller one, or `otherwise`.
+        """
         step = load.bit_length()
         means = self._means
         if step in means:
@@ -262,37 +263,38 @@ class ByLoad:
 
 
 class Goodput:
-    """The controller of one server, which calls `choose` before a round and `observe` after it.
-    way: of the next round. rounds_by: the number of rounds by mode."""
+    """Chooses for a server how to decode each round, by the most expected tokens per second. The
+    server calls `choose` before a round and `observe` after it. way: the way to decode (K, width)
+    of the next round. rounds_by: {mode: number of rounds}."""
 
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: ForwardTimes) -> None:
-        """lookahead: the largest K. widths: those that SSD may have (none: only SD). times: of the
-        target."""
+        """lookahead: the largest K. widths: the limits of bonus candidates that SSD may choose
+        (empty: only AR and SD). times: estimates the seconds of the target's forwards."""
         self._lookahead = lookahead
         self._times = times
         self.ways = [AR, *(Way(k, w) for w in (0, *widths) for k in range(1, lookahead + 1))]
         self._reached, self._accepted = np.zeros((2, lookahead))
-        # Seconds beyond the forward, by whether all sequences hit (True in AR, False in SD).
+        # {(way, whether all sequences hit; True in AR, False in SD): seconds beyond the forward}
         self._rest = defaultdict[tuple[Way, bool], ByLoad](ByLoad)
-        # Hits, and sequences that drafts were served to, by width, with a prior.
+        # {width: (cache hits, drafts)}, with assumed counts at first
         self._hits = defaultdict[int | None, Floats](_HITS.copy, {0: _HITS * (0, 1)})
-        # (way, load): number of its last round, counted at that load.
+        # {(way, load): the number of the last round decoded in this way, of the rounds at the load}
         self._seen: dict[tuple[Way, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        # By load: mean seconds of a round with drafts in which an inline draft stores tokens.
+        # {load: mean seconds a round in which a draft on the lead's device stores lacking tokens}
         self._stored_s: defaultdict[int, float] = defaultdict(float)
-        self._return_s = ByLoad()  # seconds of storing in a first round with drafts after AR
+        self._return_s = ByLoad()  # seconds of that in the first round after AR
         self.way = self._best = self._last = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def time(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts the hits, and the seconds beyond the forward, of a round that was decoded in this
-        way and took round_s."""
+        """Counts the cache hits, and the seconds beyond the target's forward, of a round that took
+        round_s seconds. way: how it was decoded."""
         served = result.speculation
         count = len(served.rows)
         if way.lookahead and not served.num_draft.any():
-            return  # a round without drafts does not show the cost of drafting
+            return  # Nothing was drafted, so that drafting cost nothing.
         rest_s = max(0.0, round_s - result.stored_s - self._times.seconds(result.num_rows))
         ready = served.num_draft > 0
         hit = served.source[ready] == Source.CACHE
@@ -303,8 +305,8 @@ class Goodput:
             self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts a round that was decoded in this way. round_s: the seconds from its beginning to
-        the beginning of the next round."""
+        """Counts a finished round. way: how it was decoded. round_s: the seconds from its beginning
+        to the beginning of the next round."""
         served = result.speculation
         count = len(served.rows)
         if not count:
@@ -317,13 +319,13 @@ class Goodput:
         if way.lookahead and not self._last.lookahead:
             self._return_s.add(count, result.stored_s)
         self._last = way
-        if not self._best.lookahead:  # the price of having tried
+        if not self._best.lookahead:  # the cost of a trial
             self._lost_s += result.stored_s
-        elif way.lookahead:  # Many AR rounds leave much to store once; a forward's time limits it.
+        elif way.lookahead:  # limited: after AR, much has to be stored once
             stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:
-            # Counts the tokens that were reached and accepted, by their place.
+            # Counts, by place in the draft, the tokens that were judged, and the accepted ones.
             k = result.outcome.num_accepted
             place = np.arange(self._lookahead)
             keep = (1 - _MEMORY) ** len(k)
@@ -333,11 +335,11 @@ class Goodput:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the next round tries a way whose expected goodput is not the best."""
+        """Whether the next round tries a way to decode that does not seem to be the fastest."""
         return self.way != self._best
 
     def choose(self, tasks: Sequence[Task]) -> Way:
-        """Returns the way to decode the next round of these live sequences."""
+        """Returns the way to decode the next round of the live sequences (tasks)."""
         count = len(tasks)
         if not count:
             return self.way
@@ -353,12 +355,12 @@ class Goodput:
                     rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
         margin = _MARGIN
-        if best.lookahead and not self._best.lookahead:  # a return must pay for what it stores
+        if best.lookahead and not self._best.lookahead:  # must pay for tokens to store
             margin += self._return_s.at(count, 0.0) / (_STALE_ROUNDS * seconds[best])
         if rates[best] < margin * rates[self._best]:
             best = self._best
         self._best = self.way = best
-        # Tries another way whose last trial is long ago, if that costs little.
+        # Tries a way that was not used for long, if the trial costs little time.
         limit = self._rounds[load] - _STALE_ROUNDS
         tried = {self._kind(way) for (way, at), n in self._seen.items() if at == load and n > limit}
         if stale := [way for way in rates if self._kind(way) not in {*tried, self._kind(best)}]:
@@ -371,17 +373,19 @@ class Goodput:
         return self.way
 
     def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
-        """Returns the group of a way, of which one is tried. The largest K of the width in use is
-        a group, since its rounds show how long a draft's step takes."""
+        """Returns the group of ways that `way` belongs to; only the best way of a group is tried.
+        The largest K of the current width is a group of its own, because its rounds show how long
+        a draft forward takes."""
         is_most = way.lookahead == self._lookahead and way.width == self._best.width
         return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
 
     def _rest_s(self, count: int) -> dict[Way, float]:
-        """Returns the seconds beyond the forward of each way, for `count` sequences."""
+        """Returns the expected seconds of a round beyond the target's forward, for each way to
+        decode `count` sequences."""
         ar_s = self._rest[AR, True].at(count, 0.0)
         rest = {AR: ar_s}
         steps = self._times.steps
-        line = (0.0, ar_s, 0.0)  # later SD's line, for a width of SSD that had no miss
+        line = (0.0, ar_s, 0.0)  # for a width without a miss: the line of SD
         for width in dict.fromkeys(way.width for way in self.ways):
             hit = self._points(width, count, all_hit=True)
             if missed := self._points(width, count, all_hit=False):
@@ -396,8 +400,9 @@ class Goodput:
         return rest
 
     def _points(self, width: int | None, count: int, *, all_hit: bool) -> list[Point]:
-        """Returns the measured K of a width, for `count` sequences: those at their load, or, if
-        there are none, at any. all_hit: of rounds in which all sequences hit, or of the others."""
+        """Returns (K, mean seconds beyond the forward, number of samples) of each measured K of a
+        width: for about `count` sequences, or, if none was measured, for any number. all_hit:
+        selects rounds in which all sequences hit the cache, or (False) rounds with a miss."""
         load = count.bit_length()
         means = [(k, self._rest[Way(k, width), all_hit]) for k in range(1, self._lookahead + 1)]
         here = [(k, mean) for k, mean in means if mean.samples[load] >= _LEAST]
@@ -408,8 +413,8 @@ class Goodput:
         ]
 
     def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
-        """Returns, for K = 0, 1, …, (the expected tokens of all sequences in a round, the rows of
-        the forward that verifies them)."""
+        """Returns, for K = 0, 1, …, (the expected number of tokens that a round commits for all
+        sequences, the rows of its verification)."""
         accepted_sum = self._accepted.sum() + _PRIOR_WEIGHT * _PRIOR
         mean = float(accepted_sum / (self._reached.sum() + _PRIOR_WEIGHT))
         hazards = (self._accepted + _LIKE_OTHERS * mean) / (self._reached + _LIKE_OTHERS)
@@ -425,8 +430,9 @@ class Goodput:
 
 
 def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
-    """Returns (mean steps, mean seconds, seconds of a step) of the line through some points. If all
-    have as many steps, the line begins at ar_s, the seconds of AR, at 0 steps."""
+    """Fits a straight line, seconds over draft forwards, to weighted points. Returns (mean number
+    of forwards, mean seconds, seconds of a forward). If all points have the same number of
+    forwards, the line also goes through ar_s, the seconds of AR, at 0 forwards."""
     steps, seconds, weights = np.array(points, np.float64).T
     weights = weights / weights.sum()
     mean_steps = float(weights @ steps)
@@ -440,15 +446,16 @@ def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
 
 
 def widths_of(job: Job) -> list[int | None]:
-    """Returns the widths that a job's controller may choose: None (its fan-out), and 1 if the
-    fan-out is wider; no width if nothing is drafted ahead."""
+    """Returns the limits of bonus candidates for each number of accepted tokens that a job's
+    controller may choose: None (the job's fan-out), and 1 if the fan-out is wider. Returns [] if
+    nothing is drafted ahead."""
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]
 
 
 def warm_sizes(job: Job) -> list[int]:
-    """Returns the batch sizes whose forwards are measured before the first request: powers of two
-    from 2 on, and the largest batch."""
+    """Returns the batch sizes whose forwards a server measures before the first request: powers of
+    two from 2 on, and the largest batch size."""
     largest = job.config.batch_size
     return sorted({largest, *(1 << n for n in range(1, largest.bit_length()))})

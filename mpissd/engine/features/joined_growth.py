@@ -1,4 +1,4 @@
-"""Drafting ahead on a device that feeds each step's greedy tokens to the next step by itself."""
+"""Drafting ahead on a GPU that itself passes each forward's greedy tokens to the next forward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpissd.engine.round.sequence import Batch
 
 
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
-    """Returns a draft worker whose device grows branches without waiting for the host, or `worker`
-    itself if the host must feed the tokens of each step."""
+    """Returns a draft worker whose GPU grows branches without waiting for the host, or `worker`
+    itself if the host must pass the tokens of each forward to the next one."""
     is_fed = job.serving or job.config.learners or job.tree_lanes or job.masks
     if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker
@@ -31,13 +31,14 @@ def joining(job: Job, worker: DraftWorker) -> DraftWorker:
 
 
 class JoiningWorker(DraftWorker):
-    """A draft worker that launches the first step of the branches together with the forward that
-    scores the drafted tokens, and each further step while the one before it runs."""
+    """A draft worker whose GPU grows branches without the host. The first forward of the branches
+    is launched together with the draft's forward over the tokens that the target verifies, and each
+    further forward while the one before it runs."""
 
     def __init__(self, worker: DraftWorker, growth: DeviceGrowth) -> None:
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._growth = growth
-        self._begun: Branches | None = None  # branches that grow already, with unknown first tokens
+        self._begun: Branches | None = None  # branches whose first forward is launched
 
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
@@ -59,7 +60,7 @@ class JoiningWorker(DraftWorker):
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         if self._begun is None:
             return super().scored(batch, speculation, fan_outs)
-        self._growth.collect()  # their first tokens
+        self._growth.collect()  # reads the branches' first tokens
         return self._begun
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
@@ -85,8 +86,12 @@ class JoiningWorker(DraftWorker):
 def _unknown(
     batch: Batch, speculation: Speculation, fan_outs: FanOuts, lookahead: int
 ) -> tuple[Branches, Ints]:
-    """Returns a branch for each bonus candidate before the scoring forward has decided their first
-    tokens, which are −1, and where the device finds these (GrowthSheet.picks). Only for chains."""
+    """Returns (a branch for each bonus candidate, where the GPU finds the candidates), before the
+    draft's forward over the verified tokens has decided the candidates. Only for chains.
+
+    A branch's `first`, the candidate, is −1 until then. Column j of the second result, int32 [3,
+    n], is (row of the forward, rank among the row's likeliest tokens, drafted token to leave out).
+    """
     fans = list[int]()
     trunk = list[tuple[int, int, int]]()
     for row, source in enumerate(speculation.source.tolist()):

@@ -1,8 +1,9 @@
-"""Online learning in the loops: the lead sends training examples, the draft takes newer weights.
+"""Online learning during decoding: the lead sends training examples to a learner rank, and the
+draft loads the newer weights that the learner sends.
 
-In each round the lead sends a learner rank the part of each sequence's training example that the
-round adds. The learner sends the draft each version of weights in pieces of up to 1 MiB, so that no
-piece delays a round for long. A message without bytes ends the stream.
+In each round the lead sends the part of each sequence's training example that the round adds. The
+learner sends each version of the draft's weights in pieces of up to 1 MiB, so that no piece delays
+a round for long. A message without bytes ends the stream.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ if TYPE_CHECKING:
     from mpissd.engine.comm.mpi_learner import ExampleOutlet, PieceInbox  # importing it starts MPI
 
 Bytes = NDArray[np.uint8]
-_HEADER = Struct("=2q")  # version, its bytes
-PIECE_BYTES = _HEADER.size + (1 << 20)  # some .3 ms to take over on one host
+_HEADER = Struct("=2q")  # a piece begins with (version, number of bytes of the whole version)
+PIECE_BYTES = _HEADER.size + (1 << 20)  # the size of a message, received within some 0.3 ms
 _DONE = object()
-_PATIENCE = 3  # diverged versions after which a draft takes no more
+_PATIENCE = 3  # after so many versions with non-finite logits, a draft loads no more
 
 
 @dataclass(frozen=True)
 class ExamplePart:
     """The part of a sequence's training example that one round adds.
 
-    name: the sequence's request id and epoch. start: the position of the first of `tokens` in the
-    sequence, which begins with `prompt` tokens of its prompt. at: the positions whose next token
-    the target decided in this round, by the rows of `logits`, float32 [len(at), V].
+    name: (request id, epoch) of the sequence. start: the position in the sequence of the first
+    token of `tokens`. prompt: the length of its prompt. at: the positions after which the target
+    decided a token in this round. logits: the target's logits at these positions, float32
+    [len(at), V].
     """
 
     name: tuple[int, int]
@@ -54,7 +56,7 @@ class ExamplePart:
 
 
 def write_parts(parts: Sequence[ExamplePart]) -> Bytes:
-    """Returns a message with a round's parts, one for each sequence."""
+    """Returns a message with the example parts of a round, one for each sequence."""
     values = []
     for part in parts:
         arrays = [array.tobytes() for array in (part.tokens, part.at, part.logits)]
@@ -63,7 +65,7 @@ def write_parts(parts: Sequence[ExamplePart]) -> Bytes:
 
 
 def read_parts(message: Bytes) -> list[ExamplePart]:
-    """Returns the parts in a round's message."""
+    """Returns the example parts that `write_parts` has written to a message."""
     parts = []
     for request_id, epoch, start, prompt, *arrays in pickle.loads(message.data):
         tokens, at = (np.frombuffer(data, np.int32) for data in arrays[:2])
@@ -73,20 +75,20 @@ def read_parts(message: Bytes) -> list[ExamplePart]:
 
 
 class ExampleSender(RoundObserver):
-    """Sends the target's logits that decided a round's tokens to a learner. Decoding never waits
-    for the learner: if there is no room for a message, the round's logits are dropped, and the next
-    message has the round's tokens, too."""
+    """Sends the tokens of each round, and the target's logits that decided them, to the learner.
+    Decoding never waits for the learner: if there is no room for a message, the round's logits are
+    dropped, and its tokens are sent with the next message."""
 
     def __init__(self, oracle: LogitsTarget, outlet: ExampleOutlet) -> None:
         self._oracle = oracle
         self._outlet = outlet
-        self._sent: dict[tuple[int, int], int] = {}  # number of tokens sent, by sequence
+        self._sent: dict[tuple[int, int], int] = {}  # {sequence: number of tokens sent}
         self.rounds = self.dropped = self.rows = self.num_bytes = 0
         self.spent_s = 0.0
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends a judged round's logits before another forward overwrites them. Reads no logits if
-        there is no room for a message."""
+        """Sends a round's tokens and logits, before another forward overwrites the logits. If there
+        is no room for a message, reads no logits."""
         start = perf_counter()
         self.rounds += 1
         if self._outlet.has_room():
@@ -101,7 +103,8 @@ class ExampleSender(RoundObserver):
         self.spent_s += perf_counter() - start
 
     def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
-        """Yields each sequence's part, with the logits of the rows up to the bonus token's."""
+        """Yields each sequence's example part, with the logits that decided its accepted tokens and
+        its bonus token."""
         first = 0  # the sequence's first row in the forward
         for row, sequence in enumerate(batch.sequences):
             k = int(accepted[row])
@@ -119,7 +122,7 @@ class ExampleSender(RoundObserver):
             first += len(sequence.served) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the mean cost of sending a round, for the result row."""
+        """Returns the mean cost of a round's message, for the result row."""
         rounds = max(1, self.rounds)
         return {
             "rows_per_round": round(self.rows / rounds, 3),
@@ -130,7 +133,8 @@ class ExampleSender(RoundObserver):
 
 
 def pieces(version: int, data: bytes) -> Iterator[Bytes]:
-    """Yields the messages of a version of weights, whose bytes are `data`."""
+    """Yields the messages by which version number `version` of the weights, the bytes `data`, is
+    sent in pieces."""
     header = _HEADER.pack(version, len(data))
     size = PIECE_BYTES - len(header)
     for start in range(0, len(data), size):
@@ -138,14 +142,14 @@ def pieces(version: int, data: bytes) -> Iterator[Bytes]:
 
 
 class Updates:
-    """Takes newer weights of a draft over, in units of work that each fit between two rounds.
+    """Loads newer weights of a draft, in small units of work that each fit between two rounds.
 
-    The new weights are packed into separate memory while the old ones draft. The last unit copies
-    them over the old ones and empties the draft's KV cache. After a version whose logits are not
-    finite, the weights that were loaded at the start draft again.
+    The new weights are packed into separate memory while the old ones are still used. The last unit
+    of work copies them over the old weights and empties the draft's KV cache. After a version whose
+    logits are not finite, the weights of the start are loaded again.
 
-    report: values of the result row. swaps: number, bytes and longest delay of a round in µs of
-    each version that was taken. refused_versions: why other versions were refused.
+    report: values of the result row: "swaps", the number, bytes and longest delay of a round in µs
+    of each version that was loaded; "refused_versions", why other versions were refused.
     """
 
     def __init__(self, inbox: PieceInbox, drafter: Drafter) -> None:
@@ -154,22 +158,22 @@ class Updates:
         self._inbox = inbox
         self._drafter = drafter
         self._stepper = stepper
-        self._data = bytearray()  # of the version whose pieces arrive
+        self._data = bytearray()  # the bytes so far of the version whose pieces arrive
         self._packing: Iterator[None] | None = None
-        self._leaving: Iterator[None] | None = None  # packs the loaded weights again
+        self._leaving: Iterator[None] | None = None  # packs the weights of the start again
         self._longest_s = 0.0
-        self._newest = self._num_bytes = 0  # of the last version: its number, its bytes
-        self._diverged = 0  # versions whose logits were not finite
+        self._newest = self._num_bytes = 0  # number and bytes of the last version
+        self._diverged = 0  # the number of versions with non-finite logits
         self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
 
     def work(self) -> bool:
-        """Does one unit of work between two rounds; returns whether there was any."""
+        """Does one unit of work between two rounds. Returns whether there was any work to do."""
         start = perf_counter()
         drafter = self._drafter
         before = drafter.version
         is_leaving = self._packing is not None and self._packing is self._leaving
         if drafter.divergence is not None and not is_leaving:
-            # Goes back to the weights that were loaded; drops packed weights.
+            # Drops packed weights, and goes back to the weights of the start.
             self.report["refused_versions"].append(f"version {before}: {drafter.divergence}")
             self._diverged += 1
             self._packing = self._leaving = self._steps(0, None)
@@ -194,7 +198,7 @@ class Updates:
         if message is None:
             return False
         if self._diverged >= _PATIENCE:
-            return True  # so that its sender may end
+            return True  # received and dropped, so that the sender can end
         version, total = _HEADER.unpack_from(message.data)
         self._data += message[_HEADER.size :].data
         if len(self._data) < total:
@@ -209,7 +213,8 @@ class Updates:
         return True
 
     def _steps(self, version: int, data: memoryview | None) -> Iterator[None]:
-        """Packs weights, and lets the drafter use them. data: None for the loaded weights."""
+        """Packs weights, one unit of work a step, and lets the drafter use them. data: the weights'
+        bytes (None: the weights of the start)."""
         arrays = None
         if data is not None:
             arrays = unpacked(data)

@@ -1,8 +1,8 @@
-"""A draft that serves several target groups, with a thread for the rounds of each group.
+"""A draft rank that serves several target groups, with a thread for the rounds of each group.
 
 One thread runs at a time, until it has launched a forward or waits for a message. When no thread
-can go on, all launched forwards run as one. So an outcome waits for at most the forward that is
-under way when it arrives, and for separate forwards over other groups' long prompts.
+can go on, the forwards that all threads have launched run as one. So an outcome waits for at most
+the forward that is under way when it arrives, and for forwards over other groups' long prompts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpissd.engine.round.draft import Drafter, serve
 
 
 class GroupWaiter(Waiter):
-    """How the thread of a target group waits: it pauses, and the pool resumes it. awaited: returns
-    whether the awaited message has arrived (None: the thread waits for its launched forward).
-    is_over: whether the group's rounds have ended."""
+    """Lets the thread that drafts for one target group wait: the thread pauses, and the main loop
+    (serve_groups) resumes it. awaited: returns whether the awaited message has arrived (None: the
+    thread waits for its launched forward). is_over: whether the group's rounds have ended."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s, spin=False)
@@ -40,12 +40,13 @@ class GroupWaiter(Waiter):
         self._has_paused = Semaphore(0)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true, while other groups' threads run."""
+        """Returns once test() is true. The threads of other target groups run meanwhile."""
         if not test():
             self.pause(test)
 
     def pause(self, awaited: Callable[[], bool] | None) -> None:
-        """Pauses the calling thread until awaited() is true, or (None) its forward is over."""
+        """Pauses the calling thread until awaited() is true; with awaited=None, until the forward
+        that the thread has launched is over."""
         self.awaited = awaited
         self._has_paused.release()
         self._may_run.acquire()
@@ -54,15 +55,15 @@ class GroupWaiter(Waiter):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the awaited message has arrived, or the awaited forward is over."""
+        """Whether the thread may go on: its message has arrived, or its forward is over."""
         return self.awaited is not None and self.awaited()
 
     def wake(self) -> None:
-        """Notes that the awaited forward is over."""
+        """Lets the thread go on at its next turn, because its forward is over."""
         self.awaited = lambda: True
 
     def begin(self, rounds: Callable[[], None]) -> None:
-        """Starts a thread that calls `rounds` once it is resumed."""
+        """Starts a thread, which calls `rounds` when it is resumed for the first time."""
         self.is_over = False
         Thread(target=self._run, args=(rounds,), daemon=True).start()
         self.wake()
@@ -77,14 +78,14 @@ class GroupWaiter(Waiter):
         self._has_paused.release()
 
     def resume(self) -> None:
-        """Lets the thread run until it pauses or ends; raises what it raised."""
+        """Lets the thread run until it pauses or ends. Raises the exception that ended it."""
         self._may_run.release()
         self._has_paused.acquire()
         if self._error is not None:
             raise self._error
 
     def abandon(self) -> None:
-        """Ends the thread, which pauses."""
+        """Ends the paused thread."""
         if not self.is_over:
             self._is_abandoned = True
             self._may_run.release()
@@ -93,9 +94,9 @@ class GroupWaiter(Waiter):
 def serve_groups(
     ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
 ) -> None:
-    """Runs the draft's rounds of all groups until their leads stop them. ends: each group's link
-    and drafter, which share a GroupWaiter, and whose forwards are a part of `forwards`. waiter: how
-    the rank waits for a forward, and for a message of any group."""
+    """Runs a draft's rounds for all target groups until their lead ranks stop them. ends: for each
+    group, (its message channel, its Drafter), which wait by the same GroupWaiter. forwards: runs
+    the forwards of all groups. waiter: waits for a forward, and for a message of any group."""
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
@@ -116,7 +117,7 @@ def serve_groups(
             elif groups:
                 waiter.until(lambda: any(group.may_go_on for group in groups), "target: outcome")
             if len(groups) > 1:
-                groups.append(groups.pop(0))  # rotates, so that each group comes first in turn
+                groups.append(groups.pop(0))  # so that each group comes first in turn
     finally:
         for group in groups:
             group.abandon()
@@ -128,14 +129,16 @@ def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
 
 
 class SharedForwards:
-    """A model that several target groups share, which runs their launched forwards as one. groups:
-    each group's part of the model. launched: the parts that have launched a forward."""
+    """A draft model that several target groups share. The forwards that the groups have launched
+    run as one. groups: each group's view of the model. launched: the views of the groups that have
+    launched a forward."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
     def __init__(self, stepper: Stepper, groups: int, *, slots: int, lanes: int) -> None:
-        """stepper: the model. slots, lanes: how many slots of its KV cache (one for a sequence) and
-        lanes (scratch memory for a branch) each group has."""
+        """stepper: runs the model's forwards. groups: the number of target groups. slots: the
+        sequences of a group in the KV cache. lanes: the branches for which a group has scratch
+        memory in the cache."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
@@ -143,7 +146,7 @@ class SharedForwards:
         self._log = array("q")  # the values of COLUMNS, forward after forward
 
     def run(self, waiter: Waiter) -> None:
-        """Runs the launched forwards as one, and waits for it."""
+        """Runs all launched forwards as one forward, and waits until it is over."""
         together = self.launched
         self.launched = []
         tokens = list[Ints]()
@@ -163,21 +166,22 @@ class SharedForwards:
         self._log.extend((begin, round(seconds * 1e9), rows, len(together)))
 
     def log(self) -> NDArray[np.int64]:
-        """Returns COLUMNS of all n forwards so far, int64 [n, 4]: begin by perf_counter, device
-        time, rows, and number of groups that took part ("seats")."""
+        """Returns a row for each of the n forwards so far, int64 [n, 4]: (begin by perf_counter in
+        ns, device time in ns, rows, number of groups that took part)."""
         return np.array(self._log).reshape(-1, len(self.COLUMNS))
 
 
 class GroupForwards(Forwards):
-    """The part of a shared model that a group uses; its slots and lanes are numbered from 0.
-    lists: whether the group reads several likeliest tokens of each row, and not only the first."""
+    """One target group's view of a draft model that several groups share. Its KV cache slots and
+    scratch memory are numbered from 0. lists: whether the group reads several of each row's
+    likeliest tokens, and not only the first."""
 
     def __init__(self, shared: SharedForwards, first_slot: int, first_lane: int) -> None:
         self.shared = shared
         self.lists = False
         self._first_slot = first_slot
         self._first_lane = first_lane
-        self._part: tuple[int, Ints, Places | None] | None = None  # uploaded, not run yet
+        self._part: tuple[int, Ints, Places | None] | None = None  # uploaded but not run yet
         self._window = slice(0, 0)  # the rows of this group in the last forward
 
     @property
@@ -201,8 +205,9 @@ class GroupForwards(Forwards):
     def join(
         self, start: int, rows: int, tokens: list[Ints], places: list[Places]
     ) -> tuple[int, int]:
-        """Appends the uploaded tokens and places to a forward that has `start` tokens and `rows`
-        rows (with padding). Returns the new numbers of both."""
+        """Appends the group's uploaded rows to a shared forward, which has `start` tokens so far,
+        and with padding `rows` rows. tokens, places: the lists to append to. Returns the new values
+        of start and rows."""
         assert self._part is not None, "launched without rows"
         own_rows, own_tokens, own_places = self._part
         self._part = None

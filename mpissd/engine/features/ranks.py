@@ -1,4 +1,4 @@
-"""Counts the ranks of bonus tokens among a draft's candidates, for result rows."""
+"""Counts at which ranks among a draft's candidates bonus tokens were found, for result rows."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from mpissd.engine.round.branches import SpeculationCache
 
 
 class RankCounts:
-    """Counts (number of candidates, rank) of the bonus tokens that follow the draft model's tokens.
-    A rank is from 1 on, or 0 if the bonus token was none of the draft's candidates. Bonus tokens
-    after a rejection are counted apart from those after all drafted tokens were accepted."""
+    """Counts how often each pair (number of the draft's candidates for the bonus token, rank of the
+    bonus token among them) occurs. A rank is from 1 on, or 0 if the bonus token was no candidate.
+    Rounds with a rejection are counted apart from rounds that accepted all drafted tokens."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._served: Speculation | None = None
 
     def served(self, speculation: Speculation) -> None:
-        """Notes the drafted tokens that the target verifies now."""
+        """Stores the drafted tokens that the target verifies now, for the next `looked_up`."""
         self._served = speculation
 
     def looked_up(
         self, outcome: Outcome, found: Sequence[int | None], cache: SpeculationCache
     ) -> None:
-        """Counts the outcome of verifying the served tokens. found: by live sequence, the index of
-        the branch in the cache that was grown for the outcome, or None."""
+        """Counts the outcome of verifying the drafted tokens that `served` stored. found: for each
+        live sequence, the index of the branch in the cache that was hit, or None (a miss)."""
         served = self._served
         if served is None or cache.branches is None:
             return
         ranks = cache.branches.ranks
-        # Committed sequences come first among the live ones.
+        # Sequences that go on come first, before those that have just joined.
         rows = np.flatnonzero(outcome.events[: len(served.rows)] == Event.COMMIT)
         columns = (served.source[rows], served.num_draft[rows], outcome.num_accepted[rows])
         sequences = zip(found, *(column.tolist() for column in columns), strict=False)
@@ -45,8 +45,8 @@ class RankCounts:
                 self._counts[k == drafted, limit, rank] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the value of the key `learned` of result rows: the number of outcomes, and lists
-        of [number of candidates, rank, count]."""
+        """Returns the counts for a result row: the number of outcomes, and two lists of [number of
+        candidates, rank, count], after a rejection and after all drafted tokens were accepted."""
         counts = sorted(self._counts.items())
         return {
             "outcomes": self._counts.total(),

@@ -1,8 +1,8 @@
-"""Stores drafts that are trees in a model's KV cache.
+"""Stores draft trees in a model's KV cache.
 
 The path of first children is stored in the sequence's slot, as a chain is. Each other path is
-stored in a *lane*: scratch memory of the cache (law.tree). If the target accepts such a path, the
-path's K and V are copied from the lane to the slot before the next forward.
+stored in a *lane*: scratch memory of the cache (law.tree). If the target accepts a path in a lane,
+the path's K and V are copied from the lane to the slot before the next forward.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mpissd.engine.round.sequence import Batch, Gap, Index, int32_places
 
 
 class TreeBatch(Batch):
-    """A batch whose drafts are trees in a KV cache."""
+    """The live sequences of a rank whose drafts are trees, and are stored in a KV cache."""
 
     def __init__(self, *common: Any, layout: BranchLayout | None = None) -> None:
-        """common: the parameters of Batch. layout: the places of the tree's nodes and of branches
-        that are drafted ahead after them (None: nothing is drafted ahead)."""
+        """common: the parameters of Batch. layout: where the cache stores the tree's nodes and the
+        branches that are drafted ahead after these nodes (None: nothing is drafted ahead)."""
         super().__init__(*common)
         self.layout = layout
         self._masks = () if self.placement is None else self.placement.masks
-        self._has_leaves = False  # whether the last round stored nodes without children
-        self._moves_itself = False  # whether the device copied the last accepted paths itself
+        self._has_leaves = False  # whether the last round stored childless nodes
+        self._moves_itself = False  # whether the GPU itself copied the last accepted paths
 
     def leave_moves(self, *, has_leaves: bool) -> None:
-        """Notes that the device copies this round's accepted paths itself. has_leaves: whether this
-        model stored the nodes without children, too."""
+        """Tells the batch that the GPU itself copies this round's accepted paths from lanes to
+        slots. has_leaves: whether this model also stored the nodes without children."""
         self._has_leaves = has_leaves
         self._moves_itself = True
 
@@ -41,7 +41,7 @@ class TreeBatch(Batch):
         nodes = self.layout or self.shape
         moves = list[tuple[int, Gap]]()
         if self._masks and not self._has_leaves:
-            return moves  # the last forward had masks in place of the drafted tokens
+            return moves  # the last forward computed mask tokens, not drafted tokens
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and nodes.lanes[node] >= 0:
@@ -61,15 +61,15 @@ class TreeBatch(Batch):
         return self._served_places(slots, np.repeat(self.last(), count), np.arange(count))
 
     def _served_places(self, slots: Index, last: Index, nodes: Index) -> Places:
-        """Returns the places of n rows. nodes: the row's node in the tree, or its place in the
-        BranchLayout. slots, last: the slot of the row's sequence, and the position of the token
-        that is node 0. All are [n]."""
+        """Returns where the KV cache stores n rows of a forward over tree nodes. nodes: the node of
+        each row, or its place in the BranchLayout. slots: the slot of the row's sequence. last: the
+        position of its last committed token, which is node 0. All are [n]."""
         self._moves_itself = False
         found = self.layout or self.shape
         lanes = found.lanes[nodes]
         positions = last + found.depths[nodes]
         in_trunk = lanes < 0
-        self.fill(slots[in_trunk], positions[in_trunk] + 1)  # the deepest comes last
+        self.fill(slots[in_trunk], positions[in_trunk] + 1)  # the deepest node comes last
         ids = slots * found.num_lanes + lanes + SPAN * (found.spans[nodes] - 1)
         lanes = np.where(in_trunk, TRUNK, ids)
         return int32_places(slots, positions, lanes, last + found.forks[nodes])

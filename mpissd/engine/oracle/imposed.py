@@ -1,9 +1,10 @@
-"""The `gemm` workload: synthetic tokens, whose acceptance and cache hits the flags impose.
+"""The `gemm` workload: synthetic tokens, which are accepted, and whose bonus tokens the draft
+predicts, as often as the flags say.
 
 A random draw depends only on (seed, purpose, sequence, absolute position), so that AR, SD and SSD
 with any K, hit model or timing emit the same tokens for a seed. Tables hold the tokens of the
-target and the draft, and the bonus candidates. They are filled for a window of positions at a time,
-so that a round only reads them.
+target and the draft, and the bonus candidates. Tables are filled for a window of positions at a
+time, so that a round only reads them.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOracle
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
-WINDOW = 4096  # positions in a slot's tables; a refill takes about a millisecond
-_CANDIDATES = 1 << 18  # limit of a slot's positions times the widest F, which shortens the window
-_MARGIN = 4  # positions before the current one that a refill keeps
+WINDOW = 4096  # the positions of a sequence that are drawn at a time, in about a millisecond
+_CANDIDATES = 1 << 18  # the most bonus candidates drawn at a time for a sequence; limits the window
+_MARGIN = 4  # the number of positions before the current one that newly drawn tables still hold
 
 
 class Stream:
-    """The tokens Y that the target emits, in a flat table; for a draft also the drafted tokens.
+    """A table of the tokens Y that the target emits; in a draft's subclass, also of drafted tokens.
 
-    n is the position after a sequence's newest committed token, and offsets are relative to n. A
-    subclass sets `_origin` [b] in begin_round: the table entry of each sequence's position n. The
-    methods from `grown` on are implemented by drafts' streams only.
+    Let n be the position after a sequence's newest committed token; offsets are relative to n. In
+    begin_round a subclass sets `_origin` [b], the table index of each sequence's position n. Only
+    subclasses for drafts implement the methods from `grown` on.
     """
 
     lookahead: int
@@ -44,18 +45,21 @@ class Stream:
     _origin: Index = np.zeros(0, np.int64)
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Fills the tables of future sequences while none is live. The default does nothing."""
+        """Draws the first tokens of these requests' sequences in advance, before any sequence is
+        live. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
-        """Sets `_origin` for this batch. started: the sequences whose first round comes."""
+        """Sets `_origin`, the table index of each sequence's next position, for the coming round.
+        started: the sequences whose first round it is."""
         raise NotImplementedError
 
     def true(self, offsets: Index) -> Ints:
-        """Returns Y at positions n + offsets, int32 [b, …] for offsets […]."""
+        """Returns the target's tokens at the positions `offsets` after the next one, of every
+        sequence: int32 [b, …] for offsets […]."""
         return self._table.take(self._index(offsets))
 
     def row(self, count: int) -> list[int]:
-        """Returns Y at positions n … n + count − 1 for a batch of one sequence."""
+        """Returns the next `count` tokens of the target, for a batch of one sequence."""
         first = int(self._origin[0])
         tokens: list[int] = self._table[first : first + count].tolist()
         return tokens
@@ -63,41 +67,47 @@ class Stream:
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns the bonus candidates [n, ΣF] of batch rows `rows` [n] (None: all), and the K
-        tokens that are drafted after each candidate [n, ΣF, K]."""
+        """Returns (the ΣF bonus candidates of each of n sequences, [n, ΣF]; the K tokens drafted
+        after each candidate, [n, ΣF, K]). rows: the sequences' batch rows (None: all)."""
         raise NotImplementedError
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the tokens [n, K] that a backup drafts for batch rows `rows` [n] after a miss."""
+        """Returns the K tokens [n, K] that the backup `source` drafts after a cache miss for each
+        of the batch rows `rows` [n]."""
         raise NotImplementedError
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the draft's candidates [n, m] by rank [m] (0: the likeliest one), after ahead [n]
-        + depths [m] tokens Y of batch rows `rows` [n]."""
+        """Returns m predictions of the draft for each of n sequences, int32 [n, m]: number j has
+        rank ranks[j] (0: the likeliest token), and follows the sequence's next ahead + depths[j]
+        tokens of the target. rows: the batch rows of the sequences. ahead: [n], or one number."""
         raise NotImplementedError
 
     def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the tokens of drafted trees [n, N], after ahead [n] tokens Y of batch rows `rows`
-        [n]. Beyond the accepted path none equals Y."""
+        """Returns the N tokens of a draft tree for each of the batch rows `rows` [n], [n, N]. The
+        tree follows the sequence's next `ahead` tokens of the target. Off the accepted path no
+        token equals the target's."""
         return self.ranked(rows, shape.depths[1:] - 1, shape.ranks[1:], ahead)
 
     def after(
         self, speculation: Speculation, shape: Shape, rows: Index, nodes: Ints, ranks: Ints
     ) -> Ints:
-        """Returns the bonus candidates [n, m] of batch rows `rows` [n] after nodes [m] of the
-        served tree, by rank [m] among the tokens that are not the node's children."""
+        """Returns m bonus candidates for each of the batch rows `rows` [n], [n, m]. Number j comes
+        after node nodes[j] of the tree under verification, and has rank ranks[j] among the tokens
+        that are not the node's children."""
         taken: Index = np.array([len(children) for children in shape.children])
         return self.ranked(rows, shape.depths[nodes], taken[nodes] + ranks)
 
     def _index(self, offsets: Index, rows: Index | None = None) -> Index:
-        """Returns the table entries at n + offsets, [b, …], or of batch rows `rows` only."""
+        """Returns the table indices, [b, …], of the positions `offsets` […] after the next one.
+        rows: the batch rows (None: all)."""
         origin = self._origin if rows is None else self._origin[rows]
         return np.asarray(origin.reshape(-1, *(1,) * offsets.ndim) + offsets)
 
 
 class TokenStream(Stream):
-    """A table of the tokens Y(s, p) = floor(V · U(s, p)) that the target emits, by slot and
-    position: s is the sequence in the slot, p the position, U a uniform draw, V the vocabulary."""
+    """A table of the synthetic tokens that the target emits, by KV cache slot and position. The
+    token at position p of sequence s is floor(V · U(s, p)): V is the size of the vocabulary, and U
+    a uniform draw from [0, 1)."""
 
     def __init__(
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
@@ -105,16 +115,15 @@ class TokenStream(Stream):
         self._seed = seed
         self.vocab = vocab
         self.lookahead = lookahead
-        self._reach = 2 * lookahead + 4  # positions past n that a round may read
+        self._reach = 2 * lookahead + 4  # how many positions past the current one a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
-        # By slot: slot · window − (position of the first column), and the length that needs a
-        # refill.
+        # By slot: the table index of position 0, and the length from which a refill is needed.
         self._base, self._limit = np.zeros((2, capacity), np.int64)
         self._true = np.zeros((capacity, self._window), np.int32)
         self._table = self._true.reshape(-1)
         self._prepared: dict[int, list[NDArray[np.int32]]] = {}
-        self._safe_rounds = 0  # rounds in which no sequence can reach its limit
+        self._safe_rounds = 0  # for so many rounds no sequence needs a refill
 
     def prepare(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -133,7 +142,7 @@ class TokenStream(Stream):
             for view, saved in zip(self._views(slot), prepared, strict=True):
                 view[...] = saved
             self._place(slot, 0)
-        self._safe_rounds -= 1  # until then no table has to be refilled
+        self._safe_rounds -= 1  # while it is ≥ 0, no table has to be refilled
         if started or self._safe_rounds < 0:
             for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
                 self._fill(int(batch.slots[row]), max(0, int(batch.lengths[row]) - _MARGIN))
@@ -160,10 +169,11 @@ class TokenStream(Stream):
 
 
 class DraftStream(TokenStream):
-    """Tables of drafted tokens and of candidates for the bonus token.
+    """Tables of synthetic drafted tokens and of candidates for the bonus token.
 
     A drafted token depends on the sequence, the position, its place 0 … K − 1 in the round, and the
-    source that drafted it. A list of candidates has the target's token at a randomly drawn rank.
+    source that drafted it. Of a list of candidates, the one at a randomly drawn rank is the
+    target's token.
     """
 
     def __init__(
@@ -175,14 +185,15 @@ class DraftStream(TokenStream):
         hit_law: HitLaw,
         widest: int = 1,
     ) -> None:
-        """capacity: the number of slots. acceptance: acceptance rates by source. hit_law: the
-        distribution of ranks. widest: the most candidates at one position."""
+        """vocab: V. capacity: the most live sequences. acceptance: the acceptance rates, by what
+        drafts. hit_law: the distribution of the bonus token's rank among the candidates. widest:
+        the most candidates at one position."""
         lookahead = len(acceptance[Source.JIT].hazards)
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # Drafted tokens: a table [place i, slot, position] by acceptance rates, shared by sources.
+        # {acceptance rates: drafted tokens [place in the round, slot, position]}
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
@@ -190,36 +201,35 @@ class DraftStream(TokenStream):
         self._by_source = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
         self._flat_drafts = {source: table.reshape(-1) for source, table in self._by_source.items()}
         step = np.arange(lookahead, dtype=np.int64)
-        # For each place i, the distance in a flat table from (0, p) to (i, p + i).
+        # entry i: the distance in a flat table from [0, slot, p] to [i, slot, p + i]
         self._places: Index = step * (plane + 1)
-        # [source, slot, p]: accepted tokens among the K that the source drafts from p on.
+        # [source, slot, p]: how many of the K tokens drafted from position p on are accepted
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
         self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        # [0]: only decoys. [1]: Y at the place of its rank, for the row of the true outcome. [2]:
-        # the same if all served tokens were accepted and the hit model has values for that.
-        # From [_first_level] on, by level: the same in a tree by measured ranks.
+        # Candidates by rank. Plane 0: only wrong tokens, for numbers k that do not come true.
+        # Planes 1 (and 2, after K accepted tokens): with the target's token at its drawn rank.
+        # From plane _first_level on, one a tree level: with this token at a measured rank.
         self._levels = acceptance[Source.JIT].levels[:lookahead]
         self._first_level = 1 + len(hit_law.ends)
         planes = self._first_level + len(self._levels)
         self._decoys = np.zeros((planes, capacity, self._window, widest), np.int32)
         self._flat_decoys = self._decoys.reshape(-1)
         self._widest = widest
-        # By fan-out, for a sequence's candidates [ΣF]: k, the accepted tokens that they follow; the
-        # distance in the flat table of decoys from the entry of (position n, place 0); the distance
-        # from n to the position of the first token after the candidate.
+        # {fan-out: (k, candidate index, offset of the drafted tokens)}, each [ΣF], for a sequence
         self._lanes: dict[tuple[int, ...], tuple[Index, Index, Index]] = {}
 
     def drafts(self, source: Source, offsets: Index, rows: Index | None = None) -> Ints:
-        """Returns the K tokens that `source` drafts from position n + offsets on, [b, …, K]."""
+        """Returns the K tokens that `source` drafts from the positions `offsets` […] after the next
+        one on, [b, …, K]. rows: the batch rows (None: all)."""
         index = self._index(offsets[..., None] + self._places, rows)
         return self._flat_drafts[source].take(index)
 
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        # The candidates after k accepted tokens differ from each other and from the drafted token.
-        # They are wrong, but after as many tokens as will be accepted Y has its drawn rank.
+        # All candidates are wrong, except after exactly the k tokens that will be accepted.
+        # There the candidate at the drawn rank is the target's token.
         chosen = slice(None) if rows is None else rows
         source = speculation.source[chosen]
         num_draft = speculation.num_draft[chosen]
@@ -254,14 +264,14 @@ class DraftStream(TokenStream):
         ahead: Index | int = 0,
         planes: Index | int = 1,
     ) -> Ints:
-        # At depth K, where nothing is drafted, rank 0 is a bonus candidate.
+        # At depth K, where no token is drafted, the token of rank 0 is a bonus candidate.
         origin = (self._origin[rows] + ahead)[:, None]
         is_end = depths == self.lookahead
         level = np.minimum(depths, self.lookahead - 1)
         firsts = self._flat_drafts[Source.JIT].take(origin + self._places[level])
         is_first = firsts == self._table.take(origin + level)
         later = np.where(is_end, ranks, np.maximum(ranks - 1, 0))
-        # The planes of decoys are those after K accepted tokens, and after a rejection or by level.
+        # The plane of candidates: after K accepted tokens, without the target's token, or with it.
         plane = np.where(is_end, self._first_level - 1, np.where(is_first, 0, planes))
         index = (origin + depths) * self._widest + later + plane * self._decoys[0].size
         return np.where(is_end | (ranks > 0), self._flat_decoys.take(index), firsts)
@@ -281,7 +291,7 @@ class DraftStream(TokenStream):
                 table[i, slot] = np.where(coin < rate, true, wrong)
         for source, table in self._by_source.items():
             self._run[source, slot] = leading(table[:, slot] == true)
-        # Decoys count upwards from Y + 1 and skip `wrong`: the proposed token is Y or `wrong`.
+        # Wrong candidates are the ids after the target's, without the one that may be drafted.
         place = np.arange(self._widest)
         gap = (wrong - true - 1) % self.vocab
         shift = place + (place >= gap[:, None])
@@ -297,8 +307,9 @@ class DraftStream(TokenStream):
 
 
 def leading(matches: NDArray[np.bool_]) -> Ints:
-    """Returns, for each position p, how many leading places i have a true matches[i, p + i], int32
-    [W]; matches: [K, W], false beyond the window of W positions."""
+    """Returns, for each position p, how many tokens of a draft that begins there are accepted,
+    int32 [W]: the number of i = 0, 1, … in a row with matches[i, p + i]. matches: whether the i-th
+    token of a draft equals the target's if it is at position p, bool [K, W]."""
     lookahead, window = matches.shape
     run = np.zeros(window + lookahead, np.int32)
     alive = np.ones(window, np.bool_)
@@ -310,7 +321,7 @@ def leading(matches: NDArray[np.bool_]) -> Ints:
 
 
 class Imposed(Oracle):
-    """Base class of oracles whose tokens come from a Stream, and not from a model."""
+    """Base class of oracles that read synthetic or recorded tokens (a Stream), and run no model."""
 
     chains = True
     _stream: Stream
@@ -323,7 +334,8 @@ class Imposed(Oracle):
 
 
 class ImposedTarget(Imposed, TargetOracle):
-    """Accepts the drafted tokens that equal the stream's tokens Y."""
+    """Decides tokens for the target: emits the synthetic or recorded tokens of `stream`, and
+    accepts the drafted tokens up to the first that differs from them."""
 
     def __init__(self, stream: Stream, shape: Shape = CHAIN) -> None:
         super().__init__(shape)
@@ -336,7 +348,8 @@ class ImposedTarget(Imposed, TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Compares drafted tokens with the target's; returns (num_accepted, bonus), int32 [b]."""
+        """Compares drafted tokens with the target's. Returns (the number of accepted tokens, the
+        bonus token), int32 [b], of each sequence."""
         shape = self.shape
         drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
@@ -355,19 +368,21 @@ class ImposedTarget(Imposed, TargetOracle):
 
 
 class ImposedDraft(Imposed, DraftOracle):
-    """Reads drafted tokens and bonus candidates in a Stream's tables."""
+    """Decides tokens for the draft: reads them, and the bonus candidates, in tables of synthetic or
+    recorded tokens."""
 
     def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
-        """num_tokens: how many tokens a forward drafts (Medusa: all K)."""
+        """stream: the tables. num_tokens: how many tokens one draft forward drafts for a sequence
+        (1, or K with Medusa heads)."""
         super().__init__(stream.lookahead, shape)
         self._stream = stream
         self._num_tokens = num_tokens
-        # By (fan-out, batch size): batch row, node and rank of each branch.
+        # {(fan-out, batch size): (batch row, node, rank of each branch)}
         self._outcomes: dict[tuple[tuple[int, ...], int], tuple[Index, Ints, Ints]] = {}
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each sequence, number k of accepted tokens, and bonus candidate. The
-        branch's tokens follow the candidate, from position n + k + 1 on (Stream)."""
+        """Returns a branch, with all its drafted tokens, for each bonus candidate of each sequence
+        after each possible number k of accepted tokens."""
         sources = [0] if fan_outs.is_one else sorted(set(speculation.source.tolist()))
         if len(sources) == 1:
             fan_out = fan_outs.after_hit if fan_outs.is_one else fan_outs.behind(sources[0])
@@ -382,8 +397,8 @@ class ImposedDraft(Imposed, DraftOracle):
     def _grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Index, Ints, Ints, Ints, Ints]:
-        """Returns the arguments rows, nodes, ranks, first and tokens of Batch.grown_ahead, for the
-        branches of batch rows `rows` (None: all)."""
+        """Returns the arrays (rows, nodes, ranks, first, tokens) of Branches for the branches of
+        batch rows `rows` (None: all), grown for the outcomes of verifying `speculation`."""
         shape = self.shape
         chosen = np.arange(len(speculation.rows)) if rows is None else rows
         if not shape.is_chain:
@@ -416,7 +431,7 @@ class ImposedDraft(Imposed, DraftOracle):
 
 
 class GemmWorkload(Workload):
-    """Synthetic tokens, accepted and predicted by the distributions that the flags impose."""
+    """The workload of synthetic tokens, which are accepted and predicted as often as flags say."""
 
     is_imposed = True
     drafts_in_parallel = True
@@ -435,16 +450,16 @@ class GemmWorkload(Workload):
 
     @property
     def _labels(self) -> tuple[str, str]:
-        """The acceptance rates of drafted tokens and of looked-up tokens, as text: the values of
-        flags, or the numbers in a --laws file for this K."""
+        """(acceptance rates of tokens that a model drafts, rates of tokens that a lookup copies):
+        the values of flags, or the numbers that a --laws file has for this K."""
         job = self.job
         if job.config.laws is None:
             return job.config.acceptance_text, job.config.acceptance_fast
         return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
 
     def check(self) -> None:
-        """Raises ConfigError if a fan-out is above V − 2, the tokens that are neither the target's
-        nor the drafted one."""
+        """Raises ConfigError if a fan-out exceeds the vocabulary size minus 2: a wrong candidate is
+        neither the target's nor the drafted token."""
         super().check()
         if self.job.fan_out and self.job.widest + 2 > self.vocab:
             raise ConfigError(

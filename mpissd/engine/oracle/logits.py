@@ -1,4 +1,4 @@
-"""The `text` workload: prompts are answered by the logits of two transformers."""
+"""The `text` workload: a target and a draft transformer answer prompts by their logits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 
 class LogitsTarget(SampledTarget):
-    """Verifies drafted tokens by the target's logits, greedily or by rejection sampling."""
+    """Verifies drafted tokens by the target's logits, greedily or by rejection sampling, for the
+    `text` workload."""
 
     reads_forwards = True
 
@@ -68,12 +69,13 @@ class LogitsTarget(SampledTarget):
         gather: LogitsGather | None = None,
         grammars: GrammarStates | None = None,
     ) -> None:
-        """Makes the oracle of one target rank.
+        """Makes the oracle, which decides tokens, of one target rank.
 
-        stepper: the rank's forwards. samples: whether requests may be sampled. draft_ids: the
-        tokens that the draft knows (None: all). widths: the LM head's columns by target rank.
-        keeps_logits: whether a learner reads the logits. gather: collects the logits of T > 1 ranks
-        (None: T = 1).
+        stepper: runs the rank's forwards. seed: the job's seed of random draws. samples: whether
+        requests may have a temperature above 0. draft_ids: the ids of the tokens that the draft
+        knows (None: all). widths: by target rank, its number of columns of the LM head.
+        keeps_logits: whether a learner reads the logits. gather: collects the logits of all target
+        ranks on the lead (None: there is one rank). grammars: makes the grammars of sequences.
         """
         super().__init__(seed, shape)
         self._stepper = stepper
@@ -84,7 +86,7 @@ class LogitsTarget(SampledTarget):
         self._keeps_logits = keeps_logits
         self._gather = gather
         self._grammars = grammars or GrammarStates()
-        # Whether a sequence of `_live` is sampled, and whether logits are read for one.
+        # Whether some live sequence is sampled, and whether some live sequence needs logits.
         self._draws_any = self._reads_logits = False
         self._live: list[LiveSequence] | None = None
         self._parts: Logits
@@ -108,18 +110,20 @@ class LogitsTarget(SampledTarget):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Judges greedily or by rejection sampling; returns (num_accepted, bonus), int32 [b]."""
+        """Verifies the drafted tokens of `speculation`, greedily or by rejection sampling. Returns
+        (the number of accepted tokens, the bonus token), int32 [b], of each sequence."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         results = self._stepper.results()
         if results.values is not None:
             check_finite(results.values[0, :, 0], "target")
-        self._best = results.ids[0, :, 0].tolist()  # the token with the largest logit of every row
+        self._best = results.ids[0, :, 0].tolist()  # each row's greedy token
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns a greedy sequence's (num_accepted, bonus), or None if the sequence is sampled, or
-        its logits are adjusted or masked. start: the row of the forward with its last token."""
+        """Returns (number of accepted tokens, bonus token) of a greedy sequence; None if the
+        sequence is sampled, or its logits are adjusted or masked. start: the row of the forward
+        that read the sequence's last token."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
@@ -140,8 +144,8 @@ class LogitsTarget(SampledTarget):
         return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the emitted tokens: of softmax(the
-        target's logits), without temperature and top_p."""
+        """Returns, by batch row, the log-probabilities of the emitted tokens under softmax(logits)
+        of the target, without temperature and top_p."""
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
@@ -168,7 +172,7 @@ class LogitsTarget(SampledTarget):
         return forced
 
     def logits_of(self, row: int) -> Logits:
-        """Returns the target's logits [V] of a row of the finished forward."""
+        """Returns the target's logits [V] in row `row` of the last forward."""
         if self._gather is None:
             logits: Logits = self._stepper.logits([row])[0]
             return logits
@@ -176,8 +180,9 @@ class LogitsTarget(SampledTarget):
         return np.concatenate([part[:width] for part, width in parts])
 
     def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
-        """Returns the logits [V] after a node of the draft, with −inf for tokens that the grammar
-        forbids. start: the row of the forward with the sequence's last token."""
+        """Returns the target's logits [V] after node `node` of the draft (0: the last committed
+        token), with −inf for tokens that the grammar forbids. start: the row of the forward that
+        read the last committed token."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
         grammar = self._grammars.of(sequence)
@@ -190,16 +195,16 @@ class LogitsTarget(SampledTarget):
         return weigh(logits, sequence.request.sampling, self._answer(sequence, i))
 
     def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
-        """Returns the tokens of the answer up to a node of the draft."""
+        """Returns the tokens of the answer up to node `node` of the draft, with drafted tokens."""
         return sequence.answer + sequence.path(self.shape.paths[node])
 
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
-    """Returns (number of accepted tokens, next token) of each sequence, by rejection sampling on
-    the device. Raises ProtocolError for a token of probability 0.
+    """Verifies drafted tokens by rejection sampling on the GPU. Returns (number of accepted tokens,
+    bonus token) of each sequence. Raises ProtocolError for a token drafted with probability 0.
 
-    One launch judges all rows, and one more launch each rejected token whose distribution is
-    needed. ids: the token of each entry of the draft's distributions (None: entry t is token t).
+    One kernel launch judges all tokens; each rejected token whose distribution q is needed takes
+    one more. ids: the token of each entry of the draft's distributions (None: entry t is token t).
     """
     asked = []
     for case in cases:
@@ -209,7 +214,7 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
             if not 0 < q <= 1:
                 raise ProtocolError(f"token {token} was proposed with probability {q}")
             rows.append(Judging(case.start + len(rows), temperature, case.u, token, q, coin))
-        rows.append(Judging(case.start + len(rows), temperature, case.u))  # draws the next token
+        rows.append(Judging(case.start + len(rows), temperature, case.u))  # draws the bonus token
         asked.append(rows)
     verdicts = iter(draws.judge([row for rows in asked for row in rows], ids))
     decided = []
@@ -217,8 +222,8 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
         answers = [next(verdicts) for _ in rows]
         for i, verdict in enumerate(answers):
             if verdict.needs_row:
-                kept: Any = case.proposal(i)  # the distribution that token i was drafted from
-                if not hasattr(kept, "total"):  # it has left the device
+                kept: Any = case.proposal(i)  # the distribution of token i in the draft
+                if not hasattr(kept, "total"):  # It is a host array.
                     total = sampling.checked_total(kept, case.tokens[i], case.q[i], ids)
                     kept = draws.keep(kept, total)
                 (verdict,) = draws.judge([replace(rows[i], kept=kept)], ids)
@@ -229,8 +234,9 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
 
 
 class LogitsDraft(SampledDraft):
-    """Drafts the likeliest tokens by the draft's logits, or samples tokens. The likeliest tokens
-    after each served token are the candidates for the bonus token."""
+    """Decides drafted tokens by the draft's logits, for the `text` workload: the likeliest tokens,
+    or sampled ones. The likeliest tokens after each drafted token are candidates for the bonus
+    token."""
 
     reads_forwards = True
 
@@ -250,10 +256,10 @@ class LogitsDraft(SampledDraft):
         shape: Shape = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
-        """stepper: the draft's forwards. ids: the tokens that it knows, rising (None: all). lookup:
-        the kind of a fast backup. heads: the tokens that a forward drafts, of a draft that reads
-        the target's hidden states; None: of a draft model, which drafts one, or with mask tokens
-        1 + masks."""
+        """stepper: runs the draft's forwards. ids: the ids of the tokens that the draft knows,
+        rising (None: all). lookup: what copies tokens as a fast backup. heads: how many tokens one
+        forward drafts, for a draft that reads the target's hidden states; None for other drafts,
+        whose forward drafts 1 + masks tokens."""
         super().__init__(seed, lookahead, fan_outs, shape)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
@@ -262,7 +268,7 @@ class LogitsDraft(SampledDraft):
         self.copies = (lookup, LONGEST, None)
         self.chains = not samples and heads is None
         self._masks = masks
-        self._levels = heads or 1 + masks  # that a step drafts
+        self._levels = heads or 1 + masks  # the levels that one forward drafts
         self._grammars = grammars or GrammarStates()
         self._is_replaced = False
 
@@ -303,13 +309,13 @@ class LogitsDraft(SampledDraft):
         num_heads, num_rows, width = results.ids.shape
         all_best = results.ids.reshape(-1, width)
         for level in range(self._levels):
-            # The row of the forward from which each node of this level that has children drafts
-            # them. Rows of several heads follow one another, head by head.
+            # Finds the row of the forward whose logits give the children of each node of a level.
+            # If there are several heads, the rows of head 0 come first, then those of head 1, ….
             start = first_row + level * num_rows * (num_heads > 1)
             parts = list[Ints]()
             for branches in grown:
                 nodes = len(branches.shape.inner[branches.steps])
-                if self._masks:  # a branch has a row for each level
+                if self._masks:  # A branch has one row for each level.
                     of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
                     parts.append(np.repeat(of_branch, nodes))
                     start += len(branches) * (1 + self._masks)
@@ -336,8 +342,9 @@ class LogitsDraft(SampledDraft):
                     branches.take(best[part])
 
     def _masked(self, states: Sequence[DrawState], best: Ints, rows: Sequence[int]) -> Ints:
-        """Returns the likeliest tokens [n, k] that grammars allow, instead of `best` [n, k], and
-        stores the masked logits in the states. rows: each state's row of the forward."""
+        """Returns the likeliest tokens [n, k] that grammars allow. best: the likeliest tokens
+        [n, k], which stay the result for states without a grammar. rows: the row of the forward of
+        each state. Also stores the masked logits in the states."""
         best = best.copy()
         for n, state in enumerate(states):
             if state.grammar is not None:
@@ -351,8 +358,9 @@ class LogitsDraft(SampledDraft):
     def _drawn(
         self, grown: Sequence[Branches], best: Ints, rows: Sequence[int], shared: Draws
     ) -> list[Proposal] | None:
-        """Returns the token drafted after each node of a level, or None if all are the likeliest
-        ones (best). rows: each node's row of the forward. shared: uniforms that were drawn."""
+        """Returns the first token drafted after each node of a level, sampled where the request has
+        a temperature above 0, or None if all tokens are the likeliest ones (best). rows: the row of
+        the forward of each node. shared: the uniform numbers drawn so far."""
         if not self.samples:
             return None
         nodes = [pair for branches in grown for pair in self._pairs(branches)]
@@ -388,7 +396,7 @@ class LogitsDraft(SampledDraft):
         return Proposal(self._named(entry), q, row)
 
     def _damped(self, state: DrawState, place: int) -> int:
-        """Returns how many of the likeliest tokens Saguaro's sampling makes rarer there."""
+        """Returns how many of the likeliest tokens Saguaro's sampling makes rarer at this place."""
         return state.fan_out[place] if state.fan_out and self._saguaro_c < 1 else 0
 
 
@@ -403,8 +411,9 @@ class TextEndings(Endings):
         room: Mapping[int, int],
         prompts: Mapping[int, Sequence[int]],
     ) -> None:
-        """strings: stop strings. room, prompts: by request id, the most tokens of the answer, and
-        the tokens of the prompt. Raises ConfigError for stop strings without a tokenizer."""
+        """strings: the stop strings. stop_ids: the stop tokens. room: {request id: the most tokens
+        of the answer}. prompts: {request id: the tokens of the prompt}. Raises ConfigError for stop
+        strings without a tokenizer."""
         super().__init__(*stop_ids, room=room.__getitem__)
         if tokenizer is None and strings:
             raise ConfigError("stop: needs a tokenizer: allowed: stop_token")
@@ -430,8 +439,8 @@ class TextEndings(Endings):
 
 
 class TextWorkload(Workload):
-    """Prompts are answered greedily, or sampled at --temperature and --top_p. draft_class: the
-    class of the draft's oracle."""
+    """The workload whose models answer prompts, greedily or sampled at --temperature and --top_p.
+    draft_class: the class of the oracle that decides drafted tokens."""
 
     is_text = True
     reports_outcomes = True
@@ -439,14 +448,15 @@ class TextWorkload(Workload):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The target's tokenizer; None for --prompt_ids."""
+        """The target's tokenizer; None if --prompt_ids gives tokens and no grammar needs text."""
         if self.job.config.prompt_ids is not None and self.job.config.grammar is None:
             return None
         return load_tokenizer(self.job.target_where)
 
     @cached_property
     def grammar(self) -> str:
-        """The grammar of all answers, read only on the lead; raises ConfigError."""
+        """The text of --grammar, which all answers must match; "" without one. Read only on the
+        lead. Raises ConfigError for a grammar that cannot be used."""
         flag = self.job.config.grammar
         if flag is not None and not self.stop_ids:
             raise ConfigError(f"grammar={flag}: the model has no token that ends an answer")
@@ -454,7 +464,7 @@ class TextWorkload(Workload):
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The maker of answers' grammars."""
+        """Makes the grammar of each answer, with its state, for the target's vocabulary."""
         return Grammars(load_tokenizer(self.job.target_where), self.vocab, self.stop_ids)
 
     @cached_property
@@ -476,7 +486,8 @@ class TextWorkload(Workload):
 
     @cached_property
     def draft_ids(self) -> Ints | None:
-        """The tokens that the draft knows, rising, or None if it knows all."""
+        """The ids of the tokens that the draft knows, rising; None if the draft knows all tokens of
+        the target."""
         if not self.job.drafts_by_transformer:
             return None
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)
@@ -499,8 +510,8 @@ class TextWorkload(Workload):
 
     @property
     def forces(self) -> bool:
-        """Whether tokens that a grammar forces are committed without a forward. They cannot be if
-        the draft reads the target's hidden states, which such tokens lack."""
+        """Whether the only token that a grammar allows is committed without a forward. That is
+        impossible if the draft reads the target's hidden states, since it would have none."""
         return self.job.serving is not None and not self.job.reads_states
 
     @property
@@ -571,8 +582,8 @@ class TextWorkload(Workload):
         return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
 
     def requests(self, first_id: int, count: int) -> list[Request]:
-        """Returns `count` prompts from first_id on. After the last prompt come short ones, which
-        warm the job up."""
+        """Returns the requests with the `count` ids from first_id on. Ids beyond the number of
+        prompts get the beginning of a prompt, which is decoded only for warm-up."""
         size = len(self.prompts)
         requests = []
         for n in range(first_id, first_id + count):
@@ -615,8 +626,9 @@ class TextWorkload(Workload):
 
 
 def check_prompts(job: Sizes) -> None:
-    """Raises ConfigError if a job of text has a prompt that cannot be answered. Called on the lead,
-    because other ranks may have no access to the file of prompts."""
+    """Raises ConfigError if a text job has a prompt that cannot be answered, or fewer prompts than
+    target groups. Called on the lead, because other ranks may have no access to the prompts' file.
+    """
     if not job.config.is_text:
         return
     workload: TextWorkload = class_of(job.config.workload)(job)

@@ -1,8 +1,8 @@
 """The `markov` workload: the target and the draft are synthetic, exactly known language models.
 
-The logits after a context are Zipf-like, in an order given by the hash of the context's last
-`order` tokens: z = sharpness · E, where E is exponentially distributed, so that the n-th likeliest
-token has about n^(−sharpness/temperature) of the likeliest one's probability, at any vocabulary.
+A hash of a context's last `order` tokens seeds the logits after the context: z = sharpness · E,
+where E is exponentially distributed. So the n-th likeliest token is about n^(sharpness/temperature)
+times less likely than the likeliest one (Zipf's law), at any size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mpissd.engine.round.sequence import Batch, LiveSequence
 Logits = NDArray[np.float32]
 
 SHARPNESS = 1.5
-_CACHED_BYTES = 1 << 26  # of a model's latest rows of logits
-_NO_TOKEN = -1  # fills a context's places before the first token
+_CACHED_BYTES = 1 << 26  # the bytes of memory for the logits that a model has computed last
+_NO_TOKEN = -1  # fills the places of a context before a sequence's first token
 
 
 @dataclass(frozen=True)
 class MarkovModel:
-    """A language model p(next token | last `order` tokens) that is known for every context.
+    """A synthetic language model p(next token | last `order` tokens), computed from `seed`.
 
-    divergence: d mixes the logits z of the seed's model and z′ of an independent model to
-    (1 − d)·z + d·z′.
+    divergence: d in 0..1. The logits are (1 − d)·z + d·z′, where all models of a seed share z, and
+    z′ is independent of z.
     """
 
     vocab: int
@@ -50,7 +50,7 @@ class MarkovModel:
     divergence: float = 0.0
 
     def context(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Returns the last `order` tokens of a sequence; the model reads no others."""
+        """Returns the last `order` tokens of a sequence, which are all that the model reads."""
         seen = tuple(tokens[-self.order :])
         return (_NO_TOKEN,) * (self.order - len(seen)) + seen
 
@@ -72,8 +72,8 @@ class MarkovModel:
 def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int], shape: Shape
 ) -> list[tuple[int, ...]]:
-    """Returns the model's context after each node of a draft: after the sequence's `tokens` (node
-    0), and after each of the drafted tokens `served`, whose order `shape` describes."""
+    """Returns the model's context (last tokens) after the sequence's `tokens`, and after each of
+    the drafted tokens `served`, which follow `tokens` as a chain or tree of this shape."""
     contexts = [model.context(tokens)]
     for token, parent in zip(served, shape.parents, strict=False):
         contexts.append(model.context((*contexts[parent], token)))
@@ -82,7 +82,7 @@ def trunk(
 
 @lru_cache(maxsize=16)
 def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
-    """Returns a function that computes the model's logits after a context, and caches them."""
+    """Returns a function that maps a context to the model's logits, and caches some results."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
     def rows(context: tuple[int, ...]) -> Logits:
@@ -108,10 +108,10 @@ def _word(purpose: Purpose, context: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MarkovLaws:
-    """The models of a markov job, and how tokens are sampled from them.
+    """The target and draft models of a `markov` job, and how tokens are sampled from them.
 
-    saguaro_c: the factor C of Saguaro's sampling (law.sampling.weigh); 1 is plain sampling.
-    prompt_tokens: the length of each sequence's prompt.
+    saguaro_c: C in 0..1, by which Saguaro's sampling multiplies the probabilities of the draft's
+    likeliest tokens; 1 is plain sampling. prompt_tokens: the length of each sequence's prompt.
     """
 
     target: MarkovModel
@@ -178,7 +178,7 @@ class MarkovTarget(SampledTarget):
         super().__init__(laws.seed, shape)
         self._laws = laws
         self._settings = Sampling(laws.temperature)
-        self._contexts: list[tuple[int, ...]] = []  # by row of the forward
+        self._contexts: list[tuple[int, ...]] = []  # the context of each verified row
 
     def prompt(self, request: Request) -> list[int]:
         return self._laws.prompt(request.request_id)
@@ -199,7 +199,7 @@ class MarkovTarget(SampledTarget):
         return weigh(logits, self._settings, ())
 
 
-_MOST_ROW_BYTES = 1 << 30  # of a round's distributions of drafted tokens
+_MOST_ROW_BYTES = 1 << 30  # the most bytes of the distributions of one round's drafted tokens
 
 
 class MarkovWorkload(Workload):
@@ -209,7 +209,7 @@ class MarkovWorkload(Workload):
 
     @cached_property
     def laws(self) -> MarkovLaws:
-        """The two models and their sampling parameters, from the flags and their defaults."""
+        """The target model, the draft model and their sampling parameters, taken from the flags."""
         config = self.job.config
         vocab = config.vocab or DEFAULT_VOCAB
         order = config.order or 2
@@ -241,8 +241,8 @@ class MarkovWorkload(Workload):
         )
 
     def check(self) -> None:
-        """Raises ConfigError if the distributions [b, N, V] of a round's N drafted tokens do not
-        fit one message, or if a node of the tree has more children than there are tokens."""
+        """Raises ConfigError if the distributions of a round's drafted tokens do not fit a message,
+        or if a node of the draft tree has more children than the vocabulary has tokens."""
         super().check()
         job = self.job
         batch = job.config.batch_size

@@ -1,11 +1,12 @@
-"""The `replay` workload: a recording of a real pair decides tokens, acceptance and cache hits.
+"""The `replay` workload: a recording of a real target and draft decides all tokens.
 
 At temperature 0 everything that speculative decoding decides is a function of the committed text. A
-recording holds, for each prompt, the target's greedy tokens, and after each of them the draft's
-greedy continuation and its likeliest tokens. This replays every K, fan-out and timing exactly.
+recording holds, for each prompt, the target's greedy tokens, and after each of these tokens the
+draft's greedy continuation and its likeliest tokens. So decoding with any K, fan-out and timing can
+be replayed exactly.
 
-The file is a NumPy archive (docs/recordings.md). Sequence n replays prompt n modulo their number. A
-sequence that is not ended goes on with the next prompt's answer, as in warm-up and calibration.
+The file is a NumPy archive (docs/recordings.md). Sequence n replays prompt n modulo the number of
+prompts. A sequence that is not ended, as in warm-up, goes on with the next prompt's answer.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 SCHEMA = 2
-LONGEST = 3  # tokens that a prompt lookup compares at most
-_SMALL = 1 << 16  # ids of a vocabulary up to this size are stored in two bytes
+LONGEST = 3  # the most last tokens that a prompt lookup compares
+_SMALL = 1 << 16  # the largest vocabulary whose token ids are stored in two bytes each
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
-# Errors of zipfile, zlib, NumPy and json for a file that is damaged or of another kind.
+# the errors that zipfile, zlib, NumPy and json raise for a damaged file or one of another kind
 _BROKEN = (
     *(OSError, ValueError, LookupError, EOFError, RuntimeError, MemoryError),
     *(TypeError, AttributeError, zipfile.BadZipFile, zlib.error),
@@ -51,15 +52,15 @@ Ids = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """The recording of one prompt.
+    """The recording of one prompt: the target's answer, and what the draft predicts along it.
 
-    prompt: [P], P ≥ 1. tokens: [end + K], the target's greedy tokens: the answer, and the K that
-    would have followed it, because the last round may accept some of them. end: number of tokens of
-    the answer, the stop token included. stopped: whether the answer ended with a stop token, and
-    not at a limit. Row n of rollout [end, K] has the draft's greedy tokens after n tokens of the
-    answer, and row n of top [end, F + 1] its likeliest next tokens, best first. marginals [end, K −
-    1, R], of a parallel draft: its likeliest tokens of the 2nd, 3rd, … place after n tokens, all
-    from one forward, best first; None of another draft.
+    prompt: the prompt's tokens, [≥ 1]. tokens: the target's greedy tokens, [end + K]: the answer,
+    and the K tokens that would follow it, because the last round may accept some of them. end: the
+    number of tokens of the answer, with the stop token. stopped: whether the answer ended with a
+    stop token, and not at a limit. rollout: row n has the draft's K greedy tokens after n tokens of
+    the answer, [end, K]. top: row n has the draft's likeliest next tokens there, best first, [end,
+    F + 1]. marginals: for a draft whose one forward drafts K tokens, its R likeliest tokens for the
+    2nd, 3rd, … of them after n tokens, best first, [end, K − 1, R]; None for other drafts.
     """
 
     prompt: Ids
@@ -75,10 +76,10 @@ class Recorded:
 class Recording:
     """The recordings of some prompts, by one target and one draft.
 
-    vocab: token ids are 0 … vocab − 1. longest, filler: a fast backup looks up the last `longest`
-    tokens, and repeats `filler` (None: the last token) if that gives too few. known: the tokens
-    that the draft knows, rising (None: all, or not recorded). about: the provenance: target, draft,
-    prompts, SHA-256 of the weights, licence, date, tool.
+    vocab: the size of the vocabulary. longest, filler: a prompt lookup compares the last `longest`
+    tokens, and repeats `filler` (None: the last token) if it finds too few tokens. known: the ids
+    of the tokens that the draft knows, rising (None: all, or not recorded). about: the provenance:
+    target, draft, prompts, SHA-256 of the weights, licence, date, tool.
     """
 
     vocab: int
@@ -92,29 +93,29 @@ class Recording:
 
     @property
     def lookahead(self) -> int:
-        """The largest K of a replay."""
+        """The largest K (tokens drafted in a round) that was recorded."""
         return int(self.sequences[0].rollout.shape[1])
 
     @property
     def widest(self) -> int:
-        """The largest F_k of a replay, the bonus candidates after k accepted tokens."""
+        """The most bonus candidates after any number of accepted tokens that were recorded."""
         return int(self.sequences[0].top.shape[1]) - 1
 
     @property
     def at_once(self) -> tuple[int, int]:
-        """The largest K of a replay whose draft drafts all tokens in one forward, and the most
-        children of a node of its trees; (1, 0) if no such forwards were recorded."""
+        """(the largest K, the most children of a tree node) of a replay whose draft drafts all K
+        tokens in one forward; (1, 0) if no forwards of this kind were recorded."""
         marginals = self.sequences[0].marginals
         return (1, 0) if marginals is None else (marginals.shape[1] + 1, marginals.shape[2])
 
     @property
     def label(self) -> str:
-        """The file's name and the beginning of its SHA-256, as in result rows."""
+        """The file's name and the first 16 digits of its SHA-256, written to result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
 
 def save(path: Path, recording: Recording) -> None:
-    """Writes a recording to the new file `path`, completely or not at all."""
+    """Writes a recording to a new file. An error leaves no incomplete file."""
     kind = np.uint16 if recording.vocab <= _SMALL else np.uint32
     header = {
         "schema": SCHEMA,
@@ -143,8 +144,8 @@ def save(path: Path, recording: Recording) -> None:
 
 
 def load(path: str) -> Recording:
-    """Reads the recording in a file, once while it does not change; raises ConfigError, in one
-    line, for any other file."""
+    """Reads the recording in a file; a file that has not changed is read only once. Raises
+    ConfigError for a file that holds no whole recording."""
     try:
         stat = Path(path).stat()
         return _load(path, stat.st_mtime_ns, stat.st_size)
@@ -157,14 +158,15 @@ def load(path: str) -> Recording:
 
 @lru_cache(maxsize=4)
 def _load(path: str, changed: int, size: int) -> Recording:
-    """Reads a recording; changed, size: of the file, which the cache compares. Raises ValueError
-    for arrays of wrong lengths, or with tokens beyond the vocabulary."""
+    """Reads a recording. changed, size: the file's time of change and size, by which the cache
+    detects another file. Raises ValueError for arrays of wrong lengths, or with tokens beyond the
+    vocabulary."""
     data = read_file(Path(path))
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())
         arrays = {name: archive[name] for name in _ARRAYS}
         draft_ids = archive.get("known")
-        marginals = archive.get("marginals")  # files of schema 1 have none
+        marginals = archive.get("marginals")  # missing in files of schema 1
     if header.get("schema") not in (1, SCHEMA):
         raise ValueError(f"schema {header.get('schema')}: allowed: 1, {SCHEMA}")
     ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
@@ -219,8 +221,8 @@ def _load(path: str, changed: int, size: int) -> Recording:
 
 
 class RecordedStream(Stream):
-    """The target's recorded tokens of all prompts, in one table; a prompt has end + K entries, of
-    which number n follows n tokens of its answer."""
+    """A table of the target's recorded tokens, prompt after prompt. Each prompt has the tokens of
+    its answer, and the K tokens that would follow it."""
 
     def __init__(self, recording: Recording, capacity: int, lookahead: int) -> None:
         self.recording = recording
@@ -229,13 +231,13 @@ class RecordedStream(Stream):
         self._starts = np.cumsum([0, *counts])
         self._size = int(self._starts[-1])
         self._table = self._tabled([part.tokens for part in recording.sequences])
-        # By slot: the table entry of the prompt's token 0, minus 1.
+        # By KV cache slot: the table index of the answer's first token, minus 1.
         self._base = np.zeros(capacity, np.int64)
 
     def _tabled(self, parts: Sequence[Ids]) -> Ints:
-        """Joins the arrays [end or end + K, …] of all prompts to int32 [entries, …], with zeros for
-        missing entries. The first 2·(K + 1) entries, as many as a round may read, are repeated
-        after the last one."""
+        """Joins the arrays of all prompts to one table, int32 [entries, …]. parts: an array for
+        each prompt, with one entry for each token of its answer, or K more; missing entries become
+        zeros. After the last entry the first ones, as many as a round may read, are repeated."""
         table = np.zeros((self._size, *parts[0].shape[1:]), np.int32)
         for start, part in zip(self._starts.tolist(), parts, strict=False):
             table[start : start + len(part)] = part
@@ -250,10 +252,11 @@ class RecordedStream(Stream):
 
 
 class RecordedDraft(RecordedStream):
-    """The draft's recorded continuations and likeliest tokens after every prefix of the target's.
+    """Tables of the draft's recorded continuations and likeliest tokens after every prefix of the
+    target's answer.
 
-    After a drafted token that the target will reject, the recorded candidates are wrong, which does
-    no harm: no outcome of the round equals an outcome after a rejected token.
+    After a drafted token that the target will reject, the recorded candidates are wrong. That does
+    no harm, because the round cannot end after a rejected token.
     """
 
     def __init__(
@@ -266,13 +269,14 @@ class RecordedDraft(RecordedStream):
         *,
         at_once: bool = False,
     ) -> None:
-        """capacity: slots. widest: the largest F_k. lookup: the kind of a fast backup (None: there
-        is none). at_once: whether one forward drafts all tokens, by the recorded marginals."""
+        """capacity: the most live sequences. lookahead: K. widest: the most bonus candidates after
+        any number of accepted tokens. lookup: the kind of lookup of a fast backup (None: there is
+        none). at_once: whether one draft forward drafts all K tokens (needs recorded marginals)."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
         self._top = self._tabled([part.top[:, : widest + 1] for part in parts])
-        self._levels: Ints | None = None  # a parallel draft's likeliest tokens by place, [·, K, R]
+        self._levels: Ints | None = None  # a parallel draft's likeliest tokens, [·, K, R]
         if at_once and lookahead > 1:
             self._levels = self._tabled([levels_of(part, lookahead) for part in parts])
             self._rollout = self._levels[:, :, 0]
@@ -287,17 +291,15 @@ class RecordedDraft(RecordedStream):
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        # The candidates after k accepted tokens are the recorded likeliest ones, without the token
-        # that was drafted there. Their tokens are the recorded ones after k + 1 tokens, which are
-        # right if the candidate is the true bonus token.
+        # The candidates after k accepted tokens are the draft's likeliest ones, less the drafted.
+        # Their drafts are those after k + 1 tokens: right if the candidate is the bonus token.
         chosen = slice(None) if rows is None else rows
         origin = self._origin[chosen]
         if fan_out not in self._lanes:
             lane_k, lane_place = lanes_of(fan_out)
             self._lanes[fan_out] = lane_k.astype(np.int64), lane_place.astype(np.int64)
         k, place = self._lanes[fan_out]
-        # [n, K+1], the rank from 0 of the served token among the likeliest of its place; a rank
-        # beyond them if it is none of them, or if no token was served.
+        # ranks [n, K+1]: the rank, from 0, of each verified token among the likeliest ones there.
         served = np.full((len(origin), self.lookahead + 1), -1, np.int32)
         served[:, :-1] = speculation.tokens[chosen]
         served[self._trunk >= speculation.num_draft[chosen][:, None]] = -1
@@ -330,7 +332,7 @@ class RecordedDraft(RecordedStream):
     ) -> Ints:
         if self._levels is None:
             return super().after(speculation, shape, rows, nodes, ranks)
-        # The children of a node have marginals' ranks, which differ from those of `top`.
+        # The children of a node come from marginals; its candidates come from `top` without them.
         children = np.full((len(nodes), shape.width), -1)
         for n, node in enumerate(nodes.tolist()):
             children[n, : len(shape.children[node])] = shape.children[node]
@@ -338,15 +340,15 @@ class RecordedDraft(RecordedStream):
         served[:, children < 0] = -1
         top = self._top[self._origin[rows][:, None] + shape.depths[nodes]]
         is_served = (top[..., None] == served[:, :, None]).any(axis=-1)
-        order = np.argsort(is_served, axis=-1, kind="stable")  # the served ones last
+        order = np.argsort(is_served, axis=-1, kind="stable")  # children last
         places = order[:, np.arange(len(nodes)), ranks]
         candidates: Ints = np.take_along_axis(top, places[..., None], axis=-1)[..., 0]
         return candidates
 
 
 def levels_of(part: Recorded, lookahead: int) -> Ids:
-    """Returns the likeliest tokens of the first K = lookahead places after each prefix of an
-    answer, as one forward of a parallel draft predicts them, [end, K, R]."""
+    """Returns the R likeliest tokens for each of the next K = lookahead places after each prefix of
+    an answer, [end, K, R], predicted by one forward of a draft that drafts K tokens at once."""
     marginals = part.marginals
     assert marginals is not None, "a recording without marginals"
     first = part.top[:, None, : marginals.shape[2]]
@@ -354,8 +356,8 @@ def levels_of(part: Recorded, lookahead: int) -> Ids:
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
-    """Returns the `count` tokens that a fast backup (kind: of its lookup) drafts after 0, 1, …
-    tokens of prompt n's answer, int32 [end + K, count]."""
+    """Returns the `count` tokens that a lookup drafts after 0, 1, … tokens of prompt n's answer,
+    int32 [end + K, count]. kind: a value of --lookup."""
     part = recording.sequences[n]
     lookup = make_lookup(kind, recording.longest)
     lookup.follow(part.prompt.tolist())
@@ -367,13 +369,13 @@ def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
 
 
 class ReplayWorkload(Workload):
-    """Replays tokens, acceptance and hits of a real pair at temperature 0 from a recording."""
+    """The workload that replays the recorded greedy decoding of a real target and draft."""
 
     reports_outcomes = True
 
     @cached_property
     def recording(self) -> Recording:
-        """The recording that --recording names."""
+        """The recording in the file that --recording names; raises ConfigError without the flag."""
         path = self.job.config.recording
         if path is None:
             raise ConfigError(
@@ -396,8 +398,8 @@ class ReplayWorkload(Workload):
         return f"recording {self.recording.label}: {self.num_sequences} prompts by {pair}"
 
     def check(self) -> None:
-        """Raises ConfigError if the job needs more than was recorded (K, F_k, prompts), or its
-        transformer lacks recorded tokens."""
+        """Raises ConfigError if the job needs more drafted tokens, bonus candidates or prompts than
+        were recorded, or if its transformer's vocabulary lacks recorded tokens."""
         super().check()
         job = self.job
         recording = self.recording
@@ -454,7 +456,7 @@ class ReplayWorkload(Workload):
     def draft_oracle(self, stepper: Forwards) -> ImposedDraft:
         job = self.job
         config = job.config
-        widest = min(job.widest, self.recording.widest)  # no candidates are read without branches
+        widest = min(job.widest, self.recording.widest)  # without branches, no candidates are read
         stream = RecordedDraft(
             self.recording,
             config.batch_size,

@@ -1,4 +1,5 @@
-"""Oracles that sample tokens from two models' distributions, for drafting and for verification.
+"""Oracles that sample tokens: a draft oracle from the draft's distributions, and a target oracle by
+rejection sampling.
 
 Subclasses provide the distributions: oracle.markov computes them from the context, oracle.logits
 reads logits of forwards. A random draw depends only on (seed, purpose, sequence, index of the
@@ -28,8 +29,8 @@ from mpissd.engine.round.oracle import DraftOracle, Logits, Proposals, TargetOra
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 from mpissd.engine.text.grammar import Grammar, Grammars
 
-Draws = dict[tuple[int, int, int], float]  # uniforms by (seed, sequence, index of the draw)
-Ranked = Callable[[int], Sequence[int]]  # returns the likeliest tokens of a row of a draft step
+Draws = dict[tuple[int, int, int], float]  # {(seed, sequence, index): uniform random number}
+Ranked = Callable[[int], Sequence[int]]  # maps a row of a draft forward to its likeliest tokens
 MakeGrammars = Callable[[], Grammars]
 
 
@@ -44,13 +45,14 @@ class Proposal(NamedTuple):
 
 @dataclass
 class DrawState:
-    """What draws the next token of a drafted branch.
+    """What is needed to draw the next token of a branch (a draft that grows).
 
-    seed, sequence: the keys of the random draws. first_draw: the index of the first draw in the
-    round that will verify the tokens. context: the last tokens that a markov model reads, or, with
-    a grammar, the answer up to here. fan_out: by place in the draft, how many of the likeliest
-    tokens Saguaro's sampling makes rarer. settings: the sampling of the request. logits: the draft
-    model's logits [V] after the branch, set by oracles that read them.
+    seed, sequence: the keys of the random draws. first_draw: the index of the first draw of the
+    round that will verify the tokens. context: the last tokens that a `markov` model reads, or,
+    with a grammar, the answer with the branch's tokens. fan_out: by place in the draft, how many of
+    the likeliest tokens Saguaro's sampling makes rarer. settings: the request's sampling options.
+    logits: the draft's logits [V] after the branch (None: not read). grammar: what the answer must
+    match (None: anything).
     """
 
     seed: int
@@ -63,8 +65,8 @@ class DrawState:
     grammar: Grammar | None = None
 
     def u(self, place: int, drawn: Draws) -> float:
-        """Returns the uniform that draws token `place` of the draft. All branches of a sequence
-        share it. drawn: the uniforms drawn so far, to which a new one is added."""
+        """Returns the uniform random number that draws token number `place` of the draft. All
+        branches of a sequence share it. drawn: stores the numbers drawn so far."""
         key = self.seed, self.sequence, self.first_draw + place
         if key not in drawn:
             drawn[key] = uniforms(self.seed, Purpose.DRAFT, *key[1:], 1)[0]
@@ -78,9 +80,12 @@ def weigh(
     top: int = 0,
     scale: float = 1.0,
 ) -> sampling.Weights:
-    """Returns the distribution of a request's next token, from a model's logits [V]. answer: the
-    tokens of the answer so far, for the penalties of the target; None for a draft, which ignores
-    bias, penalties and top_p. top, scale: Saguaro's sampling (law.sampling.weigh)."""
+    """Returns the distribution of a request's next token, from a model's logits [V].
+
+    settings: the request's sampling options. answer: the answer's tokens so far, which the target's
+    penalties read; None for a draft, which ignores bias, penalties and top_p. top, scale: Saguaro's
+    sampling multiplies the probabilities of the `top` likeliest tokens by `scale`.
+    """
     if answer is not None and settings.adjusts:
         logits = settings.adjusted(logits, answer)
     weights = sampling.weigh(logits, settings.temperature, top, scale)
@@ -90,16 +95,16 @@ def weigh(
 
 
 class GrammarStates:
-    """Makes the grammars of sequences, and stores each in its sequence. forces: whether a token
-    that is the only allowed one is committed without a forward."""
+    """Makes the grammar that a sequence's answer must match, and stores it in the sequence. forces:
+    whether a token is committed without a forward if the grammar allows no other."""
 
     def __init__(self, make: MakeGrammars | None = None, *, forces: bool = False) -> None:
-        """make: returns the maker of grammars (None: no sequence has a grammar)."""
+        """make: returns the object that makes grammars (None: no sequence has a grammar)."""
         self.forces = forces
         self._make = make
 
     def of(self, sequence: LiveSequence) -> Grammar | None:
-        """Returns the grammar of a sequence, with the state of its answer, or None."""
+        """Returns the grammar of a sequence, which is made at the first call; None without one."""
         settings = sequence.request.sampling
         if sequence.constraint is None and settings.grammar and self._make is not None:
             grammar = self._make().begin(settings.grammar)
@@ -110,23 +115,22 @@ class GrammarStates:
 
 
 class SampledDraft(DraftOracle):
-    """A draft oracle that draws each drafted token; a subclass provides the distribution."""
+    """A draft oracle that draws each drafted token from a distribution that a subclass provides."""
 
     reads_tokens = True
     samples = True  # whether tokens are drawn, or always the likeliest
-    # How a fast backup copies tokens: the kind of lookup, the most tokens that it compares, and the
-    # token that fills missing places (None: the sequence's last token).
+    # A fast backup's lookup: its kind, the most tokens it compares, the filler (None: last token)
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
     _ids: Ints | None = None  # the token of each entry of the draft's distributions; None: entry n
 
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN) -> None:
         super().__init__(lookahead, shape)
         self._seed = seed
-        self._fan_outs = fan_outs  # how many tokens Saguaro's sampling makes rarer
+        self._fan_outs = fan_outs  # how many likely tokens Saguaro's sampling makes rarer
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a branch for each of the draft's likeliest tokens after each served token, except
-        the served token that follows there."""
+        """Returns a branch for each bonus candidate: after each number of accepted tokens, the
+        draft's likeliest tokens, except the drafted token that follows there."""
         self._fan_outs = fan_outs
         entries: list[tuple[int, int, int, int]] = []  # batch row, k, rank, token
         shape = self.shape
@@ -149,15 +153,13 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        """Yields the draft's `count` likeliest next tokens, best first, after each sequence's last
-        token and after each of its served tokens."""
+        """Yields the draft's `count` likeliest next tokens, best first: for each sequence after its
+        last committed token, then after each of the drafted tokens under verification."""
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue batch rows `rows` from their last committed token.
-
-        A FAST branch gets all K tokens at once, which a lookup copies from the sequence, and which
-        are certain (q = 1). A JIT branch gets them step by step.
-        """
+        """Returns new branches that continue the committed tokens of batch rows `rows`. With source
+        FAST, they have all K tokens, copied from the sequence by a lookup, with q = 1. With source
+        JIT they have no tokens yet."""
         chosen = np.asarray(rows, np.int64)
         tokens = self._no_tokens(len(rows))
         if source == Source.FAST:
@@ -172,16 +174,14 @@ class SampledDraft(DraftOracle):
     def _states(
         self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
     ) -> list[DrawState] | None:
-        """Returns the states of branches of batch rows `rows` whose first tokens are `first`, or
-        None if no token is drawn.
-
-        nodes: for branches that are drafted ahead, the number of accepted tokens before each one
-        (in a tree: the node after which it grows); None for branches that this round verifies.
-        """
+        """Returns what draws the tokens of each branch, or None if no token is drawn. rows: the
+        batch row of each branch. first: the token that each branch continues. nodes: for branches
+        that are drafted ahead, the number of accepted tokens before each (in a tree: the node that
+        it follows); None for branches that the next verification reads."""
         if not self.samples:
             return None
         fan_out = self._fan_outs.after_miss if nodes is None else self._fan_outs.after_hit
-        if fan_out and not self.shape.is_chain:  # by token, of the node that it follows
+        if fan_out and not self.shape.is_chain:  # indexed by drafted token instead of by node
             fan_out = tuple(fan_out[parent] for parent in self.shape.parents)
         states = []
         for branch, row in enumerate(rows.tolist()):
@@ -206,7 +206,8 @@ class SampledDraft(DraftOracle):
         return None
 
     def _context(self, sequence: LiveSequence, ahead: list[int]) -> tuple[int, ...]:
-        """Returns DrawState.context of a sequence whose tokens are followed by `ahead`."""
+        """Returns the tokens that a model or a grammar reads to draw the token after `ahead`, which
+        follows the sequence's committed tokens. The default returns ()."""
         return ()
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
@@ -224,8 +225,8 @@ class SampledDraft(DraftOracle):
             self._grow(branches, firsts, drawn, partial(self._ranked, states))
 
     def _pairs(self, branches: Branches) -> list[tuple[DrawState, int]]:
-        """Returns, for each row of a draft step, the row's state, and the column of the token that
-        the row drafts: in a tree, of its first child."""
+        """Returns, for each row of a draft forward, (what draws the row's token, the column of this
+        token in the branch; in a tree: the column of the first child)."""
         shape = branches.shape
         columns = [shape.children[node][0] - 1 for node in shape.inner[branches.steps].tolist()]
         return list(zip(branches.states or (), columns * len(branches), strict=True))
@@ -233,11 +234,11 @@ class SampledDraft(DraftOracle):
     def _grow(
         self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
-        """Stores the tokens of a draft step. firsts: the token that each row has drafted. ranked:
-        returns the likeliest tokens of a row.
+        """Stores the tokens of a draft forward in the branches. firsts: the token that each row has
+        drafted. ranked: returns the likeliest tokens of a row.
 
-        In a tree a row's node may have more children. They are drawn without replacement, or are
-        the likeliest other tokens if the first child was certain.
+        In a tree a row's node may have more children. These are drawn without replacement, or, if
+        the first child was not drawn (q = 1), are the likeliest other tokens.
         """
         shape = branches.shape
         nodes = shape.inner[branches.steps].tolist()
@@ -259,7 +260,8 @@ class SampledDraft(DraftOracle):
         branches.follow(following)
 
     def _other(self, proposal: Proposal, u: float) -> Proposal:
-        """Draws the next sibling of a proposal with q < 1, by the uniform u."""
+        """Draws the next child of a tree node, without replacement, by the uniform number u.
+        proposal: the child drawn before it, with q < 1."""
         token = proposal.token
         assert proposal.row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
@@ -268,14 +270,14 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _propose(self, state: DrawState, place: int, u: float) -> Proposal:
-        """Draws token `place` of a branch by the uniform u."""
+        """Draws token number `place` of a branch by the uniform random number u."""
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
-        """Returns the likeliest tokens after row n, as many as a node has children."""
+        """Returns the likeliest tokens after row n, as many as a tree node has children or more."""
         raise NotImplementedError("a tree of a draft that ranks no tokens")
 
     def _follow(self, state: DrawState, token: int) -> None:
-        """Appends a token to the state's context. The default does nothing."""
+        """Appends a drafted token to the context of a branch. The default does nothing."""
 
     def _named(self, entry: int) -> int:
         return entry if self._ids is None else int(self._ids[entry])
@@ -283,8 +285,13 @@ class SampledDraft(DraftOracle):
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence to verify by law.sampling.judge. row: its batch row. start: the row of the forward
-    that read its last token. tokens, q, proposal, coins, u: the arguments of `judge`."""
+    """A sequence whose drafted tokens are verified by rejection sampling.
+
+    row: the sequence's batch row. start: the row of the forward that read its last committed token.
+    tokens: the drafted tokens. q: their probabilities in the draft. proposal: returns the
+    distribution that token i was drawn from. coins: the uniform numbers that accept or reject the
+    tokens. u: the uniform number that draws the bonus token.
+    """
 
     row: int
     start: int
@@ -297,10 +304,11 @@ class Case:
 
 
 class SampledTarget(TargetOracle):
-    """A target oracle that verifies by rejection sampling, which is greedy at temperature 0."""
+    """A target oracle that verifies drafted tokens by rejection sampling. At temperature 0, that is
+    greedy decoding. A subclass provides the target's distributions."""
 
     reads_tokens = True
-    # The token of each entry of the draft's distributions, rising; None: entry t is token t.
+    # the token id of each entry of the draft's distributions, rising (None: entry t is token t)
     _draft_ids: Ints | None = None
 
     def __init__(self, seed: int, shape: Shape = CHAIN) -> None:
@@ -309,15 +317,15 @@ class SampledTarget(TargetOracle):
 
     @abstractmethod
     def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
-        """Returns the target's distribution after node i of the draft (node 0: the last token), in
-        row start + i of the finished forward."""
+        """Returns the target's distribution after node i of the draft (node 0: the last committed
+        token). start: the row of the forward that read node 0; the row of node i is start + i."""
 
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies rejection sampling to each sequence, and returns (num_accepted, bonus), both
-        int32 [b]. If the distributions of sampled tokens are lost (speculation.is_lost), none of
-        the sequence's tokens is verified, and one token is drawn from the target."""
+        """Verifies the drafted tokens by rejection sampling. Returns (the number of accepted
+        tokens, the bonus token) of each sequence, both int32 [b]. If the distributions of sampled
+        tokens are lost, no drafted token is verified, and the target draws the bonus token."""
         accepted, bonus = np.zeros((2, len(batch)), np.int32)
         start = 0
         cases = list[Case]()
@@ -328,7 +336,7 @@ class SampledTarget(TargetOracle):
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
-                    q = []  # drafts are not judged; only the next token is drawn
+                    q = []  # The drafted tokens are dropped.
                 coins = self._draws(Purpose.ACCEPT, sequence, len(q))
                 (u,) = self._draws(Purpose.BONUS, sequence, 1)
                 proposal = partial(_proposal, proposals, row, q)
@@ -344,12 +352,12 @@ class SampledTarget(TargetOracle):
 
     def _judge_one(self, case: Case) -> tuple[int, int]:
         p = partial(self._target_row, case.sequence, case.start)
-        drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # from a device
+        drafted = case.tokens, case.q, lambda i: np.asarray(case.proposal(i))  # may copy from a GPU
         return sampling.judge(p, *drafted, case.coins, case.u, self._draft_ids, self.shape)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns a sequence's (num_accepted, bonus) if no random draw decides them, or None.
-        start: the row of the forward that read the sequence's last token."""
+        """Returns (number of accepted tokens, bonus token) of a sequence if no random draw decides
+        them, else None. start: the row of the forward that read the sequence's last token."""
         return None
 
     def _draws(self, purpose: Purpose, sequence: LiveSequence, count: int) -> list[float]:
@@ -359,7 +367,8 @@ class SampledTarget(TargetOracle):
 
 
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
-    """Returns the distribution of token i of a batch row. q: the q of all tokens of the row."""
+    """Returns the distribution from which drafted token i of batch row `row` was drawn. q: the
+    probabilities in the draft of all tokens of the row."""
     return proposals(row, sum(probability < 1 for probability in q[:i]))
 
 

@@ -1,1 +1,1 @@
-"""Runs one configuration on ranks whose devices and communicators are open (a session)."""
+"""Opens the devices, communicators and models of the ranks, and runs decoding loops on them."""

@@ -1,7 +1,7 @@
-"""One rank of a job: its models, its ends of the message channels, and its *passes*.
+"""One rank of a job: its models, its ends of the message channels, and the loops that it runs.
 
-A pass is one run of the decoding loops on all ranks, from the first round to the stop message. The
-first rank of each target group, its lead, decides the rounds; draft ranks draft; and the other
+A *pass* is one run of the decoding loops on all ranks, from the first round to the stop message.
+The first rank of each target group, its lead, decides the rounds; draft ranks draft; the other
 target ranks (followers) run the same forwards as their lead.
 """
 
@@ -37,26 +37,26 @@ Result = TypeVar("Result")
 
 
 class Rank:
-    """The workers (models with their batches) and message ends of this rank. Those that its role
-    does not use are None."""
+    """One rank of a job: its workers, which run the models' forwards, and its ends of the message
+    channels. Attributes that its role (lead, follower or draft) does not use are None or empty."""
 
     def __init__(self, session: Session) -> None:
-        """Opens the models, and communicators for the messages between a lead, its draft and the
-        other ranks of its target group. Collective."""
+        """Opens this rank's models, and communicators for the messages between a lead, its draft
+        and its followers. All ranks of the job call it together."""
         self.session = session
         topology = session.topology
         waiter = session.waiter
         job = session.job
         target, draft = session.models.open(job, topology)
         self.target = None if target is None else session.target_worker(target)
-        # A draft rank has a worker and a link for each target group, a lead that drafts one worker.
+        # A draft rank has one worker for each target group, and a lead that drafts has one worker.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
-        self.ledger: Ledger | None = None  # the time of each phase of the last pass on this rank
-        self.digest = 0  # a checksum over all outcomes of the last pass, to compare ranks
-        self.draft_lost = False  # whether a run of the loops lost the draft rank; later, K = 0
-        self.updates: Updates | None = None  # weights from the learner, on a draft rank
+        self.ledger: Ledger | None = None  # the times of the last pass by phase of a round
+        self.digest = 0  # a checksum over the outcomes of the last pass, which ranks compare
+        self.draft_lost = False  # whether the draft rank was lost; then K = 0 in later passes
+        self.updates: Updates | None = None  # on a draft rank: loads newer weights
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
         self._leads: MPI.Comm | None = None  # connects the leads of several target groups
@@ -89,18 +89,18 @@ class Rank:
 
     @property
     def draft(self) -> DraftWorker | None:
-        """The worker that drafts here for the first target group; None on other ranks."""
+        """The worker that drafts on this rank for its first target group; None without a draft."""
         return self.drafts[0] if self.drafts else None
 
     @property
     def messages(self) -> tuple[int, int]:
-        """The numbers of (messages, bytes) that this lead has sent and received so far."""
+        """(the number of messages, their bytes) that this lead rank has sent and received."""
         ends = [end for end in (self.sender, self.lead_link) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
     @property
     def kernel(self) -> str | None:
-        """The names of the kernels that multiply by the target's weights on this rank, or None."""
+        """The names of the GEMM kernels of the target's forwards on this rank; None if unknown."""
         stepper = None if self.target is None else self.target.stepper
         return stepper.kernel if isinstance(stepper, Stepper) else None
 
@@ -112,7 +112,8 @@ class Rank:
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def make_drafters(self) -> list[Drafter]:
-        """Returns new Drafters, which run a draft's rounds, one a target group served here."""
+        """Returns a new Drafter, which runs a draft's rounds, for each target group that this rank
+        drafts for."""
         pairs = zip(self.drafts, self._draft_waiters, strict=True)
         return [make_drafter(self.session.job, worker, waiter) for worker, waiter in pairs]
 
@@ -122,16 +123,17 @@ class Rank:
         drafters: Sequence[Drafter],
         drive: Callable[[TargetLoop], Result],
     ) -> Result | None:
-        """Runs the decoding loops once on all ranks of the job. Collective. target, drafters: this
-        rank's workers, as its role needs. drive: called on the lead of each target group with the
-        TargetLoop; decodes the rounds and returns the pass's result. Other ranks return None."""
-        # A server's pass may last for days, so that garbage collection stays enabled in it.
+        """Runs the decoding loops once, from the first round to the stop message. All ranks of the
+        job call it together. target, drafters: this rank's target worker and drafters, if its role
+        needs them. drive: called with the TargetLoop on each lead rank; runs the rounds. Returns
+        the result of `drive`, and None on other ranks."""
+        # Garbage collection is off during a run, but not in a server, which may run for days.
         with undisturbed() if self._keeps else nullcontext():
             if self.draft_links:
                 self._serve(drafters)
                 return None
             assert target is not None, "a target rank without a worker"
-            OWN.bytes[DOING] = int(Doing.VERIFY)  # what the watchdog reports between waits
+            OWN.bytes[DOING] = int(Doing.VERIFY)  # the activity that the watchdog reports
             speculator = self._speculator(drafters[0] if drafters else None)
             target = self._deciding(target, speculator)
             if self.receiver is not None:
@@ -173,18 +175,19 @@ class Rank:
         loop.stop()
         if loop.draft_lost_round is not None:
             self.draft_lost = True
-            self.lead_link = None  # It cannot be closed, since that would need the lost draft rank.
+            self.lead_link = None  # Closing it would need the lost draft rank.
         self.ledger = loop.ledger
         self.digest = loop.batch.digest
         return result
 
     @property
     def _keeps(self) -> bool:
-        """Whether the times of every round are kept; a server, which runs for long, keeps none."""
+        """Whether the times of all rounds are kept: not in a server, which may run for days."""
         return self.session.job.serving is None
 
     def _deciding(self, target: TargetWorker, speculator: Speculator) -> TargetWorker:
-        """Returns a worker whose device runs rounds without the host; `target` if none does."""
+        """Returns a target worker whose GPU runs whole rounds without waiting for the host, or
+        `target` itself if the job or the GPU does not allow that."""
         end = self.receiver or self.sender
         if self.device_rounds is None or end is None:
             return target
@@ -208,22 +211,23 @@ class Rank:
         return InlineSpeculator(drafter)
 
     def meet(self) -> None:
-        """Waits until the leads of all target groups have called this, to begin together."""
+        """Waits until the lead ranks of all target groups have called this, so that the groups
+        begin together."""
         if self._leads is not None:
             self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
 
     def idle(self) -> None:
-        """Waits, on a rank that is not a lead, until its lead begins another pass. There is no
-        deadline, and polls are rare, so that they take no core from working ranks. If a rank is
-        lost, the watchdog process of the host ends this one."""
+        """Waits, on a follower or draft rank, until a lead begins another run of the loops. There
+        is no deadline, and polls are rare, so that they take no core from working ranks. If another
+        rank is lost, the watchdog process of the host ends this rank."""
         end = self.draft_links[0] if self.draft_links else self.receiver
         assert end is not None, "a lead waits for its own work"
         while not end.outcome_arrived():
             sleep(REST_S)
 
     def prepare(self) -> None:
-        """Draws the tokens at the beginning of the first sequences in advance, which saves time in
-        the rounds that admit them."""
+        """Draws synthetic tokens of the first sequences before any round, to save time in the round
+        that admits these sequences. Does nothing for real models."""
         workload = self.session.workload
         if self.target is not None:
             self.target.oracle.prepare(workload.tabulated(self.session.topology.group_index))
@@ -243,7 +247,7 @@ class Rank:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Collects garbage now (30 ms), and turns Python's collector off inside the `with` block."""
+    """Collects garbage now (30 ms), and turns the garbage collector off inside the `with` block."""
     gc.collect()
     gc.disable()
     try:

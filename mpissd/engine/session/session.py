@@ -1,19 +1,19 @@
 """Opens one rank's resources in a fixed order, and closes them in the reverse order.
 
-The order is topology, backend, all-reduce, models (with CUDA graphs), link. CUDA graphs that
-outlive the communicator of their all-reduces hang.
+The order is topology (the roles of ranks), backend (the device), all-reduce, models with their CUDA
+graphs, and message channels. CUDA graphs that outlive the communicator of their all-reduces hang.
 
 A *machine* holds the resources that outlive a configuration: ranks, device, all-reduce, models. A
-*session* is one configuration on a machine. `run` opens a machine for one session, `sweep` for
-many.
+*session* is one configuration on a machine. `mpissd run` opens a machine for one session, and
+`mpissd sweep` opens one for many.
 
 `Models` caches the models of a rank from one configuration to the next. Configurations share
 weights if their forwards read the same weights in the same layout. They share a *stepper* (a
 model's buffers and compiled forwards, one for each row count that any configuration needs) if they
 also read equally long contexts and equally many top-k candidates. A configuration uses only its own
-row counts of a shared stepper, so it runs the same forwards as in a job of its own. All target
+row counts of a shared stepper, so that it runs the same forwards as in a job of its own. All target
 ranks make, keep and drop the same models in the same order, because compiling is collective. If the
-lead drafts (inline), every target rank counts the memory of that draft too.
+lead drafts (inline SD), every target rank counts the memory of that draft, too.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ from mpissd.engine.round.oracle import LogitsGather
 from mpissd.engine.round.rows import TargetWorker
 
 Logits = NDArray[np.float32]
-# By measured object and key: (a measurement, its time), shared by the configurations on a machine.
+# {measured object: {key: (measured value, date of the measurement)}}, shared by configurations
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # the seconds between two polls of an idle rank
-_SMALL_BYTES = 2e9  # weights of a small model: 15 forwards a second on a core that reads 30 GB/s
-_SPARE_BYTES = 2 << 30  # device memory that is left free for activations, graphs and libraries
+_SMALL_BYTES = 2e9  # weights up to this size also run on CPUs, at some 15 forwards a second a core
+_SPARE_BYTES = 2 << 30  # bytes of device memory left free for activations, graphs and libraries
 
 
-Key = tuple[Any, ...]  # identifies weights or a stepper; configurations with equal keys share them
+Key = tuple[Any, ...]  # identifies a cached object; configurations with equal keys share the object
 
 
 @dataclass
 class _Held:
-    """An entry of the model cache: weights, or a stepper (buffers and compiled forwards) on
-    weights. made: the object; None on a rank that only counts its bytes. base: the key of a
-    stepper's weights. rows: the row counts that a stepper was compiled for."""
+    """An entry of the model cache: the weights of a model, or a stepper (its buffers and compiled
+    forwards). made: the weights or the stepper; None on a rank that only counts their bytes. base:
+    for a stepper, the key of its weights. rows: the row counts that a stepper was compiled for."""
 
     num_bytes: int
     made: Weights | Stepper | None
@@ -80,32 +80,32 @@ class _Held:
 
 
 class Models:
-    """The cache of a rank's models (weights and compiled forwards), which must be closed before the
-    all-reduce that the forwards call."""
+    """Caches a rank's models (weights and compiled forwards) from one configuration to the next. It
+    must be closed before the all-reduce that the forwards call."""
 
     def __init__(self, backend: Backend, group: Group, seed: int, room: int | None = None) -> None:
-        """group: the all-reduce of the target ranks. seed: the seed of random weights. room: the
-        bytes that each rank of this role may use (None: unknown)."""
+        """backend: this rank's device. group: the all-reduce of the target ranks. seed: the seed of
+        random weights. room: the bytes that the models on a rank may use (None: unknown)."""
         self._backend = backend
         self._group = group
         self._seed = seed
         self._room = room
-        self._held: OrderedDict[Key, _Held] = OrderedDict()  # the last used entry comes last
+        self._held: OrderedDict[Key, _Held] = OrderedDict()  # least recently used entry first
         self._rows: dict[Key, frozenset[int]] = {}
 
     def expect(self, jobs: Iterable[Job]) -> None:
-        """Announces all jobs, to compile steppers for all their row counts; called before
-        `open`."""
+        """Announces the jobs that will be opened, so that each model is compiled once for the row
+        counts of all these jobs. Called before `open`."""
         for need in (need for job in jobs for need in job.needs):
             key = self._keys(need)[1]
             self._rows[key] = self._rows.get(key, frozenset()) | set(need.buckets)
 
     def open(self, job: Job, topology: Topology) -> list[Stepper | None]:
-        """Returns [target stepper, draft stepper], with None for a model that this rank does not
-        run. Collective. If memory does not suffice for the row counts of all announced jobs, the
-        steppers get only this job's. Raises Refused on all ranks of the job if even that does not
-        fit on a rank."""
-        # An inline draft runs on the lead, but every target rank counts its memory.
+        """Returns [target stepper, draft stepper] (compiled models), with None for a model that
+        this rank does not run. All ranks of the job call it together. If memory does not suffice to
+        compile the row counts of all announced jobs, only those of this job are compiled. Raises
+        Refused on all ranks if that does not fit on one of them either."""
+        # A draft without a rank of its own runs on the lead; all target ranks count its memory.
         held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
         mine = [need for need in job.needs if need.which in held]
         try:
@@ -124,12 +124,12 @@ class Models:
                 is_here = need.which == TARGET or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
-            # The error's traceback would keep the allocations alive, so that only its text is kept.
+            # Only the error's text is kept, because its traceback would keep allocations alive.
             full = ConfigError(f"rank {topology.world.rank}: {error}")
         try:
             agree(topology.world, full)
         except Refused:
-            self.close()  # All ranks drop all models; another attempt makes those that it needs.
+            self.close()  # All ranks drop all models. Another attempt makes its models anew.
             raise
         for need in missing:
             if (stepper := self._stepper(need)) is not None:
@@ -141,11 +141,10 @@ class Models:
         return steppers
 
     def _keys(self, need: Need) -> tuple[Key, Key]:
-        """Returns the cache keys of a model's weights, and of the stepper (compiled forwards) on
-        them."""
+        """Returns (cache key of a model's weights, cache key of its compiled forwards)."""
         options = need.options
         shard = need.shard
-        # If all forwards have few rows, a GPU may store the weights of products in another layout.
+        # If all forwards have few rows, a GPU may store the weights in another layout.
         few = need.buckets[-1] <= self._backend.few_rows and isinstance(shard, Shard)
         model = need.which, need.model, shard.shape, shard.tp
         weights = *model, options.fuse, options.lm_head, few
@@ -156,7 +155,7 @@ class Models:
         return cast("Stepper | None", self._held[self._keys(need)[1]].made)
 
     def _is_there(self, need: Need) -> bool:
-        """Returns whether the cache has a stepper that `need` can use; drops one that it cannot."""
+        """Returns whether the cache has a stepper that fits `need`. Drops one that does not fit."""
         keys = self._keys(need)
         for key in keys:
             if key in self._held:
@@ -165,7 +164,7 @@ class Models:
             return False
         stepper = self._stepper(need)
         is_usable = frozenset(need.buckets) <= held.rows
-        if need.source is not None:  # The draft has to read the current target's states.
+        if need.source is not None:  # The draft must read this target's hidden states.
             is_usable &= self._is_there(need.source)
             if is_usable and stepper is not None:
                 is_usable = stepper.source is self._stepper(need.source)
@@ -174,9 +173,9 @@ class Models:
         return is_usable
 
     def _make_room(self, missing: Sequence[Need], keep: Collection[Key]) -> None:
-        """Drops least recently used models, but not those with the keys `keep`, until the missing
-        ones fit. Memory is computed, not reported by the device, so that all ranks of a role drop
-        the same models."""
+        """Drops least recently used models, but not those with the keys `keep`, until the models
+        `missing` fit. The sizes are computed, and not reported by the device, so that all target
+        ranks, and all draft ranks, drop the same models."""
         for key in [key for key in self._held if key not in keep]:
             size = sum(held.num_bytes for held in self._held.values())
             for need in missing:
@@ -211,8 +210,8 @@ class Models:
         self._held[key] = _Held(kv_bytes, made, weights, rows)
 
     def _drop(self, key: Key) -> None:
-        """Removes an entry from the cache, and with weights also the steppers on them; closes
-        steppers. Does nothing without such an entry."""
+        """Removes the entry with this key from the cache, if it is there, and closes a stepper.
+        With the weights of a model, also removes the steppers that use these weights."""
         for other in [other for other, held in self._held.items() if held.base == key]:
             self._drop(other)
         held = self._held.pop(key, None)
@@ -227,13 +226,13 @@ class Models:
 
 @dataclass
 class Session:
-    """One configuration on open ranks: the resources of this rank while the job runs. learning:
-    this rank's messages with the learner, which trains the draft (None: no training)."""
+    """One configuration on open ranks: the resources of this rank while the job runs. learning: the
+    channel between this rank and the learner, which trains the draft (None: no training)."""
 
     topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
     backend: Backend
-    infos: list[DeviceInfo]  # by world rank
+    infos: list[DeviceInfo]  # the devices, by rank in the job
     job: Job
     group: Group
     models: Models
@@ -243,11 +242,12 @@ class Session:
 
     @property
     def workload(self) -> Workload:
-        """The job's workload: it makes sequences, and the oracles, which choose their tokens."""
+        """The job's workload, which makes the sequences and the oracles that decide tokens."""
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Returns a worker that runs verifications with `stepper`, this rank's target shard."""
+        """Returns the worker that runs verifications on this rank. stepper: runs the forwards of
+        this rank's part of the target."""
 
         def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
@@ -264,14 +264,15 @@ class Session:
         return self.workload.target_worker(stepper, open_gather)
 
     def barrier(self, waiter: Waiter | None = None) -> None:
-        """Waits for all ranks; raises Overdue at the deadline of `waiter` (None: the session's)."""
+        """Waits until all ranks of the job call this; raises Overdue at the deadline. waiter: has
+        the deadline (None: the session's waiter)."""
         request = self.topology.world.Ibarrier()
         (waiter or self.waiter).until(request.Test, "barrier")
 
     def survivors(self, *, draft_lost: bool) -> MPI.Comm:
         """Returns a communicator of the ranks that are alive: the target ranks if the lead passes
-        draft_lost=True, else all. Collective over the target ranks of a run with on_draft_loss=ar,
-        which may go on without its draft."""
+        draft_lost=True, else all ranks. With on_draft_loss=ar, where a run may go on without its
+        draft, all target ranks call it together."""
         topology = self.topology
         if self.job.config.on_draft_loss == "abort" or topology.is_draft:
             return topology.world
@@ -280,28 +281,30 @@ class Session:
 
 @dataclass
 class Machine:
-    """The resources of one rank that outlive a configuration. memory: the fewest bytes that any
-    target rank, and that any draft rank, may use (None: unknown, or there is no such rank)."""
+    """The resources of one rank that outlive a configuration. memory: (the fewest bytes that any
+    target rank may use, the same of draft ranks), None if unknown or without such ranks."""
 
     topology: Topology  # the roles of all ranks
     backend: Backend
-    infos: list[DeviceInfo]  # by world rank
+    infos: list[DeviceInfo]  # the devices, by rank
     group: Group
     models: Models
     memory: tuple[int | None, int | None]
     resources: ExitStack
     calibrations: Calibrations = field(default_factory=WeakKeyDictionary)
-    # Maps D to the topology of a job with D draft ranks; None if this rank idles in such a job.
+    # {D: the topology of a job with D draft ranks, or None if this rank has no part in the job}
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes a topology for jobs with each of these numbers of draft ranks. Collective."""
+        """Makes a topology (the roles of ranks) for jobs with each of these numbers of draft ranks.
+        All ranks call it together."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to a job. The least memory of any rank of a role counts, so that
-        all ranks get the same job. Raises ConfigError if the job is impossible."""
+        """Resolves a configuration to a job. The smallest memory of the target ranks, and that of
+        the draft ranks, count, so that all ranks get the same job. serving: a server's settings
+        (None: no server). Raises ConfigError if the job is impossible."""
         target, draft = self.memory
         return resolve(
             config,
@@ -313,7 +316,7 @@ class Machine:
         )
 
     def session(self, job: Job) -> Session | None:
-        """Returns the session of a job here, or None if this rank has no part in the job."""
+        """Returns this rank's session of a job, or None if the rank has no part in the job."""
         topology = self.parts[job.config.drafts]
         if topology is None:
             return None
@@ -326,8 +329,8 @@ class Machine:
 
 
 def rest(topology: Topology) -> None:
-    """Waits for all ranks without a deadline. Collective. Polls are rare, since other ranks may
-    measure on this rank's cores. The other ranks detect a lost rank."""
+    """Waits, without a deadline, until all ranks have called this. Polls are rare, because other
+    ranks may measure on this rank's cores. The working ranks detect a lost rank."""
     arrived = topology.world.Ibarrier()
 
     def polled() -> bool:
@@ -341,8 +344,8 @@ def rest(topology: Topology) -> None:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Session]:
-    """Opens a machine and a session for one configuration, and always closes both within the
-    deadline. Raises Refused on every rank if one rank fails. Collective."""
+    """Opens this rank's device, communicators and models for one configuration, and always closes
+    them within the deadline. All ranks call it together; if one fails, all raise Refused."""
     with opened_machine(config, config.drafts) as machine:
         session = session_of(machine, config)
         machine.resources.callback(session.resources.close)
@@ -353,15 +356,16 @@ def opened(config: RunConfig) -> Iterator[Session]:
 def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
-    """Opens this rank's resources on a machine, and always closes them within the deadline. The
-    machine has groups·T + num_drafts ranks, those of `world` (None: all ranks). Raises Refused on
-    every rank if one rank fails. Collective."""
+    """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
+    and always closes them within the deadline. world: the ranks, `groups` groups of target ranks
+    and num_drafts draft ranks (None: all ranks of MPI). All these ranks call it together; if one
+    fails, all raise Refused."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
-        guard.stage(Stage.TEARDOWN)  # An error is reported with the stage that it interrupted.
+        guard.stage(Stage.TEARDOWN)  # not after an error, which is reported with its stage
     except FaultError:
-        machine.group.abort()  # A collective that waits for a dead peer would block the device.
+        machine.group.abort()  # else a collective waiting for a dead rank blocks the device
         raise
     finally:
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
@@ -369,9 +373,8 @@ def opened_machine(
 
 
 def session_of(machine: Machine, config: RunConfig, serving: Serving | None = None) -> Session:
-    """Returns the session, one configuration on open ranks, for a machine's only configuration.
-    serving: a server's settings (None: for a run). Collective; raises Refused on every rank if the
-    job is impossible on these ranks."""
+    """Returns the session of a machine's only configuration. serving: a server's settings (None: no
+    server). All ranks call it together; if the job is impossible, all raise Refused."""
     with agreed(machine.topology.world):
         job = machine.resolve(config, serving)
     machine.models.expect([job])
@@ -417,8 +420,8 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
 
 
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes that each rank may use (None: unknown): the memory of its GPU, or, for a
-    CPU rank, an equal share of its host's. infos, hosts: the device and host of each rank."""
+    """Returns the bytes of memory that each rank may use (None: unknown): those of its GPU, or, for
+    a CPU rank, an equal share of its host's memory. infos, hosts: by rank, its device and host."""
     ranks = Counter(hosts)
     shares: list[int | None] = []
     for info, host in zip(infos, hosts, strict=True):
@@ -428,16 +431,16 @@ def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int
 
 
 def _least(shares: Sequence[int | None]) -> int | None:
-    """Returns the smallest share of these ranks; None if one is unknown, or if there is no rank."""
+    """Returns the smallest of some ranks' bytes of memory; None if one is unknown, or for none."""
     sizes = [size for size in shares if size is not None]
     return None if len(sizes) < len(shares) else min(sizes, default=None)
 
 
 def backend_name(config: RunConfig, topology: Topology) -> str:
     """Returns the name of this rank's backend, the same on all ranks of a host. With
-    --backend=auto, a small text model runs on numpy if its host has fewer GPUs than ranks, as for
-    SSD on a laptop: ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast
-    enough. The lead then says so on stderr."""
+    --backend=auto, a small text model runs on "numpy" if the host has fewer GPUs than ranks (SSD on
+    a laptop), because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast
+    enough. The lead then writes this to stderr."""
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
     if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:
@@ -458,7 +461,8 @@ def doubt_of(job: Job) -> str:
 
 
 def tell_doubt(job: Job) -> None:
-    """Writes the warning of `doubt_of` to stderr, once in this process. Called on the lead."""
+    """Warns on stderr, once in this process, if the job's draft was trained for another target.
+    Called on the lead rank."""
     if line := doubt_of(job):
         _tell(line)
 
