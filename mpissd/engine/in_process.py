@@ -59,7 +59,7 @@ def open_stepper(
     use, and returns the Stepper that runs its forwards. `resources` closes model and backend.
 
     drafts: True loads the draft, False the target. source: the target's Stepper, if the draft reads
-    the target's hidden states.
+    its hidden states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
@@ -197,11 +197,8 @@ class Decoder(Loops):
 
 
 def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[Job, str]:
-    """Resolves a configuration to a job for one process. Returns (job, backend name).
-
-    serving: a server's settings (None: no server). Raises ConfigError for an impossible job, and
-    for a GPU backend.
-    """
+    """Resolves a configuration to a job for one process. Returns (job, backend name). serving: a
+    server's settings. Raises ConfigError for an impossible job or a GPU backend."""
     backend = choose(config.backend)
     if backend not in _BACKENDS:
         allowed = ", ".join(_BACKENDS)
@@ -230,8 +227,7 @@ def generate(prompt: str | Sequence[Message], **flags: object) -> Iterator[Token
     """Yields the tokens of the answer to a prompt, or to a conversation, as they are decided.
 
     flags: flags of `mpissd run`, for example mode="sd", pair="smollm2", num_tokens=64,
-    temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError as
-    `mpissd run` does.
+    temperature=0.7, stop="###". The texts of all tokens add up to the answer. Raises ConfigError.
     """
     for name in {"prompts", "prompt_ids"} & flags.keys():
         raise ConfigError(f"{name} with generate: allowed: its first argument, the prompt")

@@ -113,8 +113,7 @@ class Sizes:
 
     @property
     def masks(self) -> int:
-        """The number of mask tokens with which a parallel draft drafts K tokens in one forward,
-        K − 1; 0 for other drafts."""
+        """The number of mask tokens in a draft forward: K − 1 if one forward drafts K, else 0."""
         return max(0, self.lookahead - 1) if self.config.parallel_drafting else 0
 
     @property
@@ -176,8 +175,7 @@ class Sizes:
         return max(self.longest, warm) + a_round
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns how sequences use the KV cache of the draft (drafts=True) or of the target; None
-        if that model has no cache."""
+        """Returns how sequences use the KV cache of the draft or the target; None without one."""
         config, serving, draft = self.config, self.serving, self.draft_shard
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
@@ -197,8 +195,7 @@ class Sizes:
 
     @property
     def verified(self) -> int:
-        """The number of drafted tokens that a round verifies for a sequence: K in a chain, or the
-        nodes of its tree."""
+        """The most drafted tokens that a round verifies for a sequence: K, or those of a tree."""
         return self.num_nodes if self.dynamic is None else self.dynamic.nodes
 
     @property
@@ -357,8 +354,7 @@ def fine_buckets(*exact: int) -> list[int]:
 
 
 def buckets(batch: int, *exact: int) -> list[int]:
-    """Returns the row counts to compile for a run: the arguments, and the powers of two below the
-    largest of them."""
+    """Returns the row counts to compile for a run: the arguments, and smaller powers of two."""
     largest = max(batch, *exact)
     powers = {1 << n for n in range(largest.bit_length()) if 1 << n < largest}
     return sorted({batch, *exact, *powers})

@@ -61,8 +61,7 @@ def chained_forwards(
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
-    """Returns whether the GPU can decide whole rounds of the job. target, draft: the workers of the
-    lead rank."""
+    """Returns whether the GPU can decide whole rounds of the lead rank's workers."""
     is_missing = draft is None and job.lookahead > 0
     is_cut = job.backup_lookahead < job.lookahead
     is_apart = job.serving or job.config.drafts or job.config.fast_lookup
@@ -278,9 +277,9 @@ class DeviceTarget(TargetWorker):
         return self._forwards.last_of(self._speculation.round).elapsed_s()
 
     def _state(self, batch: Batch) -> Ints:
-        """Returns the input of a round that the host begins, int32 [b, columns]: of each sequence,
-        the KV cache slot, the position of the last token, this token, and the tokens before it that
-        the draft's KV cache lacks."""
+        """Returns the input of a round that the host begins, int32 [b, columns]: the KV cache slot,
+        the last token's position, this token, and the earlier tokens that the draft's cache lacks.
+        """
         state = np.full(self._forwards.sheet.state.shape, NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()

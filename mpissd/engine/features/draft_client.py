@@ -56,8 +56,7 @@ _MARGIN = 1.01  # a choice replaces the current one only if it is cheaper by thi
 
 @dataclass
 class _Way:
-    """Running sums over an engine's steps with drafts, or over those without; later steps weigh
-    more."""
+    """Running sums over an engine's steps with (or without) drafts. Later steps weigh more."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -137,8 +136,7 @@ class DraftSwitch:
 
 
 class _Sequence(NamedTuple):
-    """A sequence that the draft process knows. tokens: its committed tokens. drafted: the tokens
-    that were drafted last."""
+    """A sequence that the draft process knows: its id, committed tokens and last drafted tokens."""
 
     id: int
     tokens: Ints

@@ -17,8 +17,7 @@ class PeerLost(FaultError):
 
 class LossWaiter(Waiter):
     """Waits for a rank until it answers or is known to have ended. A rank that hangs is reported
-    after half of the deadline. If the report ends this rank, the other target ranks have waited for
-    less than their deadline."""
+    after half of the deadline, so that other waiting ranks are not overdue if it is then ended."""
 
     def __init__(
         self,
@@ -26,9 +25,8 @@ class LossWaiter(Waiter):
         is_lost: Callable[[], bool],
         report: Callable[[str], object] = lambda what: None,
     ) -> None:
-        """waiter: has the deadline, and says whether to poll or to sleep. is_lost: returns whether
-        the awaited rank is known to have ended. report: called with the name of the awaited event
-        if the rank hangs."""
+        """waiter: gives the deadline, and how to poll. is_lost: returns whether the awaited rank is
+        known to have ended. report: called with the awaited event's name if the rank hangs."""
         super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
         self._waiter = waiter
         self._is_lost = is_lost

@@ -98,8 +98,7 @@ def draft(config: DraftConfig) -> int:
 
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
     """Returns the sockets of the clients that connect to the path `where`, or the open socket N of
-    where="fd:N". Raises ConfigError if another process listens at the path, or if the path cannot
-    be a socket."""
+    where="fd:N". Raises ConfigError if a process listens at the path, or it cannot be a socket."""
     kind, _, number = where.partition(":")
     if kind == "fd":
         return iter([socket.socket(fileno=int(number))])

@@ -373,15 +373,14 @@ class Goodput:
         return self.way
 
     def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
-        """Returns the group of ways that `way` belongs to; only the best way of a group is tried.
-        The largest K of the current width is a group of its own, because its rounds show how long
-        a draft forward takes."""
+        """Returns the group that `way` belongs to; only the best way of a group is tried. The
+        largest K of the current width is a group, because it shows how long a draft forward takes.
+        """
         is_most = way.lookahead == self._lookahead and way.width == self._best.width
         return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
 
     def _rest_s(self, count: int) -> dict[Way, float]:
-        """Returns the expected seconds of a round beyond the target's forward, for each way to
-        decode `count` sequences."""
+        """Returns, for each way, the seconds of a round of `count` sequences beyond the forward."""
         ar_s = self._rest[AR, True].at(count, 0.0)
         rest = {AR: ar_s}
         steps = self._times.steps
@@ -446,9 +445,8 @@ def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
 
 
 def widths_of(job: Job) -> list[int | None]:
-    """Returns the limits of bonus candidates for each number of accepted tokens that a job's
-    controller may choose: None (the job's fan-out), and 1 if the fan-out is wider. Returns [] if
-    nothing is drafted ahead."""
+    """Returns the limits of bonus candidates after any number of accepted tokens from which a job's
+    controller may choose: None (the job's fan-out) and 1. Empty if nothing is drafted ahead."""
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]

@@ -43,8 +43,7 @@ class ExamplePart:
 
     name: (request id, epoch) of the sequence. start: the position in the sequence of the first
     token of `tokens`. prompt: the length of its prompt. at: the positions after which the target
-    decided a token in this round. logits: the target's logits at these positions, float32
-    [len(at), V].
+    decided a token in this round. logits: the target's logits there, float32 [len(at), V].
     """
 
     name: tuple[int, int]
@@ -103,8 +102,7 @@ class ExampleSender(RoundObserver):
         self.spent_s += perf_counter() - start
 
     def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
-        """Yields each sequence's example part, with the logits that decided its accepted tokens and
-        its bonus token."""
+        """Yields each sequence's example part, with the logits of its accepted and bonus tokens."""
         first = 0  # the sequence's first row in the forward
         for row, sequence in enumerate(batch.sequences):
             k = int(accepted[row])
@@ -133,8 +131,7 @@ class ExampleSender(RoundObserver):
 
 
 def pieces(version: int, data: bytes) -> Iterator[Bytes]:
-    """Yields the messages by which version number `version` of the weights, the bytes `data`, is
-    sent in pieces."""
+    """Yields the messages that send the bytes `data`, one version of the weights, in pieces."""
     header = _HEADER.pack(version, len(data))
     size = PIECE_BYTES - len(header)
     for start in range(0, len(data), size):

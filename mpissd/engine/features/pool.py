@@ -129,16 +129,14 @@ def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
 
 
 class SharedForwards:
-    """A draft model that several target groups share. The forwards that the groups have launched
-    run as one. groups: each group's view of the model. launched: the views of the groups that have
-    launched a forward."""
+    """A draft model that several target groups share; the forwards that groups have launched run as
+    one. groups: each group's view of the model. launched: the views with a launched forward."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
     def __init__(self, stepper: Stepper, groups: int, *, slots: int, lanes: int) -> None:
-        """stepper: runs the model's forwards. groups: the number of target groups. slots: the
-        sequences of a group in the KV cache. lanes: the branches for which a group has scratch
-        memory in the cache."""
+        """stepper: runs the model's forwards. groups: the number of target groups. slots, lanes:
+        for how many sequences, and for how many branches, a group has KV cache memory."""
         self.stepper = stepper
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
@@ -205,9 +203,8 @@ class GroupForwards(Forwards):
     def join(
         self, start: int, rows: int, tokens: list[Ints], places: list[Places]
     ) -> tuple[int, int]:
-        """Appends the group's uploaded rows to a shared forward, which has `start` tokens so far,
-        and with padding `rows` rows. tokens, places: the lists to append to. Returns the new values
-        of start and rows."""
+        """Appends the group's uploaded rows to the lists `tokens` and `places` of a shared forward,
+        which has `start` tokens and (padded) `rows` rows. Returns the new numbers of both."""
         assert self._part is not None, "launched without rows"
         own_rows, own_tokens, own_places = self._part
         self._part = None

@@ -190,9 +190,8 @@ class HitLaw:
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
-        """Returns ((A_0 … A_K), (r_0 … r_K), (floor_0 … floor_K)), with K = lookahead: the
-        parameters of P(rank > F) = min(1, floor_k + A_k·F^{−r_k}) if k of `served` drafted tokens
-        were accepted."""
+        """Returns ((A_0 … A_K), (r_0 … r_K), (floor_0 … floor_K)), K = lookahead: the parameters of
+        P(rank > F) = min(1, floor_k + A_k·F^{−r_k}) after k of `served` tokens were accepted."""
         powers = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
         return tuple(zip(*powers, strict=True))
 

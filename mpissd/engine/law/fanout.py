@@ -190,8 +190,7 @@ class FanOuts:
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
         """Returns the fan-outs with every F_k limited to `width` bonus candidates (None: no limit),
-        and with F_k = 0 for each k above `served`, the number of tokens under verification (None:
-        K)."""
+        and F_k = 0 for k above `served`, the number of tokens under verification (None: K)."""
         return self if width is served is None else _within(self, width, served)
 
     @property

@@ -39,14 +39,12 @@ class Lookup(ABC):
         self._add(token)
 
     def drafted(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that followed an earlier occurrence of the last tokens, or
-        [] if there is none."""
+        """Returns up to `count` tokens that followed an earlier occurrence of the last tokens."""
         start = self._start()
         return [] if start is None else self.tokens[start : start + count]
 
     def padded(self, count: int, filler: int | None = None) -> list[int]:
-        """Returns exactly `count` tokens: those of `drafted`, then as many `filler` as are missing
-        (None: the last token)."""
+        """Returns exactly `count` tokens: those drafted, then `filler` (None: the last token)."""
         tokens = self.drafted(count)
         rest = self.tokens[-1] if filler is None else filler
         return tokens + [rest] * (count - len(tokens))
@@ -57,8 +55,7 @@ class Lookup(ABC):
 
     @abstractmethod
     def _start(self) -> int | None:
-        """Returns the index of the first token after an earlier occurrence of the last tokens;
-        None if there is none."""
+        """Returns the index after an earlier occurrence of the last tokens; None without one."""
 
 
 class PromptLookup(Lookup):

@@ -49,10 +49,9 @@ def weigh(
     """Returns the distribution softmax(logits / temperature) over V tokens; at temperature 0 the
     first maximum has probability 1.
 
-    top, scale: Saguaro's sampling of drafted tokens multiplies the weights of the F = `top` largest
-    logits by C = `scale` (0..1), so that a rejection more often yields one of these tokens, for
-    which the draft has drafted ahead. It changes nothing with C = 1, with C = 0 over all tokens,
-    or at temperature 0.
+    top, scale: Saguaro's sampling of drafted tokens multiplies the weights of the `top` largest
+    logits by `scale` (0..1), so that a rejection more often yields one of these tokens, for which
+    the draft has drafted ahead. It changes nothing with scale = 1 or at temperature 0.
     """
     if temperature == 0:
         certain = np.zeros(len(logits))
@@ -125,9 +124,8 @@ def _between(weights: Floats, u: float) -> int | None:
 
 
 def propose(probs: Floats, u: float) -> tuple[int, float, Row]:
-    """Samples a drafted token from the distribution `probs` [V] by the uniform number u in [0, 1).
-    Returns (the token, its probability q, the distribution rounded to float32, from which the token
-    was drawn and q computed)."""
+    """Samples a drafted token from the distribution `probs` [V], rounded to float32, by the uniform
+    number u in [0, 1). Returns (the token, its probability q, the rounded distribution)."""
     row = record(probs)
     exact = row.astype(np.float64)
     total = float(exact.sum())
@@ -242,8 +240,7 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
 
 def nucleus(probs: Floats, top_p: float) -> Floats:
     """Cuts a distribution [V] to its likeliest tokens, as few as have a sum of at least top_p, and
-    renormalises it [Holtzman 2020]. Of equal probabilities the smaller id is kept first. top_p = 1
-    changes nothing."""
+    renormalises it [Holtzman 2020]. Of equal probabilities the smaller id is kept first."""
     if top_p >= 1:
         return probs
     order = np.argsort(-probs, kind="stable")

@@ -84,8 +84,7 @@ class Stream:
 
     def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
         """Returns the N tokens of a draft tree for each of the batch rows `rows` [n], [n, N]. The
-        tree follows the sequence's next `ahead` tokens of the target. Off the accepted path no
-        token equals the target's."""
+        tree follows the sequence's next `ahead` tokens of the target."""
         return self.ranked(rows, shape.depths[1:] - 1, shape.ranks[1:], ahead)
 
     def after(
@@ -105,9 +104,8 @@ class Stream:
 
 
 class TokenStream(Stream):
-    """A table of the synthetic tokens that the target emits, by KV cache slot and position. The
-    token at position p of sequence s is floor(V · U(s, p)): V is the size of the vocabulary, and U
-    a uniform draw from [0, 1)."""
+    """A table of the synthetic tokens that the target emits, by KV cache slot and position: floor(V
+    · U(s, p)) at position p of sequence s, with U uniform in [0, 1), and V tokens in all."""
 
     def __init__(
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
@@ -172,8 +170,7 @@ class DraftStream(TokenStream):
     """Tables of synthetic drafted tokens and of candidates for the bonus token.
 
     A drafted token depends on the sequence, the position, its place 0 … K − 1 in the round, and the
-    source that drafted it. Of a list of candidates, the one at a randomly drawn rank is the
-    target's token.
+    source that drafted it. The target's token has a randomly drawn rank in a list of candidates.
     """
 
     def __init__(
@@ -368,8 +365,7 @@ class ImposedTarget(Imposed, TargetOracle):
 
 
 class ImposedDraft(Imposed, DraftOracle):
-    """Decides tokens for the draft: reads them, and the bonus candidates, in tables of synthetic or
-    recorded tokens."""
+    """Reads drafted tokens and bonus candidates in tables of synthetic or recorded tokens."""
 
     def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
         """stream: the tables. num_tokens: how many tokens one draft forward drafts for a sequence

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 
 
 class LogitsTarget(SampledTarget):
-    """Verifies drafted tokens by the target's logits, greedily or by rejection sampling, for the
-    `text` workload."""
+    """Verifies drafted tokens by the target's logits, greedily or by rejection sampling."""
 
     reads_forwards = True
 
@@ -234,9 +233,8 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
 
 
 class LogitsDraft(SampledDraft):
-    """Decides drafted tokens by the draft's logits, for the `text` workload: the likeliest tokens,
-    or sampled ones. The likeliest tokens after each drafted token are candidates for the bonus
-    token."""
+    """Drafts the likeliest tokens by the draft's logits, or sampled tokens. The likeliest tokens
+    after each drafted token are the candidates for the bonus token."""
 
     reads_forwards = True
 
@@ -486,8 +484,7 @@ class TextWorkload(Workload):
 
     @cached_property
     def draft_ids(self) -> Ints | None:
-        """The ids of the tokens that the draft knows, rising; None if the draft knows all tokens of
-        the target."""
+        """The ids of the tokens that the draft knows, rising; None if these are all tokens."""
         if not self.job.drafts_by_transformer:
             return None
         draft = open_checkpoint(self.job.draft_where, target=self.job.target_where)

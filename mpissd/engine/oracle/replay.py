@@ -158,9 +158,8 @@ def load(path: str) -> Recording:
 
 @lru_cache(maxsize=4)
 def _load(path: str, changed: int, size: int) -> Recording:
-    """Reads a recording. changed, size: the file's time of change and size, by which the cache
-    detects another file. Raises ValueError for arrays of wrong lengths, or with tokens beyond the
-    vocabulary."""
+    """Reads a recording. changed, size: the file's time of change and size, which are keys of the
+    cache. Raises ValueError for arrays of wrong lengths, or with tokens beyond the vocabulary."""
     data = read_file(Path(path))
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())

@@ -51,8 +51,7 @@ class DrawState:
     round that will verify the tokens. context: the last tokens that a `markov` model reads, or,
     with a grammar, the answer with the branch's tokens. fan_out: by place in the draft, how many of
     the likeliest tokens Saguaro's sampling makes rarer. settings: the request's sampling options.
-    logits: the draft's logits [V] after the branch (None: not read). grammar: what the answer must
-    match (None: anything).
+    logits: the draft's logits [V] after the branch, if read. grammar: what the answer must match.
     """
 
     seed: int

@@ -1,5 +1,4 @@
-"""The interface of a workload, which makes the sequences that a job decodes, and the oracles that
-decide their tokens."""
+"""The interface of a workload, which makes a job's sequences and the oracles that decide tokens."""
 
 from __future__ import annotations
 
@@ -81,9 +80,8 @@ class Workload(ABC):
     ) -> TargetWorker:
         """Returns the worker that runs verifications on a target rank.
 
-        stepper: runs the forwards of the rank's part of the target. open_gather: makes the function
-        that collects the logits of all target ranks, for oracles that read logits. All target ranks
-        call it together.
+        stepper: runs the forwards of the rank's part of the target. open_gather: called by all
+        target ranks together; makes the function that collects their logits.
         """
         return TargetWorker(stepper, self.target_oracle(stepper), self.job.placement(drafts=False))
 

@@ -91,8 +91,7 @@ class Branches:
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
-        """Sets the token that each branch continues, int32 [n], for branches made before it was
-        known."""
+        """Sets the token that each branch continues, int32 [n], once that token is known."""
         self.first = first
 
     def advance(self, levels: int = 1) -> None:
@@ -106,8 +105,7 @@ class Branches:
 
     def take(self, best: Ints) -> None:
         """Appends one level, made of the likeliest tokens, to every branch. best: the likeliest
-        tokens after each row of the draft forward, likeliest first, int32 [rows, ≥ children of a
-        node]."""
+        tokens after each row of the draft forward, likeliest first, int32 [rows, …]."""
         shape = self.shape
         level = self.steps
         columns = slice(shape.ends[level], shape.ends[level + 1])

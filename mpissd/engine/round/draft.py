@@ -63,8 +63,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
 
 
 def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
-    """Returns the distributions, float32 [V], from which the drafted tokens with q < 1 were drawn,
-    sequence after sequence."""
+    """Returns the distribution [V] of each drafted token with q < 1, sequence after sequence."""
     by_row = sorted(speculation.drawn_from.items())
     return [np.asarray(drawn_from) for _, rows in by_row for drawn_from in rows]
 
@@ -138,9 +137,8 @@ class Drafter:
     # ── answer ──
 
     def answer(self, outcome: Outcome) -> Speculation:
-        """Returns the drafted tokens for the round after `outcome`: of each sequence the branch
-        that was hit, completed if it is too short, or after a miss a new draft by the backup. All
-        other branches are dropped."""
+        """Returns the drafted tokens for the round after `outcome`: for each sequence the branch
+        that was hit, completed if necessary, or after a miss a new draft by the backup."""
         self.take(outcome)
         found = self._resolved(outcome)
         parts = self._completed(found)
@@ -388,9 +386,8 @@ class Drafter:
             self.log.mark(DraftPhase.GROW)
 
     def change(self, version: int) -> None:
-        """Called after weights of version `version` were loaded, between two rounds. Drops the
-        branches of the older weights, so that the tokens of a draft and their q come from one
-        version."""
+        """Called between two rounds, after other weights were loaded. Drops the branches of the old
+        weights, so that the tokens of a draft and their q come from one version."""
         self.cache.clear()
         self.worker.forget(self.batch)
         self.version = version

@@ -91,9 +91,8 @@ class TargetOracle(Oracle, ABC):
         return _NO_TOKENS
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the tokens that a round emitted, for
-        requests that ask for them. accepted, bonus: the result of `judge`. The default returns
-        none."""
+        """Returns, by batch row, the log-probabilities of a round's emitted tokens, for requests
+        that ask for them. accepted, bonus: the result of `judge`. The default returns none."""
         return _NO_LOGPROBS
 
     def logits_of(self, row: int) -> Logits:
@@ -126,16 +125,15 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
-        """Returns new branches that continue the committed tokens of batch rows `rows`, whose
-        outcomes missed the cache. source: what drafts, JIT (the draft model) or FAST (the fast
-        backup)."""
+        """Returns new branches that continue the committed tokens of batch rows `rows`, after cache
+        misses. source: what drafts, JIT (the draft model) or FAST (the fast backup)."""
 
     @abstractmethod
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
-        """Reads the tokens of the finished draft forward and appends them to the branches `grown`,
-        whose rows in the forward follow one another from row `first_row` on. Raises DivergedError
-        if a token is sampled from logits that are not finite; branches that have got no token yet
-        are then left unchanged."""
+        """Appends the tokens that the finished draft forward gives to the branches `grown`, whose
+        rows in the forward follow one another from row `first_row` on. Raises DivergedError if a
+        token is sampled from logits that are not finite; other branches may then lack their token.
+        """
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
         """Returns whether grammars allow only one token at each of the next `levels` places of all

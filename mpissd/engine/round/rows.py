@@ -3,8 +3,7 @@
 A forward computes either the trunk (each sequence's last committed token and the drafted tokens
 that the target verifies), or one step of a draft's branches. It may also compute committed tokens
 only to store their K and V: prompts or parts of them, and other tokens that the KV cache lacks. The
-loops use a model only through a worker; an oracle decides tokens. Workers send no messages and read
-no clock.
+loops use a model only through a worker, which sends no messages; an oracle decides tokens.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ class Worker(Generic[AnyOracle]):
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
         """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns how many tokens were stored. All ranks that
-        share the model call it."""
+        `rows` that lacks more than `spare`. Returns their number. All ranks of the model call it.
+        """
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
@@ -236,8 +235,7 @@ class DraftWorker(Worker[DraftOracle]):
         self.stepper.launch()
 
     def scored(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Returns a new branch for each candidate of the bonus token, read from the forward that
-        `launch_scoring` started."""
+        """Returns a new branch for each bonus candidate in the results of the scoring forward."""
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
@@ -264,9 +262,8 @@ class DraftWorker(Worker[DraftOracle]):
         self.stepper.launch()
 
     def _inputs(self, branches: Branches) -> Ints:
-        """Returns the tokens that the next forward of these branches reads, int32 [rows]. A
-        parallel draft reads its mask tokens after each branch's token, and so drafts all levels at
-        once."""
+        """Returns the tokens that the next forward of these branches reads, int32 [rows]. To draft
+        all levels at once, a parallel draft reads its mask tokens after each branch's token."""
         if not self.masks:
             return branches.inputs
         masks = np.array(self.masks, np.int32)

@@ -292,8 +292,7 @@ class Scheduler:
         return turn
 
     def take(self, result: RoundResult) -> list[Emitted]:
-        """Adds a round's result to the requests that ran in it. Returns the tokens of each, and
-        whether it has ended."""
+        """Adds a round's result to the requests that ran in it, and returns what each emitted."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
             if (task := self._running.get(request_id)) is not None:

@@ -119,8 +119,7 @@ class LiveSequence:
 
     def first_draw(self, later: int = 0) -> int:
         """Returns the index, in the sequence's stream of random numbers, of the first draw of the
-        round that comes `later` rounds after this one. No two rounds share a draw, not even after a
-        preemption."""
+        round `later` rounds after this one. No two rounds share a draw, also across preemptions."""
         return (self.request.epoch * _ROUNDS + self.rounds + later) * _DRAWS
 
     def stream(self, seed: int) -> tuple[int, int]:

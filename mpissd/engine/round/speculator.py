@@ -44,8 +44,7 @@ class Speculator:
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:
-        """Does the speculator's work that can wait until the target verifies, and is called then.
-        The default does nothing."""
+        """Called while the target verifies, to do work meanwhile. The default does nothing."""
 
     def confirm(self, speculation: Speculation) -> bool:
         """Returns whether the distributions of the drafted tokens are available, so that the target

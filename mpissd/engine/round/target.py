@@ -199,8 +199,7 @@ class TargetLoop:
 
     @property
     def _joining(self) -> list[Request]:
-        """The requests that join now, because all parts of their prompts are stored (chunked
-        prefill)."""
+        """The requests that join next, because all parts of their prompts are stored by now."""
         if not self.batch.opened:
             return []
         stored = self.batch.stored()
@@ -253,9 +252,8 @@ class TargetLoop:
         self._leaving.update(request_ids)
 
     def tell(self) -> None:
-        """Calls the observers with the outcome of the last round, unless that was done already.
-        Each step calls this before its forward overwrites the logits; the caller of the loop does
-        so after the last step."""
+        """Passes the outcome of the last round to the observers, once. Each step calls this before
+        its forward overwrites the logits; the caller of the loop does so after the last step."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:

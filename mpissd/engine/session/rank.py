@@ -112,8 +112,7 @@ class Rank:
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
     def make_drafters(self) -> list[Drafter]:
-        """Returns a new Drafter, which runs a draft's rounds, for each target group that this rank
-        drafts for."""
+        """Returns a new Drafter, which runs a draft's rounds, for each target group served here."""
         pairs = zip(self.drafts, self._draft_waiters, strict=True)
         return [make_drafter(self.session.job, worker, waiter) for worker, waiter in pairs]
 
@@ -211,8 +210,7 @@ class Rank:
         return InlineSpeculator(drafter)
 
     def meet(self) -> None:
-        """Waits until the lead ranks of all target groups have called this, so that the groups
-        begin together."""
+        """Waits until the leads of all target groups call this, so that they begin together."""
         if self._leads is not None:
             self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
 

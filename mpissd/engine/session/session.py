@@ -296,8 +296,8 @@ class Machine:
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes a topology (the roles of ranks) for jobs with each of these numbers of draft ranks.
-        All ranks call it together."""
+        """Makes the topology (the roles of ranks) of jobs with each number of draft ranks. All
+        ranks call it together."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
@@ -358,8 +358,8 @@ def opened_machine(
 ) -> Iterator[Machine]:
     """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
     and always closes them within the deadline. world: the ranks, `groups` groups of target ranks
-    and num_drafts draft ranks (None: all ranks of MPI). All these ranks call it together; if one
-    fails, all raise Refused."""
+    and num_drafts draft ranks (None: all). They call it together; if one fails, all raise Refused.
+    """
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
@@ -461,8 +461,7 @@ def doubt_of(job: Job) -> str:
 
 
 def tell_doubt(job: Job) -> None:
-    """Warns on stderr, once in this process, if the job's draft was trained for another target.
-    Called on the lead rank."""
+    """Warns on stderr, once a process, if the job's draft was trained for another target."""
     if line := doubt_of(job):
         _tell(line)
 
