@@ -57,7 +57,7 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
-    source: Need | None = None  # the target, if this is a draft that reads its states
+    source: Need | None = None  # the target, if this draft reads the target's hidden states
 
     def num_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes of weights, bytes of KV cache) on a rank; itemsize: bytes of a weight."""

@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
 
-_LONGEST_WINDOW = 8192  # the most KV positions that a sequence without a prompt uses before reusing
+_LONGEST_WINDOW = 8192  # KV positions after which a sequence without a prompt reuses its first ones
 WARM_TOKENS = 8  # the length in tokens of the prompts that are decoded only for warm-up
 _TEXT_CONTEXT = 2048  # tokens of a prompt and its answer together: --context's default for text
 
@@ -52,8 +52,8 @@ class Sizes:
     target: ModelShape
     draft: ModelShape | None  # None in AR
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # bonus candidates after each k after a cache hit; empty unless SSD
-    fan_out_miss: tuple[int, ...]  # the same after a cache miss, when a backup drafted
+    fan_out: tuple[int, ...]  # numbers of bonus candidates, by k, after cache hits (SSD)
+    fan_out_miss: tuple[int, ...]  # numbers of bonus candidates, by k, after misses (SSD)
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int

@@ -35,7 +35,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
-# (round, function) → the function's result on the lead: imposed tokens, or None: cannot begin yet
+# (round, f) → the lead's f(), on all target ranks: imposed tokens, or None if it cannot begin yet
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 
@@ -131,7 +131,7 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.log.mark(DraftPhase.WAIT)
         drafter.log.drafted(self._forwards.draft_s(speculation.round))
         sheet = self._forwards.sheet
-        if sheet.dynamic and not sheet.masks:  # may lack the last accepted token
+        if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
             batch = drafter.batch
             batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
         drafter.start_round(speculation)
@@ -163,7 +163,7 @@ class DeviceTarget(TargetWorker):
         self._starting = start
         self._batch: Batch
         self._speculation: Speculation
-        self._imposed: tuple[Ints, Ints] | None = None  # the outcome if tokens are imposed
+        self._imposed: tuple[Ints, Ints] | None = None  # (accepted, bonus) if no model decides
         self._decision: Ints  # the outcome that the GPU decided, a row a sequence
         self._was_ahead = False
 
@@ -224,7 +224,7 @@ class DeviceTarget(TargetWorker):
         forwards = self._forwards
         self._imposed = None
         emitted = batch.lengths.copy()  # the least lengths after this round
-        if not self.oracle.reads_forwards:  # imposed: the outcome is known already
+        if not self.oracle.reads_forwards:  # no model decides: the outcome is known
             drafted = Speculation.empty(0, len(batch), forwards.nodes)
             if branches is not None:
                 drafted.num_draft[...] = forwards.nodes

@@ -47,7 +47,7 @@ _LONGEST_RETRY_S = 60.0
 Row = tuple[Ints, int]  # (all tokens of a sequence, how many of them are new since the last call)
 EXPLORE = 0.005  # the largest share of time that is spent on trying the slower choice
 _TRIAL = 32  # the number of engine steps in a trial, and the least number between two trials
-_SETTLE = 2  # the first steps of a trial, in which the draft catches up; they do not count
+_SETTLE = 2  # the number of first steps of a trial that do not count, since the draft catches up
 _MEMORY = 1 / 128  # the share of its sums that a running mean forgets at each step
 _FEW = 8.0  # the number of steps after which an outlier is limited to _FAR times the mean
 _FAR = 4.0
@@ -63,7 +63,7 @@ class _Way:
     tokens: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        if self.steps > _FEW:  # else a pause or a compiler would count
+        if self.steps > _FEW:  # A pause, or a compiler's work, counts less.
             seconds = min(seconds, _FAR * self.seconds / self.steps)
         self.steps += 1 - _MEMORY * self.steps
         self.seconds += seconds - _MEMORY * self.seconds
@@ -171,7 +171,7 @@ class DraftClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._link: LeadEnd | None = None
-        self._since = self._retry_at = 0.0  # begin of a wait; next connection
+        self._since = self._retry_at = 0.0  # when a wait began; when to connect again
         self._retry_s = _RETRY_S
 
     def drafts(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -229,7 +229,7 @@ class DraftClient:
         command = shlex.split(self._where)
         if len(command) == 1 and not self._where.startswith("-"):
             made = packets()
-            made.setblocking(False)  # fail, not wait, if the queue is full
+            made.setblocking(False)  # to raise an error, and not wait, if the queue is full
             made.connect(self._where)
             return made
         if self._process is not None and self._process.poll() is None:

@@ -48,13 +48,13 @@ _MARGIN = 1.01  # a way to decode replaces the current one if its goodput is lar
 _OWN = 24.0  # a sequence's acceptance rate begins as the mean rate, with the weight of 24 tokens
 _PRIOR = 0.7  # the acceptance rate that is assumed before the first outcome
 _PRIOR_WEIGHT = 8.0  # the weight of the assumed acceptance rate, as a number of tokens
-_LIKE_OTHERS = 8.0  # the rate at a place in the draft begins as the mean rate, with this weight
+_LIKE_OTHERS = 8.0  # the n-th token's rate begins as the mean rate, with the weight of 8 tokens
 _MEMORY = 1 / 512  # the share of the acceptance counts that each round of a sequence forgets
 _SAMPLE = 1 / 64  # the least weight of a new duration in a running mean
 _MOST_SAMPLES = 16  # the largest weight, in samples, of one measured K in the fitted line
 _STORED = 1 / 64  # the weight of a new round in the mean seconds of storing tokens for the draft
 _HITS = np.array([5.6, 8.0])  # assumed counts of (cache hits, drafts) before the first outcome
-_LEAST = 3  # the number of samples from which a mean is known
+_LEAST = 3  # the number of samples from which a mean counts as known
 _RECENT = 5  # the number of last samples whose median is the usual sample
 _FAR = 4.0  # a sample more than 4 times as large as the usual sample counts as the usual one
 _WEIGHT = 1 / 32  # the least weight of a new sample in the mean seconds of a forward
@@ -85,11 +85,11 @@ class ForwardTimes:
         tokens_a_forward: how many tokens one forward of the draft drafts for a sequence."""
         self._buckets = list(buckets)
         self._tokens_a_forward = tokens_a_forward
-        self._rows: list[int] = []  # the measured sizes, in rows, rising
+        self._rows: list[int] = []  # the measured numbers of rows, rising
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._first: dict[int, list[float]] = {}  # {size: its fewer than 4 samples}
-        self._asked: dict[int, float] = {}  # {rows: seconds}, since the last sample
+        self._first: dict[int, list[float]] = {}  # {rows: samples}, if fewer than 4
+        self._asked: dict[int, float] = {}  # {rows: seconds}, a cache of answers
         self._saved_s = self._step_s = 0.0
         self._within = 0
 
@@ -284,7 +284,7 @@ class Goodput:
         self._elapsed_s = self._lost_s = 0.0
         # {load: mean seconds a round in which a draft on the lead's device stores lacking tokens}
         self._stored_s: defaultdict[int, float] = defaultdict(float)
-        self._return_s = ByLoad()  # seconds of that in the first round after AR
+        self._return_s = ByLoad()  # seconds of storing lacking tokens in the first round after AR
         self.way = self._best = self._last = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
@@ -321,7 +321,7 @@ class Goodput:
         self._last = way
         if not self._best.lookahead:  # the cost of a trial
             self._lost_s += result.stored_s
-        elif way.lookahead:  # limited: after AR, much has to be stored once
+        elif way.lookahead:  # limited, because much is stored once after AR
             stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:
@@ -355,7 +355,7 @@ class Goodput:
                     rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
         margin = _MARGIN
-        if best.lookahead and not self._best.lookahead:  # must pay for tokens to store
+        if best.lookahead and not self._best.lookahead:  # Drafting again stores tokens.
             margin += self._return_s.at(count, 0.0) / (_STALE_ROUNDS * seconds[best])
         if rates[best] < margin * rates[self._best]:
             best = self._best

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _HEADER = Struct("=2q")  # a piece begins with (version, number of bytes of the whole version)
-PIECE_BYTES = _HEADER.size + (1 << 20)  # the size of a message, received within some 0.3 ms
+PIECE_BYTES = _HEADER.size + (1 << 20)  # the bytes of a message, which takes some 0.3 ms
 _DONE = object()
 _PATIENCE = 3  # after so many versions with non-finite logits, a draft loads no more
 

@@ -141,7 +141,7 @@ class SharedForwards:
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
         self.launched: list[GroupForwards] = []
-        self._log = array("q")  # the values of COLUMNS, forward after forward
+        self._log = array("q")  # a flat array of COLUMNS, forward after forward
 
     def run(self, waiter: Waiter) -> None:
         """Runs all launched forwards as one forward, and waits until it is over."""

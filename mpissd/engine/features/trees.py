@@ -28,7 +28,7 @@ class TreeBatch(Batch):
         super().__init__(*common)
         self.layout = layout
         self._masks = () if self.placement is None else self.placement.masks
-        self._has_leaves = False  # whether the last round stored childless nodes
+        self._has_leaves = False  # whether the last round stored nodes without children
         self._moves_itself = False  # whether the GPU itself copied the last accepted paths
 
     def leave_moves(self, *, has_leaves: bool) -> None:
@@ -69,7 +69,7 @@ class TreeBatch(Batch):
         lanes = found.lanes[nodes]
         positions = last + found.depths[nodes]
         in_trunk = lanes < 0
-        self.fill(slots[in_trunk], positions[in_trunk] + 1)  # the deepest node comes last
+        self.fill(slots[in_trunk], positions[in_trunk] + 1)  # later rows are deeper
         ids = slots * found.num_lanes + lanes + SPAN * (found.spans[nodes] - 1)
         lanes = np.where(in_trunk, TRUNK, ids)
         return int32_places(slots, positions, lanes, last + found.forks[nodes])

@@ -33,11 +33,11 @@ _MARGIN = 4  # the number of positions before the current one that newly drawn t
 
 
 class Stream:
-    """A table of the tokens Y that the target emits; in a draft's subclass, also of drafted tokens.
+    """A table of synthetic or recorded tokens that the target emits. Subclasses for a draft also
+    have tables of drafted tokens; only these implement the methods from `grown` on.
 
     Let n be the position after a sequence's newest committed token; offsets are relative to n. In
-    begin_round a subclass sets `_origin` [b], the table index of each sequence's position n. Only
-    subclasses for drafts implement the methods from `grown` on.
+    begin_round a subclass sets `_origin` [b], the table index of each sequence's position n.
     """
 
     lookahead: int
@@ -190,7 +190,7 @@ class DraftStream(TokenStream):
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # {acceptance rates: drafted tokens [place in the round, slot, position]}
+        # Maps acceptance rates to a table of drafted tokens [place in the draft, slot, position].
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws

@@ -98,7 +98,7 @@ class Recording:
 
     @property
     def widest(self) -> int:
-        """The most bonus candidates after any number of accepted tokens that were recorded."""
+        """The number of bonus candidates that were recorded after each token of an answer."""
         return int(self.sequences[0].top.shape[1]) - 1
 
     @property
@@ -290,8 +290,8 @@ class RecordedDraft(RecordedStream):
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        # The candidates after k accepted tokens are the draft's likeliest ones, less the drafted.
-        # Their drafts are those after k + 1 tokens: right if the candidate is the bonus token.
+        # Candidates after k accepted tokens: the draft's likeliest tokens, without the drafted one.
+        # Their continuations are those recorded after k + 1 tokens of the target's answer.
         chosen = slice(None) if rows is None else rows
         origin = self._origin[chosen]
         if fan_out not in self._lanes:

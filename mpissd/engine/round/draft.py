@@ -26,9 +26,9 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
 
-# While K = 0, the draft stores K and V of committed tokens only when a sequence lacks more tokens:
+# While K = 0, the KV cache stores a sequence's new tokens once more than this number are missing.
 STORE_AFTER = 7
-# While K = 0, it stores prompts, which come in parts, only when so many rows are due together:
+# While K = 0, the KV cache stores prompts, which come in parts, at least so many rows at a time.
 STORE_ROWS = 24
 
 
@@ -214,7 +214,7 @@ class Drafter:
             masks = len(self.worker.masks)
             a_step = len(self.batch) * (1 + masks)
             room = self.worker.stepper.most_rows - a_step if forced else 0
-            spare = max(1 + masks, room // len(rows))  # as many lacking tokens fit the first step
+            spare = max(1 + masks, room // len(rows))  # lacking tokens that the step itself stores
             stored = self._catch_up(rows, spare)
             self.log.missed(len(rows), perf_counter() - start if stored else 0.0)
         branches = self.worker.oracle.restart(self.batch, rows, policy.backup)
@@ -300,7 +300,7 @@ class Drafter:
         rows = range(len(self.batch))
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
         if not (grows and self.levels and rows):
-            if not self.levels:  # else drafting could not begin again
+            if not self.levels:  # keeps the KV cache ready for later drafts
                 self._catch_up(rows, STORE_AFTER)
             return False
         ends = self.batch.shape.ends
@@ -335,8 +335,8 @@ class Drafter:
         self.log.mark(DraftPhase.GROW)
 
     def _store_opened(self) -> None:
-        """Stores as many tokens of prompts that are stored in parts (chunked prefill) as the target
-        does, so that a sequence can join as soon as the target has stored its prompt."""
+        """Stores K and V of as many prompt tokens as the target stores in this round (chunked
+        prefill), so that a sequence can join as soon as the target has stored its prompt."""
         self._due += self._control.prefill_rows
         if self.levels or self._due >= STORE_ROWS:
             rows = self._due

@@ -191,7 +191,7 @@ class Scheduler:
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # ids of sequences that leave before the next round
         self._ended: list[Emitted] = []
-        self._can_end = endings is not None  # False: no request can end, so that none is checked
+        self._can_end = endings is not None  # if False, no request can end, and `step` checks none
         self._deadlines: list[tuple[float, int]] = []  # (time, request id) of each, rising by time
         self.num_preempted = self.num_rounds = 0
 

@@ -391,8 +391,8 @@ class Batch:
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
     def store(self, gaps: Sequence[Gap]) -> Places:
-        """Returns where a forward over the tokens of these gaps stores its rows in the KV cache,
-        and counts the tokens as stored."""
+        """Returns where a forward over the tokens of `gaps`, ranges of positions that are not
+        stored, stores its rows in the KV cache. Counts the tokens as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
@@ -419,7 +419,7 @@ class Batch:
         slots, last: by row, the sequence's slot and the position of its last committed token.
         nodes: 0 for the row of that token, i for that of the i-th drafted token."""
         positions = last + nodes
-        self.filled[slots] = positions + 1  # of equal slots the last row counts
+        self.filled[slots] = positions + 1  # For equal slots the last row counts.
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
@@ -449,8 +449,8 @@ class Batch:
         """Returns branches for possible outcomes of this round, with places in the KV cache. The
         parameters are the attributes of Branches.
 
-        With imposed tokens (oracle.imposed), branches may follow more tokens than are verified. No
-        outcome can hit these; they begin after the verified tokens, to read stored positions.
+        If no model decides tokens (oracle.imposed), branches may follow more tokens than the target
+        verifies. No outcome can hit these branches; they begin after the verified tokens.
         """
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
@@ -496,7 +496,8 @@ class Batch:
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
-    """Returns where a forward over the tokens of these gaps stores its rows in the KV cache."""
+    """Returns where a forward over the tokens of `gaps`, ranges of positions that are not stored,
+    stores its rows in the KV cache."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 

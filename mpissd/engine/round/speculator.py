@@ -32,15 +32,15 @@ class Speculator:
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:
-        """Asks for the speculation of the round after `outcome`, without waiting for it."""
+        """Asks for the drafted tokens of the round after `outcome`, without waiting for them."""
 
     def answer(self, round_: int, count: int) -> Speculation:
         """Returns the drafted tokens of round `round_` for the `count` live sequences."""
         return Speculation.empty(round_, count, self._lookahead, sampled=self._sampled)
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:
-        """Returns the distribution [V] from which a token of the last answer was drawn. May wait
-        until the draft has sent it. index: counts the tokens with q < 1 of batch row `row`."""
+        """Returns the distribution [V] from which a drafted token was drawn: number `index` among
+        the tokens with q < 1 of batch row `row`. May wait until the draft has sent it."""
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:

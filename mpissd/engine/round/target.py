@@ -96,8 +96,8 @@ class TargetLoop:
         self._speculator = speculator
         self._publish = publish
         self._waiter = waiter
-        self._unobserved: tuple[Ints, Ints] | None = None  # outcome that observers have not seen
-        self._decided: Ints = self.batch.identity  # outcome rows of the last round
+        self._unobserved: tuple[Ints, Ints] | None = None  # last outcome, for observers
+        self._decided: Ints = self.batch.identity  # the last round's outcome, a row a sequence
         self._forced: Mapping[int, list[int]] = {}  # grammar-forced tokens, by row
         # The next outcome lets the sequences in _new join, and those with ids in _leaving end.
         self._new: list[tuple[Event, Request]] = []

@@ -53,9 +53,9 @@ class Rank:
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
-        self.ledger: Ledger | None = None  # the times of the last pass by phase of a round
-        self.digest = 0  # a checksum over the outcomes of the last pass, which ranks compare
-        self.draft_lost = False  # whether the draft rank was lost; then K = 0 in later passes
+        self.ledger: Ledger | None = None  # the times, by phase, of the last run of the loops
+        self.digest = 0  # a checksum of the last run's outcomes, which ranks compare
+        self.draft_lost = False  # whether the draft rank was lost; later runs have K = 0
         self.updates: Updates | None = None  # on a draft rank: loads newer weights
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]

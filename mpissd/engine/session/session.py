@@ -60,7 +60,7 @@ Logits = NDArray[np.float32]
 # {measured object: {key: (measured value, date of the measurement)}}, shared by configurations
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # the seconds between two polls of an idle rank
-_SMALL_BYTES = 2e9  # weights up to this size also run on CPUs, at some 15 forwards a second a core
+_SMALL_BYTES = 2e9  # bytes of weights that a CPU core can still read some 15 times a second
 _SPARE_BYTES = 2 << 30  # bytes of device memory left free for activations, graphs and libraries
 
 
@@ -363,7 +363,7 @@ def opened_machine(
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
-        guard.stage(Stage.TEARDOWN)  # not after an error, which is reported with its stage
+        guard.stage(Stage.TEARDOWN)  # skipped by an error, which is reported with its stage
     except FaultError:
         machine.group.abort()  # else a collective waiting for a dead rank blocks the device
         raise
