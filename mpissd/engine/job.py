@@ -47,7 +47,7 @@ _LEAST_CONTEXT = 256  # tokens; the default context is not shortened below this 
 class Need:
     """One model that a rank of the job must load: its weights, compiled forwards and KV cache.
 
-    which: TARGET or DRAFT. model: where the weights come from. shard: the rank's part of them.
+    which: TARGET or DRAFT. model: where the weights come from. shard: the rank's part of the model.
     buckets: the row counts to compile forwards for, rising. num_sequences: the KV cache's slots.
     """
 
@@ -313,7 +313,7 @@ def _models(
 
 def _with_fan_outs(job: Job) -> Job:
     """Returns the job with its fan-outs, the numbers of bonus candidates after k accepted tokens.
-    SD has no fan-outs, because it drafts nothing ahead; its flag --fan_out is still checked."""
+    In SD, which drafts nothing ahead, only checks the flag --fan_out."""
     config, laws = job.config, job.acceptance
     text, _, text_after_miss = config.fan_out.partition("/")
     after_hit = _fan_out(job, text, job.lookahead, laws[Source.CACHE].hazards)

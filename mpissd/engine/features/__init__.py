@@ -1,1 +1,1 @@
-"""Features that attach to the rounds from outside."""
+"""Optional features of decoding, of which the loops in engine/round know nothing."""

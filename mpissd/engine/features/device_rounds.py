@@ -35,7 +35,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
-# (round, f) → the lead's f(), on all target ranks: imposed tokens, or None if it cannot begin yet
+# Maps (round, function) to the result of the lead's function, which all target ranks get.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 

@@ -136,7 +136,7 @@ class DraftSwitch:
 
 
 class _Sequence(NamedTuple):
-    """A sequence that the draft process knows: its id, committed tokens and last drafted tokens."""
+    """A sequence of the draft process. drafted: the tokens that the process drafted last."""
 
     id: int
     tokens: Ints

@@ -62,7 +62,7 @@ class CheckedEnd(DraftEnd):
         prompts = [request.prompt for request in outcome.prompts.values()]
         room = [min(len(s.served), longest - 1 - len(s.tokens)) for s in live]
         tokens = [*outcome.bonus.tolist(), *(token for prompt in prompts for token in prompt)]
-        commits = zip(rows, room, strict=False)  # the rows beyond `room` are new sequences
+        commits = zip(rows, room, strict=False)  # Later rows are new sequences.
         fits = (
             {*outcome.events.tolist()} <= _ALLOWED
             and all(event or 0 <= k <= limit for (_, _, event, k, _), limit in commits)

@@ -78,7 +78,7 @@ class GroupWaiter(Waiter):
         self._has_paused.release()
 
     def resume(self) -> None:
-        """Lets the thread run until it pauses or ends. Raises the exception that ended it."""
+        """Lets the thread run until it pauses or ends; raises the exception that has ended it."""
         self._may_run.release()
         self._has_paused.acquire()
         if self._error is not None:

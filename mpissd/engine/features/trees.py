@@ -32,8 +32,8 @@ class TreeBatch(Batch):
         self._moves_itself = False  # whether the GPU itself copied the last accepted paths
 
     def leave_moves(self, *, has_leaves: bool) -> None:
-        """Tells the batch that the GPU itself copies this round's accepted paths from lanes to
-        slots. has_leaves: whether this model also stored the nodes without children."""
+        """Tells the batch that the GPU itself copies K and V of this round's accepted paths from
+        scratch memory to slots. has_leaves: whether nodes without children were stored, too."""
         self._has_leaves = has_leaves
         self._moves_itself = True
 

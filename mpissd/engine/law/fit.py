@@ -47,7 +47,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
     rank, hits = _tally(ranks)  # each observed rank, and how often it occurred
     limit, misses = _tally(limits[ranks == 0])  # each F that missed, and how often
-    first = int(rank[0]) if len(rank) else 1  # the smallest rank seen, m
+    first = int(rank[0]) if len(rank) else 1  # the smallest observed rank
     # Without `further` the best r is infinite; without an observed rank above `first` it is 0.
     further = (rank > first + 1).any() or (limit > first).any()
     if np.count_nonzero(limits) < LEAST_COUNT or not (further and (rank > first).any()):

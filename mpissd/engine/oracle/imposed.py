@@ -1,10 +1,9 @@
-"""The `gemm` workload: synthetic tokens, which are accepted, and whose bonus tokens the draft
-predicts, as often as the flags say.
+"""The `gemm` workload: synthetic tokens; flags say how often drafted tokens are accepted, and how
+often the draft predicts the bonus token.
 
 A random draw depends only on (seed, purpose, sequence, absolute position), so that AR, SD and SSD
-with any K, hit model or timing emit the same tokens for a seed. Tables hold the tokens of the
-target and the draft, and the bonus candidates. Tables are filled for a window of positions at a
-time, so that a round only reads them.
+with any K, hit model or timing emit the same tokens for a seed. The target's tokens, the drafted
+tokens and the bonus candidates are drawn for a window of positions at a time, and kept in tables.
 """
 
 from __future__ import annotations

@@ -507,8 +507,8 @@ class TextWorkload(Workload):
 
     @property
     def forces(self) -> bool:
-        """Whether the only token that a grammar allows is committed without a forward. That is
-        impossible if the draft reads the target's hidden states, since it would have none."""
+        """Whether a token is committed without a forward if a grammar allows no other. Not if the
+        draft reads the target's hidden states, since such a token would have no states."""
         return self.job.serving is not None and not self.job.reads_states
 
     @property

@@ -65,7 +65,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def law(self) -> str:
-        """What decides which tokens are accepted, as text for the printed summary of a run."""
+        """A text for a run's printed summary that says how accepted tokens are decided."""
 
     @abstractmethod
     def target_oracle(self, stepper: Forwards) -> TargetOracle:

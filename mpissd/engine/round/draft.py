@@ -154,8 +154,8 @@ class Drafter:
         self.log.mark(DraftPhase.COMMIT)
 
     def _resolved(self, outcome: Outcome) -> list[int | None]:
-        """Looks the outcome up. Returns, by batch row, the index of the branch that was grown for
-        it, or None (a miss). Also waits for draft forwards that the GPU has started by itself."""
+        """Looks an outcome up in the speculation cache. Returns, by batch row, the index of the
+        branch that was hit, or None (a miss). Waits for draft forwards that still run."""
         found = self.cache.lookup(outcome, len(self.batch))
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
@@ -197,8 +197,7 @@ class Drafter:
         return parts
 
     def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
-        """Returns whether all outcomes missed and the draft model drafted K tokens after each, so
-        that the time is that of a whole draft."""
+        """Returns whether the draft model has just drafted K tokens for every sequence."""
         branches, source, levels = parts[0] if parts else (None, Source.NONE, 0)
         is_whole = source == Source.JIT and levels == self.policy.lookahead
         return is_whole and branches is not None and len(branches) == len(self.batch)

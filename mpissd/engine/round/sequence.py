@@ -197,7 +197,7 @@ class Batch:
         self._prompt = prompt
         self._by_slot: dict[int, LiveSequence] = {}  # the latest sequence of each slot
         self._steady = b""  # the bytes of columns 0–2 of an outcome with which none joins or leaves
-        self._base = np.zeros(capacity, np.int64)  # by slot, the prompt's last position
+        self._base = np.zeros(capacity, np.int64)  # by slot, the KV position of the prompt's last token
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -250,7 +250,7 @@ class Batch:
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome with which sequences join or leave, and returns the changes."""
+        """Applies an outcome of a round after which sequences join or leave; returns the changes."""
         count = len(self.ids)
         rows = outcome.rows[:count]
         others = outcome.rows[count:].tolist()
@@ -449,8 +449,8 @@ class Batch:
         """Returns branches for possible outcomes of this round, with places in the KV cache. The
         parameters are the attributes of Branches.
 
-        If no model decides tokens (oracle.imposed), branches may follow more tokens than the target
-        verifies. No outcome can hit these branches; they begin after the verified tokens.
+        Synthetic and recorded drafts may have branches after more tokens than the target verifies.
+        No outcome can hit these branches; they begin after the verified tokens.
         """
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(

@@ -98,7 +98,7 @@ class TargetLoop:
         self._waiter = waiter
         self._unobserved: tuple[Ints, Ints] | None = None  # last outcome, for observers
         self._decided: Ints = self.batch.identity  # the last round's outcome, a row a sequence
-        self._forced: Mapping[int, list[int]] = {}  # grammar-forced tokens, by row
+        self._forced: Mapping[int, list[int]] = {}  # {row: tokens that a grammar forced}
         # The next outcome lets the sequences in _new join, and those with ids in _leaving end.
         self._new: list[tuple[Event, Request]] = []
         self._leaving: set[int] = set()

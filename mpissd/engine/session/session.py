@@ -129,7 +129,7 @@ class Models:
         try:
             agree(topology.world, full)
         except Refused:
-            self.close()  # All ranks drop all models. Another attempt makes its models anew.
+            self.close()  # All ranks drop their models, so that all can try again.
             raise
         for need in missing:
             if (stepper := self._stepper(need)) is not None:
