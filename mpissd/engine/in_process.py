@@ -58,8 +58,7 @@ def open_stepper(
     """Opens a backend, loads the whole target or draft with the weights that `mpissd run` would
     use, and returns the Stepper that runs its forwards. `resources` closes model and backend.
 
-    drafts: True loads the draft, False the target. source: the target's Stepper, if the draft reads
-    its hidden states.
+    drafts: whether to load the draft. source: the target's Stepper, if the draft reads its states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device

@@ -282,8 +282,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
 def _models(
     config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str
 ) -> tuple[ModelShape, ModelShape | None]:
-    """Returns the shapes of the target and the draft; raises ConfigError if T, the kind of forwards
-    or the mode does not allow them."""
+    """Returns the target's and the draft's shape; raises ConfigError if the flags forbid them."""
     target = resolve_model(where)
     draft = None if draft_where is None else resolve_model(draft_where)
     # Prompt lookup needs no draft model, so that LOOKUP replaces the pair's draft.

@@ -85,8 +85,7 @@ class _Load:
         self._lost_s = self._loss_s = 0.0  # the seconds lost in all trials, and in the current one
 
     def add(self, way: bool, seconds: float, tokens: int) -> None:
-        """Counts a step of the engine. way: whether drafts were used. seconds: the step's duration.
-        tokens: how many tokens it decoded."""
+        """Counts a step of the engine, which took `seconds`. way: whether drafts were used."""
         best = self._ways[self._best]
         trying = self.way != self._best
         self._elapsed_s += seconds

@@ -33,8 +33,7 @@ class LossWaiter(Waiter):
         self._report = report
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises PeerLost if the awaited rank has ended. what: the
-        name of the awaited event, for errors."""
+        """Returns once test() is true, the event `what`; raises PeerLost if the rank has ended."""
         met = False
 
         def is_over() -> bool:

@@ -305,8 +305,7 @@ class Goodput:
             self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts a finished round. way: how it was decoded. round_s: the seconds from its beginning
-        to the beginning of the next round."""
+        """Counts a round, decoded by `way`. round_s: the seconds until the next round began."""
         served = result.speculation
         count = len(served.rows)
         if not count:
@@ -412,8 +411,7 @@ class Goodput:
         ]
 
     def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
-        """Returns, for K = 0, 1, …, (the expected number of tokens that a round commits for all
-        sequences, the rows of its verification)."""
+        """Returns, for K = 0, 1, …, (expected tokens that a round commits, rows to verify)."""
         accepted_sum = self._accepted.sum() + _PRIOR_WEIGHT * _PRIOR
         mean = float(accepted_sum / (self._reached.sum() + _PRIOR_WEIGHT))
         hazards = (self._accepted + _LIKE_OTHERS * mean) / (self._reached + _LIKE_OTHERS)
@@ -453,7 +451,6 @@ def widths_of(job: Job) -> list[int | None]:
 
 
 def warm_sizes(job: Job) -> list[int]:
-    """Returns the batch sizes whose forwards a server measures before the first request: powers of
-    two from 2 on, and the largest batch size."""
+    """Returns the batch sizes to measure before a server begins: 2, 4, 8, … and the largest."""
     largest = job.config.batch_size
     return sorted({largest, *(1 << n for n in range(1, largest.bit_length()))})

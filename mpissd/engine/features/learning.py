@@ -86,8 +86,7 @@ class ExampleSender(RoundObserver):
         self.spent_s = 0.0
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Sends a round's tokens and logits, before another forward overwrites the logits. If there
-        is no room for a message, reads no logits."""
+        """Sends a round's tokens and logits, unless there is no room for a message."""
         start = perf_counter()
         self.rounds += 1
         if self._outlet.has_room():

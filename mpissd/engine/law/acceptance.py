@@ -207,8 +207,7 @@ class HitLaw:
         return np.where(above > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
     def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """Returns P(the bonus token is among the draft's first F = fan_out candidates). end:
-        whether all drafted tokens were accepted."""
+        """Returns P(the bonus token is among `fan_out` candidates); end: after K accepted tokens."""
         if self.p_hit is None:
             return 1.0 - power_law_miss(fan_out, *self.by_end[-end])
         return self.p_hit if fan_out >= 1 else 0.0

@@ -139,8 +139,7 @@ def key_chances(
 
 
 def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, ...]:
-    """Returns the whole numbers n_k with Σn_k ≤ budget that minimise Σ costs[k][n_k]; of several
-    minima the one with the least Σn_k."""
+    """Returns the whole numbers n_k with Σn_k ≤ budget whose cost Σ_k costs[k][n_k] is least."""
     best = np.zeros(budget + 1)  # best[s]: the least cost so far with Σn_k = s
     choices: list[NDArray[np.intp]] = []
     for cost in costs:

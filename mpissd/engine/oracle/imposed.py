@@ -71,8 +71,8 @@ class Stream:
         raise NotImplementedError
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the K tokens [n, K] that the backup `source` drafts after a cache miss for each
-        of the batch rows `rows` [n]."""
+        """Returns the K tokens that the backup `source` drafts after cache misses, [n, K]. rows:
+        the n batch rows."""
         raise NotImplementedError
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
@@ -344,8 +344,8 @@ class ImposedTarget(Imposed, TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Compares drafted tokens with the target's. Returns (the number of accepted tokens, the
-        bonus token), int32 [b], of each sequence."""
+        """Compares drafted tokens with the target's. Returns (number of accepted tokens, bonus
+        token), int32 [b]."""
         shape = self.shape
         drafts = speculation.tokens
         if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
@@ -453,8 +453,7 @@ class GemmWorkload(Workload):
         return job.acceptance[Source.CACHE].label, job.acceptance[Source.FAST].label
 
     def check(self) -> None:
-        """Raises ConfigError if a fan-out exceeds the vocabulary size minus 2: a wrong candidate is
-        neither the target's nor the drafted token."""
+        """Raises ConfigError if the vocabulary has fewer wrong tokens than a fan-out needs."""
         super().check()
         if self.job.fan_out and self.job.widest + 2 > self.vocab:
             raise ConfigError(

@@ -40,8 +40,8 @@ _NO_TOKEN = -1  # fills the places of a context before a sequence's first token
 class MarkovModel:
     """A synthetic language model p(next token | last `order` tokens), computed from `seed`.
 
-    divergence: d in 0..1. The logits are (1 − d)·z + d·z′: all models of a seed have the same z,
-    and z′ is independent.
+    divergence: d in the logits (1 − d)·z + d·z′, where z depends only on the seed and the context,
+    and z′ is independent of z.
     """
 
     vocab: int

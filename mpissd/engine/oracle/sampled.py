@@ -35,8 +35,7 @@ MakeGrammars = Callable[[], Grammars]
 
 
 class Proposal(NamedTuple):
-    """A drafted token, the probability q with which it was drawn, and the distribution [V] from
-    which it was drawn (None if q = 1)."""
+    """A drafted token, its probability q, and the distribution [V] it was drawn from, if q < 1."""
 
     token: int
     q: float = 1.0

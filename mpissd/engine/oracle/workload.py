@@ -119,8 +119,7 @@ class Workload(ABC):
         return self.job.config.token_limit
 
     def endings(self) -> Endings | None:
-        """Returns a new object that decides where sequences end, by default at --stop_token; None
-        if only a limit of tokens ends them."""
+        """Returns a new object that ends sequences at --stop_token; None without this flag."""
         stop = self.job.config.stop_token
         return None if stop is None else Endings(stop)
 

@@ -163,8 +163,7 @@ class Branches:
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
     def pad(self, levels: int) -> None:
-        """Fills every branch up to `levels` levels without a forward. The missing tokens repeat the
-        token that the branch continues, with q = 1."""
+        """Fills every branch up to `levels` levels without a forward, by repeating its `first`."""
         if self.steps < levels:
             start = self.shape.ends[self.steps]
             end = self.shape.ends[levels]
@@ -187,8 +186,7 @@ class SpeculationCache:
 
     A branch is found by its key (round, request id, epoch, k, t*): in that round, the target
     accepts k tokens of the sequence (in a tree: the path to node k) and emits the bonus token t*
-    after them (Kumar, Dao, May 2026, §3). branches: None if the cache is empty. fan_outs: how many
-    branches were grown for each k.
+    after them (Kumar, Dao, May 2026, §3). fan_outs: how many branches were grown for each k.
     """
 
     def __init__(self) -> None:

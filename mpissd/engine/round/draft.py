@@ -97,9 +97,8 @@ class AnswerPart(NamedTuple):
 class Drafter:
     """Runs the steps of the draft's rounds for one target group.
 
-    batch: the live sequences. cache: the branches grown for possible outcomes. version: the version
-    of the draft's weights, 0 for those loaded at the start. divergence: the reason why newer
-    weights must be dropped, or None.
+    batch: the live sequences. cache: the branches grown for possible outcomes. version: that of the
+    draft's weights, 0 for the first ones. divergence: why newer weights must be dropped, or None.
     """
 
     def __init__(

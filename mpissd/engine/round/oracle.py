@@ -3,8 +3,7 @@ emits, a DraftOracle which tokens the draft proposes.
 
 Workers (round.rows) run a model's forwards; an oracle decides tokens from their logits, or ignores
 them and reads given distributions, a recording or a known language model (engine.oracle). The
-oracles of all ranks see equal batches, because every rank applies the same outcomes. Oracles send
-no messages and read no clock.
+oracles of all ranks see equal batches, because every rank applies the same outcomes.
 """
 
 from __future__ import annotations

@@ -207,9 +207,8 @@ class TargetWorker(Worker[TargetOracle]):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Applies the acceptance rule to the drafted tokens of `speculation`. Returns for each
-        sequence (number of accepted tokens, bonus token), both int32 [b]. proposals: returns the
-        distribution from which a token was drafted."""
+        """Decides which drafted tokens of `speculation` are accepted. Returns (number of accepted
+        tokens, bonus token), int32 [b]. proposals: returns a drafted token's distribution."""
         return self.oracle.judge(batch, speculation, proposals)
 
 
@@ -239,8 +238,7 @@ class DraftWorker(Worker[DraftOracle]):
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
-        """Starts one forward that grows branches by one level, and also stores K and V of committed
-        tokens that the cache lacks before them."""
+        """Starts one forward that grows branches by one level, and stores tokens before them."""
         tokens = [self._inputs(branches) for branches in growing]
         self._first_row = 0
         places = None

@@ -207,8 +207,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """The number of KV pages that running requests neither hold nor need for the next round;
-        negative if they need more than there are."""
+        """The number of KV pages that running requests do not need; negative if they need more."""
         pages_of = self.room.pages_of
         return self.room.pages - sum(pages_of(task.length) for task in self._running.values())
 

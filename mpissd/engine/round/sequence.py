@@ -9,7 +9,6 @@ that reads a token stores its K and V. The *trunk* is the committed tokens and t
 (the drafted tokens that the target verifies now); its K and V are stored in the slot. *Branches*,
 which a draft grows for possible outcomes, are stored in *lanes*, scratch memory of the cache. A
 cache hit copies no K and V, because the draft's next forward over the trunk writes the slot.
-features.trees stores drafts that are trees.
 """
 
 from __future__ import annotations
@@ -145,9 +144,8 @@ class Change(NamedTuple):
     """The changes that an outcome of a round made to a batch.
 
     left: (slot, tokens that the slot stores) of each sequence that left. placed: the sequences that
-    took a slot. started: the sequences whose first round comes next. moves: for each accepted path
-    of a tree whose K and V are in scratch memory, (number of the scratch memory, the positions of
-    the slot to which they must be copied).
+    took a slot. started: the sequences whose first round comes next. moves: (number of the scratch
+    memory that stores an accepted path of a tree, the positions of the slot to copy it to).
     """
 
     left: Sequence[tuple[int, list[int]]] = ()
@@ -197,15 +195,15 @@ class Batch:
         self._prompt = prompt
         self._by_slot: dict[int, LiveSequence] = {}  # the latest sequence of each slot
         self._steady = b""  # the bytes of columns 0–2 of an outcome with which none joins or leaves
-        self._base = np.zeros(capacity, np.int64)  # by slot, the KV position of the prompt's last token
+        self._base = np.zeros(capacity, np.int64)  # by slot, the position of the prompt's end
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Change:
         """Applies the outcome of a round: commits accepted and bonus tokens, lets sequences join
-        and leave, and returns the changes. Raises ProtocolError if the outcome names other
-        sequences than the batch holds."""
+        and leave, and returns the changes. Raises ProtocolError for an outcome of other sequences.
+        """
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = () if self.placement is None else self._moves(outcome)
@@ -250,7 +248,7 @@ class Batch:
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
-        """Applies an outcome of a round after which sequences join or leave; returns the changes."""
+        """Applies an outcome after which sequences join or leave the batch; returns the changes."""
         count = len(self.ids)
         rows = outcome.rows[:count]
         others = outcome.rows[count:].tolist()
@@ -480,8 +478,8 @@ class Batch:
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
         """Returns where the next draft forward stores its rows in the KV cache. places: where the
-        branches begin. steps: the levels that they have. In a parallel draft the rows of the mask
-        tokens follow each branch's row."""
+        branches begin. steps: the levels that they have. Mask tokens' rows follow a branch's row.
+        """
         assert self.placement is not None, "places without a cache"
         slots, starts, lanes = places
         positions = starts + steps
@@ -496,8 +494,7 @@ class Batch:
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
-    """Returns where a forward over the tokens of `gaps`, ranges of positions that are not stored,
-    stores its rows in the KV cache."""
+    """Returns where a forward over `gaps`, lacking positions, stores its rows in the KV cache."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 

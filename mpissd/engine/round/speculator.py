@@ -1,8 +1,7 @@
 """The lead rank's sources of drafted tokens: none (AR), this rank (inline SD), or a draft rank.
 
 A round asks its speculator by sending the outcome of the last round, and then receives the answer:
-the drafted tokens. SD and SSD on a draft rank use the same speculator, because only the draft knows
-whether it drafted an answer ahead.
+the drafted tokens. SD and SSD on a draft rank use the same speculator.
 """
 
 from __future__ import annotations

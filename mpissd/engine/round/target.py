@@ -55,8 +55,7 @@ class RoundResult:
 
 
 class RoundObserver:
-    """Is called in each round to do other work, in time when the ranks wait for a device or for
-    another rank. The base class does nothing."""
+    """Does other work in each round while the ranks wait. The base class does nothing."""
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
         """Called after a round's outcome was sent, while the draft works and before the next
@@ -172,8 +171,7 @@ class TargetLoop:
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
 
     def _outcome(self) -> Outcome:
-        """Returns outcome r−1 as the lead sends it: the accepted and bonus tokens of the last
-        round, and the sequences that join or leave."""
+        """Returns the last round's outcome: its tokens, and the sequences that join or leave."""
         joining = self._joining
         if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)

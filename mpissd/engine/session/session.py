@@ -296,8 +296,7 @@ class Machine:
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes the topology (the roles of ranks) of jobs with each number of draft ranks. All
-        ranks call it together."""
+        """Makes the roles of ranks for each number of draft ranks. All ranks call it together."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
