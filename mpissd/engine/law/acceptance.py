@@ -207,7 +207,7 @@ class HitLaw:
         return np.where(above > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
     def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """Returns P(the bonus token is among `fan_out` candidates); end: after K accepted tokens."""
+        """Returns P(the bonus token is among `fan_out` candidates); end: after K acceptances."""
         if self.p_hit is None:
             return 1.0 - power_law_miss(fan_out, *self.by_end[-end])
         return self.p_hit if fan_out >= 1 else 0.0
