@@ -52,8 +52,8 @@ class Sizes:
     target: ModelShape
     draft: ModelShape | None  # None in AR
     lookahead: int  # 0 in AR
-    fan_out: tuple[int, ...]  # numbers of bonus candidates, by k, after cache hits (SSD)
-    fan_out_miss: tuple[int, ...]  # numbers of bonus candidates, by k, after misses (SSD)
+    fan_out: tuple[int, ...]  # bonus candidates after k = 0 … K accepted tokens; () unless SSD
+    fan_out_miss: tuple[int, ...]  # the same numbers, used after a cache miss
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -195,7 +195,7 @@ class Sizes:
 
     @property
     def verified(self) -> int:
-        """The most drafted tokens that a round verifies for a sequence: K, or those of a tree."""
+        """The most drafted tokens that a round verifies for a sequence: K, or a tree's nodes."""
         return self.num_nodes if self.dynamic is None else self.dynamic.nodes
 
     @property
@@ -267,7 +267,7 @@ class Sizes:
     @property
     def grown_rows(self) -> int:
         """The rows of the draft's largest forward that extends all branches of a target group."""
-        if self.masks:  # After a round without branches, misses also store up to K tokens each.
+        if self.masks:  # If a round grew no branches, each miss also stores up to K tokens.
             missed = self.config.batch_size * min(2, self.step_rows)
             return max(self.group_lanes, missed) * self.step_rows
         if self.dynamic is not None:

@@ -82,7 +82,7 @@ class ARFallback(RemoteSpeculator):
 
     def ask(self, outcome: Outcome) -> None:
         ask = super().ask
-        self._answers = True  # so that `answer` detects a loss even if K = 0
+        self._answers = True  # `answer` then detects a lost draft rank, even if K = 0
         self._survives(lambda: ask(outcome))
 
     def answer(self, round_: int, count: int) -> Speculation:

@@ -106,7 +106,7 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
     try:
         if Path(where).is_socket():
             with packets() as probe:
-                probe.setblocking(False)  # the queue of clients may be full
+                probe.setblocking(False)  # do not wait if the queue of clients is full
                 is_free = probe.connect_ex(where) == errno.ECONNREFUSED
             if not is_free:
                 raise ConfigError(f"socket={where}: another process listens: allowed: another path")

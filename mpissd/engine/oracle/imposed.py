@@ -103,8 +103,8 @@ class Stream:
 
 
 class TokenStream(Stream):
-    """A table of the synthetic tokens that the target emits, by KV cache slot and position: floor(V
-    · U(s, p)) at position p of sequence s, with U uniform in [0, 1), and V tokens in all."""
+    """A table of the synthetic tokens that the target emits, by KV cache slot and position. Each is
+    drawn uniformly from the vocabulary, by a random number of the sequence and the position."""
 
     def __init__(
         self, seed: int, vocab: int, capacity: int, lookahead: int, window: int = WINDOW
@@ -205,7 +205,7 @@ class DraftStream(TokenStream):
         self._source_plane = plane
         # Candidates by rank. Plane 0: only wrong tokens, for numbers k that do not come true.
         # Planes 1 (and 2, after K accepted tokens): with the target's token at its drawn rank.
-        # From plane _first_level on, one a tree level: with this token at a measured rank.
+        # Planes from _first_level on, one for each tree level: the token at a measured rank.
         self._levels = acceptance[Source.JIT].levels[:lookahead]
         self._first_level = 1 + len(hit_law.ends)
         planes = self._first_level + len(self._levels)

@@ -60,7 +60,7 @@ Logits = NDArray[np.float32]
 # {measured object: {key: (measured value, date of the measurement)}}, shared by configurations
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # the seconds between two polls of an idle rank
-_SMALL_BYTES = 2e9  # bytes of weights that a CPU core can still read some 15 times a second
+_SMALL_BYTES = 2e9  # bytes; a model with at most so large weights is fast enough on CPUs
 _SPARE_BYTES = 2 << 30  # bytes of device memory left free for activations, graphs and libraries
 
 
