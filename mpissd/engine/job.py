@@ -94,11 +94,9 @@ class Job(Sizes):
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes on a target rank, bytes on a draft rank) of weights, KV cache and scratch.
-
         itemsize: bytes of a weight. A draft on the lead counts for the target ranks. A GPU that
         samples tokens also keeps float32 distributions over the vocabulary: the target one for each
-        sequence, the draft one for each token of its last drafts and of its growing branches.
-        """
+        sequence, the draft one for each token of its last drafts and of its growing branches."""
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
             lanes = self.config.groups * self.group_lanes if self.fan_out else 0
@@ -131,12 +129,10 @@ class DeviceMemory:
         return all(have is None or not need or need + _SPARE_BYTES <= have for need, have in rooms)
 
     def fitted(self, job: Job) -> Job:
-        """Returns the job if it fits into the memory; else the job with a shorter context.
-
-        Only the default context of a text job may be shortened: not one that --context gives, nor
-        that of a server, whose KV pages are shared. If the job still does not fit, raises
-        ConfigError, whose text names the largest batch_size and the largest context that would fit.
-        """
+        """Returns the job if it fits into the memory; else the job with a shorter context. Only the
+        default context of a text job may be shortened: not one that --context gives, nor that of a
+        server, whose KV pages are shared. If the job still does not fit, raises ConfigError, whose
+        text names the largest batch_size and the largest context that would fit."""
         if self.fits(job):
             return job
         context = self._most_that_fits(job, "context")
@@ -326,10 +322,8 @@ def _with_fan_outs(job: Job) -> Job:
 
 def _fan_out(job: Job, text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
     """Returns (F_0, …, F_K), where F_k is the number of bonus candidates after k accepted tokens.
-
     text: the value of --fan_out. served: the number of drafted tokens that a round verifies.
-    hazards: the acceptance rates of the K tokens, each given that the ones before were accepted.
-    """
+    hazards: the acceptance rates of the K tokens, each given that the ones before were accepted."""
     powers = job.hit_law.powers(job.lookahead, served)
     minimum = 1 if job.hit_law.p_hit else 0
     fan_out = resolve_fan_out(text, job.lookahead, hazards, *powers, minimum=minimum)

@@ -318,12 +318,10 @@ class Sizes:
 
     @property
     def draft_options(self) -> ForwardOptions:
-        """The options with which the draft's forwards are compiled.
-
-        With an LM head, a forward returns as many of each row's likeliest tokens as drafting may
-        need. A row of a branch also attends to the 1 … K tokens of the branch itself; `own_tokens`
-        is their mean number, rounded up.
-        """
+        """The options with which the draft's forwards are compiled. With an LM head, a forward
+        returns as many of each row's likeliest tokens as drafting may need. A row of a branch also
+        attends to the 1 … K tokens of the branch itself; `own_tokens` is their mean number, rounded
+        up."""
         config = self.config
         has_head = config.lm_head or self.drafts_by_transformer
         top_k = self.widest + 1 if has_head and (self.fan_out or self.tree_lanes) else 1
@@ -336,11 +334,9 @@ class Sizes:
 
 
 def shard_of(config: RunConfig, target: ModelShape, where: str, tp: int) -> AnyShard:
-    """Returns the part of a target that rank 0 holds if tp ranks share the model.
-
-    where: the target's name or path. Raises ConfigError if tp does not divide the number of heads,
-    the width of the FFN, or a width of bare matrix products.
-    """
+    """Returns the part of a target that rank 0 holds if tp ranks share the model. where: the
+    target's name or path. Raises ConfigError if tp does not divide the number of heads, the width
+    of the FFN, or a width of bare matrix products."""
     if config.is_transformer:
         return TransformerShard(config_of(where), tp)
     return Shard(target, tp)

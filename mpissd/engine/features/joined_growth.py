@@ -87,11 +87,9 @@ def _unknown(
     batch: Batch, speculation: Speculation, fan_outs: FanOuts, lookahead: int
 ) -> tuple[Branches, Ints]:
     """Returns (a branch for each bonus candidate, where the GPU finds the candidates), before the
-    draft's forward over the verified tokens has decided the candidates. Only for chains.
-
-    A branch's `first`, the candidate, is −1 until then. Column j of the second result, int32 [3,
-    n], is (row of the forward, rank among the row's likeliest tokens, drafted token to leave out).
-    """
+    draft's forward over the verified tokens has decided the candidates. Only for chains. A branch's
+    `first`, the candidate, is −1 until then. Column j of the second result, int32 [3, n], is (row
+    of the forward, rank among the row's likeliest tokens, drafted token to leave out)."""
     fans = list[int]()
     trunk = list[tuple[int, int, int]]()
     for row, source in enumerate(speculation.source.tolist()):

@@ -200,11 +200,9 @@ class LogitsTarget(SampledTarget):
 
 def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tuple[int, int]]:
     """Verifies drafted tokens by rejection sampling on the GPU. Returns (number of accepted tokens,
-    bonus token) of each sequence. Raises ProtocolError for a token drafted with probability 0.
-
-    One kernel launch judges all tokens; each rejected token whose distribution q is needed takes
-    one more. ids: the token of each entry of the draft's distributions (None: entry t is token t).
-    """
+    bonus token) of each sequence. Raises ProtocolError for a token drafted with probability 0. One
+    kernel launch judges all tokens; each rejected token whose distribution q is needed takes one
+    more. ids: the token of each entry of the draft's distributions (None: entry t is token t)."""
     asked = []
     for case in cases:
         rows = list[Judging]()

@@ -78,12 +78,10 @@ def weigh(
     top: int = 0,
     scale: float = 1.0,
 ) -> sampling.Weights:
-    """Returns the distribution of a request's next token, from a model's logits [V].
-
-    settings: the request's sampling options. answer: the answer's tokens so far, which the target's
-    penalties read; None for a draft, which ignores bias, penalties and top_p. top, scale: Saguaro's
-    sampling multiplies the probabilities of the `top` likeliest tokens by `scale`.
-    """
+    """Returns the distribution of a request's next token, from a model's logits [V]. settings: the
+    request's sampling options. answer: the answer's tokens so far, which the target's penalties
+    read; None for a draft, which ignores bias, penalties and top_p. top, scale: Saguaro's sampling
+    multiplies the probabilities of the `top` likeliest tokens by `scale`."""
     if answer is not None and settings.adjusts:
         logits = settings.adjusted(logits, answer)
     weights = sampling.weigh(logits, settings.temperature, top, scale)
@@ -233,11 +231,9 @@ class SampledDraft(DraftOracle):
         self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
         """Stores the tokens of a draft forward in the branches. firsts: the token that each row has
-        drafted. ranked: returns the likeliest tokens of a row.
-
-        In a tree a row's node may have more children. These are drawn without replacement, or, if
-        the first child was not drawn (q = 1), are the likeliest other tokens.
-        """
+        drafted. ranked: returns the likeliest tokens of a row. In a tree a row's node may have more
+        children. These are drawn without replacement, or, if the first child was not drawn (q = 1),
+        are the likeliest other tokens."""
         shape = branches.shape
         nodes = shape.inner[branches.steps].tolist()
         following = list[DrawState]()

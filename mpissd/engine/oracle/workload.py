@@ -78,11 +78,9 @@ class Workload(ABC):
     def target_worker(
         self, stepper: Forwards, open_gather: OpenGather | None = None
     ) -> TargetWorker:
-        """Returns the worker that runs verifications on a target rank.
-
-        stepper: runs the forwards of the rank's part of the target. open_gather: called by all
-        target ranks together; makes the function that collects their logits.
-        """
+        """Returns the worker that runs verifications on a target rank. stepper: runs the forwards
+        of the rank's part of the target. open_gather: called by all target ranks together; makes
+        the function that collects their logits."""
         return TargetWorker(stepper, self.target_oracle(stepper), self.job.placement(drafts=False))
 
     def draft_worker(self, stepper: Forwards) -> DraftWorker:

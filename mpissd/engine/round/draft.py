@@ -33,12 +33,10 @@ STORE_ROWS = 24
 
 
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
-    """Drafts for one target group, round by round, until the lead rank stops the loop.
-
-    The loop polls the link for the next outcome between two draft forwards, so that an outcome
-    waits for at most one forward, or two if the GPU starts forwards by itself. refresh: called
-    after a round to do some other work, such as loading newer weights; returns whether it did any.
-    """
+    """Drafts for one target group, round by round, until the lead rank stops the loop. The loop
+    polls the link for the next outcome between two draft forwards, so that an outcome waits for at
+    most one forward, or two if the GPU starts forwards by itself. refresh: called after a round to
+    do some other work, such as loading newer weights; returns whether it did any."""
     log = drafter.log
     log.ledger.restart()
     for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
@@ -361,12 +359,10 @@ class Drafter:
         return stored
 
     def _step(self, growing: Sequence[Branches]) -> None:
-        """Grows branches by one level in one forward, and checks its logits.
-
-        If newer weights give logits that are not finite, sets `divergence`. No token is drawn from
-        these logits: a filler with q = 1 takes its place, so that decoding stays lossless. Raises
-        DivergedError if the weights loaded at the start give logits that are not finite.
-        """
+        """Grows branches by one level in one forward, and checks its logits. If newer weights give
+        logits that are not finite, sets `divergence`. No token is drawn from these logits: a filler
+        with q = 1 takes its place, so that decoding stays lossless. Raises DivergedError if the
+        weights loaded at the start give logits that are not finite."""
         self.worker.launch_step(self.batch, growing)
         self.worker.wait(self.waiter)
         try:

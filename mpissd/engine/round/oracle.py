@@ -71,12 +71,10 @@ class TargetOracle(Oracle, ABC):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Decides after the target's forward which drafted tokens are accepted.
-
-        Returns (num_accepted, bonus), both int32 [b]: of each sequence, the number of accepted
-        tokens and the token that the target emits after them. proposals: returns the distribution
-        from which a token was drafted; called only for a rejected token that has q < 1.
-        """
+        """Decides after the target's forward which drafted tokens are accepted. Returns
+        (num_accepted, bonus), both int32 [b]: of each sequence, the number of accepted tokens and
+        the token that the target emits after them. proposals: returns the distribution from which a
+        token was drafted; called only for a rejected token that has q < 1."""
 
     def truth(self) -> Ints | None:
         """Returns the next K + 1 tokens that the target emits for each sequence, int32 [b, K + 1],

@@ -445,11 +445,9 @@ class Batch:
         states: list[Any] | None = None,
     ) -> Branches:
         """Returns branches for possible outcomes of this round, with places in the KV cache. The
-        parameters are the attributes of Branches.
-
-        Synthetic and recorded drafts may have branches after more tokens than the target verifies.
-        No outcome can hit these branches; they begin after the verified tokens.
-        """
+        parameters are the attributes of Branches. Synthetic and recorded drafts may have branches
+        after more tokens than the target verifies. No outcome can hit these branches; they begin
+        after the verified tokens."""
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
             rows, nodes, ranks, first, tokens, shape=self.shape, places=places, states=states

@@ -284,11 +284,9 @@ def follow(
     ledger: Ledger | None = None,
 ) -> int:
     """Runs the forwards of the lead's rounds on another target rank, in the same order, until the
-    lead stops it. Returns a checksum of all outcomes, which ranks compare (Batch.digest).
-
-    plan: waits for the lead's message of round r; returns (outcome r−1, drafted tokens of round r,
-    whether to stop). capacity: the most live sequences.
-    """
+    lead stops it. Returns a checksum of all outcomes, which ranks compare (Batch.digest). plan:
+    waits for the lead's message of round r; returns (outcome r−1, drafted tokens of round r,
+    whether to stop). capacity: the most live sequences."""
     batch = worker.open_batch(capacity)
     ledger = ledger or NullLedger(FollowPhase)
     ledger.restart()
