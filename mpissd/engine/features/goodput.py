@@ -354,7 +354,7 @@ class Goodput:
                     rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
         margin = _MARGIN
-        if best.lookahead and not self._best.lookahead:  # Drafting again stores tokens.
+        if best.lookahead and not self._best.lookahead:  # after AR, lacking tokens must be stored
             margin += self._return_s.at(count, 0.0) / (_STALE_ROUNDS * seconds[best])
         if rates[best] < margin * rates[self._best]:
             best = self._best

@@ -196,8 +196,8 @@ class HitLaw:
         return tuple(zip(*powers, strict=True))
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Returns the bonus token's rank, 1 to NEVER, for each uniform random number of `u`, in
-        [0, 1). end: whether all drafted tokens were accepted."""
+        """Returns a random rank, 1 to NEVER, of the bonus token among the draft's candidates for
+        each uniform number of `u`, in [0, 1). end: whether all drafted tokens were accepted."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)
         a, r, floor = self.by_end[-end]

@@ -100,7 +100,7 @@ class GrammarStates:
         self._make = make
 
     def of(self, sequence: LiveSequence) -> Grammar | None:
-        """Returns the grammar of a sequence, which is made at the first call; None without one."""
+        """Returns the grammar that a sequence's answer must match (None: any answer will do)."""
         settings = sequence.request.sampling
         if sequence.constraint is None and settings.grammar and self._make is not None:
             grammar = self._make().begin(settings.grammar)
