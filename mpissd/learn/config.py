@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
-from mpissd.common.shapes import STATE_KINDS
-from mpissd.engine.model.transformer.config import MOST_MASKS
+from mpissd.common.shapes import MOST_MASKS, STATE_KINDS
 
 Form = tuple[int, int, int, int]  # layers, heads, KV heads and FFN width of a draft
 

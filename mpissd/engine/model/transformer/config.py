@@ -20,9 +20,8 @@ from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import GgufFile
 from mpissd.common.presets import ModelShape
-from mpissd.common.shapes import STATE_KINDS
+from mpissd.common.shapes import MOST_MASKS, STATE_KINDS
 
-MOST_MASKS = 63  # the most mask tokens of a parallel draft
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"

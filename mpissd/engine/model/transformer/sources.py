@@ -36,6 +36,7 @@ from mpissd.common.gguf import is_gguf, read_gguf
 from mpissd.common.model_files import has_files, read_shape
 from mpissd.common.presets import files_of, is_missing, missing_pair, resolve_model
 from mpissd.common.rounds import Ints
+from mpissd.common.shapes import MOST_MASKS
 from mpissd.common.token_lists import check_same_tokens
 from mpissd.engine.model.transformer import config as configs
 from mpissd.engine.model.transformer.checkpoint import (
@@ -440,7 +441,7 @@ def open_checkpoint(where: str, seed: int = 0, target: str | None = None) -> Che
 
     if path is None or not has_files(path):
         config = configs.of_preset(shape) if path is None else configs.of_folder(path, shape)
-        masks = config.masks or (0 if target is None else configs.MOST_MASKS)
+        masks = config.masks or (0 if target is None else MOST_MASKS)
         return random_checkpoint(mapped(replace(config, masks=masks)), seed)
     depth = read_shape(path)["num_layers"]
     if is_gguf(path):
