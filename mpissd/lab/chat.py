@@ -214,7 +214,7 @@ def chat(config: ChatConfig) -> int:
 @contextmanager
 def _server(config: ChatConfig) -> Iterator[subprocess.Popen[str]]:
     """Starts a server process on this machine, yields it, and ends it after the `with` block."""
-    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # keeps other users of this host away
+    os.environ[KEY_VARIABLE] = os.urandom(16).hex()  # keeps other users of the host from chatting
     server = subprocess.Popen(
         [sys.executable, "-m", "mpissd", *config.server_arguments()],
         stdin=subprocess.DEVNULL,

@@ -37,7 +37,7 @@ _PEAK_NOISE = {"numpy": 0.5}  # {backend: relative error of its measured peak fl
 _CLOSES = 0.99  # Timed phases must cover at least this share of a round's wall time.
 _AT_MOST = 1.01
 _REALISTIC_US = 1000.0  # Shorter rounds (in µs) are not checked: gaps may exceed 1% of them.
-_FEWEST = 100  # With fewer rounds, the median share is checked in place of the first percentile.
+_FEWEST = 100  # With fewer rounds, the median of the covered shares is checked, not percentile 1.
 _EVENTS_S = 2e-6  # allowed error (s) of a forward's device time against the host's
 _CLOCKS_S = 20e-6  # allowed difference (s) between two timers of the same rounds
 
@@ -80,14 +80,16 @@ class Facts:
 
     @property
     def has_draft(self) -> NDArray[np.bool_]:
-        """Whether each row of `sequences` comes before the loss of a draft rank, bool [n]."""
+        """For each row of the array `sequences` (one sequence in one round), whether the round came
+        before the loss of a draft rank, bool [n]; all True if none was lost."""
         round_ = self.array("sequences")[:, 0]
         lost = self.get("draft_lost_round")
         return np.full(len(round_), True) if lost is None else round_ < lost
 
     @property
     def is_full(self) -> NDArray[np.bool_]:
-        """Whether each round verified K drafted tokens in all b sequences, bool [rounds]."""
+        """Whether each round verified K drafted tokens in every sequence of the batch, bool
+        [rounds]."""
         rows = self.array("sequences")
         count = len(self.array("t_target_s"))
         verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)
@@ -95,7 +97,8 @@ class Facts:
 
     @property
     def emitted(self) -> int:
-        """The number of emitted tokens: k + 1 each time that k drafted tokens were accepted."""
+        """The number of emitted tokens. In a round, a sequence emits k + 1: k accepted drafted
+        tokens and the token that the target adds."""
         counts = np.asarray(self.row.accept_histogram, np.int64)
         return int(counts @ np.arange(1, len(counts) + 1))
 
@@ -200,7 +203,8 @@ def _floor(facts: Facts) -> Faults:
 
 def host_s(row: Row, rounds: Rounds) -> Floats:
     """Returns the seconds from the launch of each round's target forward to its end, as rank 0
-    timed them, [rounds]. If forwards may be launched one round ahead, the round before is added."""
+    timed them, [rounds]. If forwards may be launched one round ahead, the wall time of the round
+    before is added, because the launch may lie anywhere in that round."""
     names = rounds["lead_phases"].tolist()
     columns = [2 + names.index(name) for name in ("launch", "device_wait")]
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9

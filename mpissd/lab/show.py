@@ -281,7 +281,7 @@ def shown(workload: Workload) -> Iterator[Show | None]:
             terminal.write(f"\n{legend()}\n\n" if colours else "\n")
         show = Show(text, write, config.token_limit, terminal is not None, config.mode == "ssd")
         yield show
-        if rest := text.flush():  # was held back: it may begin a stop string
+        if rest := text.flush():  # This text was held back, as it may have begun a stop string.
             write([(rest, "bonus")], show.meter.short())
         if terminal is None:
             output.write(f"\n{harmless(''.join(kept))}\n")

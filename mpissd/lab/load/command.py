@@ -428,7 +428,7 @@ class Client:
             async for part in response.aiter_bytes():
                 for event in stream.push(part):
                     answer.add(event, time.monotonic() - due)
-        return ANSWERED if answer.has_ended else _FAILED  # The answer may be cut off.
+        return ANSWERED if answer.has_ended else _FAILED  # If not ended, it was cut off.
 
 
 class Reply:
@@ -446,7 +446,8 @@ class Reply:
 
     def add(self, event: StreamEvent, now_s: float) -> None:
         """Adds one event of the stream. now_s: seconds from the request's arrival to the event.
-        Raises an exception of DAMAGED if the event is no chunk of an answer or reports an error."""
+        Raises one of the exceptions in sse.DAMAGED if the event is no chunk of an answer, or
+        reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True

@@ -52,7 +52,8 @@ _MOST_SEED = 2**64
 
 @dataclass
 class Place:
-    """One of the compared configurations (use), with its flags and the ranks that measure it."""
+    """One of the configurations that are compared with a run. use: its name and measured speeds.
+    Its other fields are its flags and the ranks that measure it."""
 
     use: TimedUse
     machine: Machine
@@ -121,7 +122,7 @@ class _Beside:
         own = first, run.parallel_drafting and run.mode != "ar"
         has_best_k = (
             first.mode == "sd" and not run.tree
-        )  # It is whether to measure the run's mode at its best K, too.
+        )  # whether the run's own mode is also measured at its best K
         others = [use for use in narrow if use != own or has_best_k]
         places = [self._place(machine, *use) for use in (own, *others)]
         again = [place for place in places[1:] if place.use == places[0].use]
@@ -168,7 +169,7 @@ class _Beside:
     def _place(self, machine: Machine, family: Family, parallel: bool) -> Place:
         """Adds a configuration to the comparison and chooses its K; returns it with its machine.
         family: its mode and numbers of ranks. parallel: whether one forward drafts all K tokens.
-        Collective."""
+        All ranks must call this."""
         unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
@@ -228,7 +229,7 @@ class _Beside:
             if turn:
                 self._probes.append(disturbances(before, self._machine))
                 worst = sorted(self._probes, key=lambda probe: max(probe.values(), default=-1))
-                # The trimmed mean drops a few disturbed turns. With more, the machine is busy.
+                # If more turns were disturbed than the trimmed mean drops, the machine is busy.
                 is_busy = worst[-1 - int(TRIMMED * len(worst))]
                 self._comparison.busy = sorted(worst[-1]) if is_busy else []
             now = perf_counter()
@@ -261,14 +262,14 @@ class _Beside:
             if (session := machine.session(job)) is not None:
                 row = self._measure(session, {"beside": str(place.use.family), "turn": turn})
         except Refused as refused:
-            if refused.exit_code != GateError.exit_code:  # Faulty rows are ignored.
+            if refused.exit_code != GateError.exit_code:  # A faulty row is only left out.
                 place.use.refused = str(refused)
         if session is not None:
             session.resources.close()
         rest(machine.topology)
         if row is None:
             return None
-        if turn and self._run.is_text:  # Otherwise each turn draws other acceptance.
+        if turn and self._run.is_text:  # Without text, each turn draws acceptance anew.
             self._comparison.num_rounds = min(self._comparison.num_rounds, row.num_rounds)
         is_whole = job.config.backup == "jit" and job.backup_lookahead == job.lookahead
         if job.workload.is_imposed and is_whole and not job.config.tree:
@@ -295,8 +296,8 @@ def pass_of(row: Row, run: RunConfig, prompts: int) -> tuple[int, int]:
 
 def acceptance_rates(row: Row) -> tuple[float, ...] | None:
     """Returns the acceptance rate of each draft position by a result row, given that the positions
-    before were accepted; 8 further positions repeat the last rate. None if the row does not tell.
-    """
+    before were accepted; 8 further positions repeat the last rate, for larger K. Returns None if
+    the run decoded draft trees or drafted nothing."""
     counts = np.array(row.accept_histogram, np.float64)
     if row.tree_nodes or len(counts) < 2:
         return None

@@ -84,7 +84,8 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
     used = list[datetime]()
 
     def once(owner: Any, key: Hashable, measure: Callable[[], Value]) -> Value:
-        """Returns the value of measure(), which is called only once for each (owner, key)."""
+        """Returns the value of measure(), which is called only once for each (owner, key), because
+        it takes long; later calls return the stored value."""
         values = session.calibrations.setdefault(owner, {})
         if key not in values:
             values[key] = measure(), datetime.now(timezone.utc)
@@ -125,7 +126,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         read = once(backend, ("read", weights), partial(backend.read_bandwidth, weights))
         peak = once(stepper.stack, tuple(stepper.buckets), backend.peak_flops)
         if peak is not None and backend.info.kind != "emulated":
-            # On a busy CPU, a forward may have been faster than the product that measures the peak.
+            # On a busy CPU, a forward may reach more flop/s than was measured as the peak.
             rates = (stepper.cost(rows).flops / s for rows, s in seconds.items() if s > 0)
             peak = max(peak, *rates)
     session.barrier()
@@ -203,8 +204,8 @@ def chosen(session: Session) -> dict[str, Any] | None:
 
 def choose(machine: Machine, config: RunConfig, given: AbstractSet[str]) -> RunConfig:
     """Returns the configuration with the K and fan-out that are fastest on this machine. It is
-    returned unchanged if the user set one of them, or if acceptance rates are unknown
-    (_is_chosen_here). All ranks must call this. given: names of the flags that the user gave."""
+    returned unchanged if the user set one of them, or if acceptance rates are unknown. All ranks
+    must call this. given: names of the flags that the user gave."""
     if not (_is_chosen_here(machine, config) and given.isdisjoint(_CHOSEN)):
         return config
     with agreed(machine.topology.world):
@@ -219,7 +220,7 @@ def best_k(machine: Machine, config: RunConfig, rates: Sequence[float] | None = 
     job: Job | None = None
     with agreed(machine.topology.world):
         for k in range(_MOST_K, config.lookahead, -1) if not config.is_text else ():
-            with suppress(ConfigError):  # raised if fewer than k acceptance rates are known
+            with suppress(ConfigError):  # raised if k exceeds the number of known acceptance rates
                 job = machine.resolve(replace(config, lookahead=k))
                 break
         job = job or machine.resolve(config)
@@ -292,7 +293,8 @@ def _deciding_forwards(session: Session) -> tuple[Seconds, Seconds]:
     verify_s = timed(target, _VERIFIED, 3)
     if not is_ahead:
         session.barrier()
-    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)  # as long as timing the target
+    # In SSD both models are timed at once; 9 turns make the draft's timing last as long.
+    draft_s = timed(draft, _DRAFTED, 9 if is_ahead else 3)
     root = topology.first_draft if config.drafts else 0
     return verify_s, topology.world.bcast(draft_s, root=root)
 
@@ -334,7 +336,7 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
     if isinstance(backend, EmulatedBackend):
         try:
             once = backend.profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
-        except ConfigError:  # The profile was made on one rank.
+        except ConfigError:  # A profile made on one rank has no all-reduces.
             return None
         return cost.num_all_reduces * once
     if group.spent_s is not None:
@@ -449,7 +451,7 @@ def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> 
     answers = draft.seconds(DraftPhase.SPECULATE)
     num_jit = draft.column("num_jit")
     steps_ready = draft.column("steps_ready")
-    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # rounds without a draft step
+    is_ready = (num_jit == 0) & (steps_ready >= job.lookahead)  # rounds without a new step
     if job.config.backup == Source.FAST.name.lower():
         is_ready |= (num_jit == 0) & (steps_ready == 0)
     assemble = answers[is_ready].min() if is_ready.any() else 0.0

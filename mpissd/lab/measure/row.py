@@ -90,7 +90,7 @@ class Measured:
     lead: LeadReport
     draft: DraftReport | None  # report of the first draft rank; None in AR or if that rank was lost
     profile: JobProfile
-    rank_digests: list[int | None]  # digest of the outcomes that each rank received
+    rank_digests: list[int | None]  # for each rank, a digest of the acceptance results it got
     groups: Sequence[LeadReport] = ()  # reports of all target groups, if several
 
 
@@ -140,7 +140,7 @@ def draft_report(
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
         return report
-    # A row is added for the rounds' begin and end, after those of the forwards for several groups.
+    # After the rows of the forwards, a last row has the begin and the end of the measured rounds.
     slices = [part for d, span in pairs if len(part := d.log.ledger.slices(*span))]
     begin = min(int(part[0, 2]) for part in slices)
     end = max(int(part[-1, 3]) for part in slices)

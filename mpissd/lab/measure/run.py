@@ -173,7 +173,8 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
         several = len(groups) > 1
         digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
-            if not several and rank.device_rounds is None:  # The host launched each forward.
+            # Host work is timed in the round's phases only if the host launched each forward.
+            if not several and rank.device_rounds is None:
                 warm = None if draft is None else draft.warm_up
                 costs = host_costs(session.job, profile.device, groups[0].warm_up, warm)
                 profile = replace(profile, host=costs)

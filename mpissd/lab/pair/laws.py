@@ -48,7 +48,7 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
 OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates to print miss rates for
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # Miss rates are printed for so many candidates.
 GROUPS = 20  # largest number of groups of sequences in the jackknife
 _FAILS = 0.1  # A fit counts as failed if its miss rate has a larger relative error.
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")
@@ -121,8 +121,9 @@ def new_file(out: str) -> Path:
 
 
 def print_laws(config: PairConfig) -> None:
-    """Fits acceptance and hit models to the data in config.sources, and prints those of one K. If
-    config.out is given, the models of every K are written to that file. Raises ConfigError."""
+    """Fits models of acceptance and of cache hits to the data in config.sources, and prints those
+    of one K. If config.out is given, the models of every K are written to that file. Raises
+    ConfigError if the data cannot be read or do not fit together, or if that file exists."""
     path = None if config.out is None else new_file(config.out)
     sources = [source for name in str(config.sources).split(",") for source in read(name)]
     document = measured(sources, config.steps)
@@ -137,8 +138,8 @@ def print_laws(config: PairConfig) -> None:
 
 
 def read(name: str) -> Iterator[Dataset]:
-    """Yields the data in a recording (a .npz file), or of each text row in a file or folder of
-    result rows. Raises ConfigError if there are none."""
+    """Yields the data in a recording (a .npz file), or those of each run on real text in a file or
+    folder of result rows. Raises ConfigError if there are none."""
     if name.endswith(".npz"):
         recording = load(name)
         about = {key: recording.about.get(key) for key in _ABOUT}
@@ -334,8 +335,9 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
 
 def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
     """Returns, as JSON, how often the bonus token had each rank among the draft's candidates, the
-    measured and the fitted miss rate by number of candidates, and the fitted A, r and floor. Tables
-    with different numbers of candidates are cut to the smallest."""
+    measured and the fitted miss rate by number F of candidates, and the fitted parameters of
+    miss(F) = floor + A·F^−r. Tables with different numbers of candidates are cut to the smallest.
+    """
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2

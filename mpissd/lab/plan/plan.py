@@ -369,7 +369,8 @@ def by_speed(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def firsts(choices: Iterable[Choice], kind: Callable[[Choice], Hashable]) -> list[Choice]:
-    """Returns the first configuration of each kind, in order. kind: gives the kind of one."""
+    """Returns the first configuration of each kind, in order. kind: a function that returns the
+    kind of a configuration, for example its mode."""
     first: dict[Hashable, Choice] = {}
     for choice in choices:
         first.setdefault(kind(choice), choice)

@@ -360,9 +360,9 @@ class Screen:
             yield f"{line}{times:10}{'' if use is None else number(use.tok_per_s)}".rstrip()
 
     def _notes(self) -> list[str]:
-        """Returns the lines that only --details prints: the legend, the assumptions, the
-        configuration of which copies on all GPUs make the most tokens/s, and how durations were
-        derived."""
+        """Returns the lines that only --details prints: the legend, the assumptions, how durations
+        were derived, and the configuration that makes the most tokens/s if independent copies of it
+        fill all GPUs."""
         notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
         # Independent copies of a configuration, each with its own batch, may fill all GPUs.
         copied = max(
@@ -451,7 +451,7 @@ def _wrapped(text: str) -> list[str]:
             lines[-1] += " \\"
             word = indent + word.lstrip()
             lines.append("")
-        while len(word) > COLUMNS - 2 and "'" not in word:  # The shell will join the parts.
+        while len(word) > COLUMNS - 2 and "'" not in word:  # The shell joins lines that end in \.
             lines[-1:] = f"{word[: COLUMNS - 1]}\\", ""
             word = word[COLUMNS - 1 :]
         lines[-1] += word

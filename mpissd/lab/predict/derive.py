@@ -34,8 +34,8 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
 DERIVED = "derived"  # A text on how a duration was derived begins with this word.
-BY_LAYERS = "beyond its floor as much a layer as"  # occurs in texts on derived durations
-METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, number of draft ranks)
+BY_LAYERS = "beyond its floor as much a layer as"  # marks forwards derived from another model
+METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, draft ranks) with host costs
 
 
 def with_models(profile: Profile, job: Job) -> Profile:

@@ -131,7 +131,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes and not job.masks:  # a mean over the levels of a tree
+                if job.shape.num_lanes and not job.masks:  # A level's rows differ; take their mean.
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -246,9 +246,9 @@ def padded(rows: Ints, compiled: Ints) -> Ints:
 
 class LawDraws:
     """Draws the numbers of accepted tokens and the cache hits of rounds from each configuration's
-    acceptance and hit models. All configurations use the same uniform random numbers. In each
-    round, the numbers of the R chains are stratified (one in each R-th of [0, 1)), so that means
-    vary less."""
+    probabilities of acceptance and of cache hits. All configurations use the same uniform random
+    numbers. In each round, the numbers of the R independent chains of rounds are stratified (one in
+    each R-th of [0, 1)), so that means vary less."""
 
     def __init__(self, grid: Grid, chains: int) -> None:
         self.chains = chains
@@ -318,7 +318,7 @@ class RecordedDraws:
         place = np.arange(len(rounds)) - np.searchsorted(rounds, rounds)
         self.num_rounds = int(rounds.max()) + 1
         self._number = 0
-        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # with an empty last round
+        shape = self.num_rounds + 1, 1, 1, job.config.batch_size  # The last round is empty.
         self._live = np.zeros(shape, np.bool_)
         self._hit = np.zeros(shape, np.bool_)
         self._accepted = np.zeros(shape, np.int64)
@@ -363,7 +363,7 @@ class Rounds:
         self._clock = np.zeros(shape[:2])  # time in s at which rank 0 has the last outcome
         # The simulation begins as if all sequences had hit the cache in the round before.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # index in the tables of step times
+        self._grown = self._place(full, full)  # index in the tables, when branches began to grow
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:
@@ -485,7 +485,7 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
         for name in summed:
             columns[name][chosen] /= chains * num_rounds
         columns["hit_rate"][chosen] /= grid.batch_size
-    # In the other configurations only the number of tokens is random, and its mean is known.
+    # Where rounds do not differ in duration, only token counts are random, with a known mean.
     exact = np.flatnonzero(~grid.is_varied)
     if len(exact):
         part = grid.take(exact)
@@ -504,8 +504,9 @@ def expect(grid: Grid, *, quick: bool = False) -> Expected:
 
 
 def follow(job: Job, device: DeviceCosts, host: HostCosts, sequences: NDArray[np.int64]) -> Floats:
-    """Returns the predicted seconds of each round of a finished run, [rounds], given its outcomes.
-    sequences: int64 [n, 8], a row for each round of each sequence, from RoundRecords.sequences."""
+    """Returns the predicted seconds of each round of a finished run, [rounds], given the numbers of
+    accepted tokens and the cache hits that it recorded. sequences: these records, int64 [n, 8], a
+    row for each round of each sequence, from RoundRecords.sequences."""
     draws = RecordedDraws(job, sequences)
     rounds = Rounds(Grid.of([job], device, host, ends=True), draws)
     seconds = (rounds.advance(number)["round_s"][0, 0] for number in range(draws.num_rounds))

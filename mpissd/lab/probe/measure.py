@@ -29,7 +29,7 @@ Entry = dict[str, Any]  # an entry of a table in a device profile, as a JSON obj
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 FORWARD_ROWS = (*ROWS, 24, 128, 256)
-TRANSFORMER_ROWS = (*ROWS, 24)  # They are fewer, because each is timed at several context lengths.
+TRANSFORMER_ROWS = (*ROWS, 24)  # row counts for transformers, each timed at several contexts
 LARGE_BYTES = 1 << 20
 NEAR, FAR = 64, 1024  # shortest and longest context in tokens at which transformers are timed
 _LISTS = (1, 4, 16, 32, 64)  # values of k for which the selection of the top k tokens is timed

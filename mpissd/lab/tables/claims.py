@@ -132,10 +132,10 @@ def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[l
 
 
 def judged(setting: Mapping[str, Any], rows: Iterable[Row]) -> list[Claim]:
-    """Returns the claims about SSD in one setting: one for each number of GPUs, hit model and
-    schedule that was measured. setting: {key: value} that rows must have; alternatives may differ
-    in target ranks. rows: result rows of any setting; rows whose draft ran on another device are
-    ignored."""
+    """Returns the claims about SSD in one setting: one for each measured number of GPUs, model of
+    cache-hit probability, and value of the row's key `schedule`. setting: {key: value} that rows
+    must have; alternatives may differ in target ranks. rows: result rows of any setting; rows whose
+    draft ran on another kind of device than the target are ignored."""
     methods: dict[tuple[Any, ...], list[list[Row]]] = {}
     for row in rows:
         if is_in(row, setting, _OF_T) and row.other_draft_device is None:

@@ -99,8 +99,8 @@ class Comparison:
 
     @property
     def is_headline(self) -> bool:
-        """Whether a speedup may be claimed: 5 common seeds or more, 400 rounds, the same GPU and
-        commit."""
+        """Whether a speedup may be claimed. That takes all of these: at least 5 common seeds; at
+        least 400 rounds in each run; rows of one commit and GPU, begun within 12 hours."""
         enough = self.num_seeds >= HEADLINE_SEEDS and self.num_rounds >= HEADLINE_ROUNDS
         return enough and self.one_visit
 
@@ -203,7 +203,8 @@ def claim_or_ratio(b: Sequence[Row], a: Sequence[Row]) -> Comparison:
 
 
 def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> dict[int, list[float]]:
-    """Returns {seed: log(tokens/s of b / tokens/s of a) for each pair of rows with that seed}."""
+    """Returns {seed: log(tokens/s of b / tokens/s of a) for each pair of rows with that seed}.
+    one_visit: whether only pairs count that same_visit accepts."""
     logs: dict[int, list[float]] = {}
     rated_a, rated_b = (
         [x for x in rows if x.seed is not None and 0 < (x.tok_per_s or 0) < math.inf]

@@ -99,7 +99,8 @@ def _lines(file: Path) -> list[tuple[str, bytes]]:
 
 
 def of_one_group(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of jobs with one copy of the target; others are never compared."""
+    """Returns the rows of jobs with one copy of the target model. Rows of jobs with several copies
+    are left out, because they are never compared."""
     return [row for row in rows if (row.groups or 1) == 1]
 
 

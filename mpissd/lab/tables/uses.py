@@ -42,7 +42,7 @@ _SETTING = (
     "context all_reduce temperature vocab order prompt_tokens stop_token recording token_limit "
     "prompts draft acceptance divergence"
 ).split()
-_DRAFTED = ("draft", "acceptance", "divergence")  # keys without meaning in rows of AR and lookups
+_DRAFTED = ("draft", "acceptance", "divergence")  # row keys that AR and lookups do not use
 _PROMPT_FLAGS = ("prompt", "prompts", "prompt_ids", "chat_template", "stop", "top_p")
 
 
@@ -183,15 +183,16 @@ def fastest(uses: Iterable[Use]) -> Use:
 
 
 def missed_by(errors: Iterable[float | None]) -> float:
-    """Returns the median size of relative prediction errors (None and NaN are left out), or 0. A
-    row's prediction uses the row's own acceptance results, so that the error contains no luck."""
+    """Returns the median size of relative prediction errors; None and NaN are left out, and without
+    any error the result is 0. A row's prediction uses the row's own acceptance results, so that
+    luck in acceptance does not count as an error."""
     sizes = [abs(error) for error in errors if error is not None and not math.isnan(error)]
     return median(sizes) if sizes else 0.0
 
 
 def are_predicted(means: Iterable[float | None], errors: Iterable[float | None]) -> bool:
     """Returns whether predicted rates may choose the best K: every predicted mean is known, and the
-    median of the relative prediction errors is at most MOST_MISSED."""
+    median of the relative prediction errors is at most 20% (MOST_MISSED)."""
     are_complete = all(mean and not math.isnan(mean) for mean in means)
     return are_complete and missed_by(errors) <= MOST_MISSED
 
