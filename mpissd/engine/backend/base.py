@@ -87,7 +87,7 @@ class ForwardKey:
     """Identifies a kind of forward in tables of measured times. Forwards with equal keys differ
     only in the number of rows."""
 
-    model: str  # the shape's name, which also tells a changed number of layers, as in 70b@8L
+    model: str  # the model's name, with the number of layers if changed, as in 70b@8L
     tp: int
     fuse: bool
     lm_head: bool
@@ -126,7 +126,7 @@ class Cost:
     tp: int
     key: ForwardKey | None = None  # the key in measured tables; None for a single matrix product
     most_rows: int | None = None  # rows of the job's largest forward (None: rows); selects kernels
-    params: int = 0  # the weights that the forward reads; 0 for a single matrix product
+    params: int = 0  # the number of weights that are read; 0 for a single matrix product
     candidates: int = 1  # k of the top-k token ids that are returned for each row
     columns: int = 0  # the logits of a row on this rank, from which top-k chooses; 0: no LM head
 
@@ -156,7 +156,7 @@ class Program(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no clock")
 
     def close(self) -> None:  # noqa: B027  (most programs hold nothing)
-        """Frees the CUDA graph, which must not outlive the communicator of its all-reduces."""
+        """Frees the CUDA graph: one that outlives the communicator of its all-reduces hangs."""
 
 
 class Backend(ABC):
@@ -169,7 +169,7 @@ class Backend(ABC):
     itemsize: int  # bytes of an element of a weight or an activation
     dtype_name: str
     chains: bool = False  # whether the device can run decoding rounds without the host
-    few_rows: int = 0  # jobs of at most so many rows store weights in a special layout
+    few_rows: int = 0  # weights have a special layout if forwards have at most so many rows
     capture: bool = False  # whether programs are captured as CUDA graphs and replayed
 
     def use_here(self) -> None:  # noqa: B027  (few have a current device)
@@ -201,7 +201,7 @@ class Backend(ABC):
         return np.zeros(count, np.int32)
 
     def table(self, entries: int, width: int, key: int) -> Array:
-        """Returns an embedding table [entries, width] of random rows with variance 1."""
+        """Returns an embedding table [entries, width], random matrix `key` with variance 1."""
         return None
 
     def gather(self, table: Array, tokens: HostArray, out: Array) -> None:  # noqa: B027
@@ -255,4 +255,4 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Frees programs, then buffers. Must be called before the communicator of all-reduces is
-        closed: graphs that outlive it hang."""
+        closed: a CUDA graph that outlives the communicator hangs."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE = 16  # weight columns in a tile
-PAIR = 32  # the weight rows in a pair of steps of 16 rows
+PAIR = 32  # weight rows (inputs) that a pair of the kernel's steps multiplies, 16 a step
 ROW_TILE = 8
 MAX_ROWS = 4 * ROW_TILE  # the most rows of x in one product of the kernel
 _WARPS = 8
@@ -25,17 +25,17 @@ PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     + [(name, np.int32) for name in ("x_step", "out_step", "rows", "pairs", "tiles")]
     + [(name, np.int32) for name in ("after", "awaited", "exchange", "group_tiles", "before")]
 )
-_PACKED = (2, 8, 4, 2, 2, 2)  # sizes of a packed weight's axes after (column tile, row pair)
-_ROW_AXES = (1, 4, 2, 5, 7)  # axes of (tile, pair, *_PACKED) that are digits of a row's number
-_COLUMN_AXES = (0, 6, 3)  # axes of (tile, pair, *_PACKED) that are digits of a column's number
+_PACKED = (2, 8, 4, 2, 2, 2)  # sizes of a packed weight's axes after column tile and row pair
+_ROW_AXES = (1, 4, 2, 5, 7)  # axes of (tile, pair, *_PACKED) whose indices make a row number
+_COLUMN_AXES = (0, 6, 3)  # axes of (tile, pair, *_PACKED) whose indices make a column number
 
 
 @dataclass(frozen=True)
 class ChainGeometry:
     """Compile-time sizes of the kernel chain.cu for inputs x of up to `row_tiles` tiles of 8 rows.
-    tiles: tiles of 16 weight columns that a thread block computes at once. slots: slots of a
-    block's ring buffer of weights. ahead: for how many slots x is prefetched. flying: copies in
-    flight."""
+    tiles: tiles of 16 weight columns that a thread block computes at once. slots: the slots of a
+    block's ring buffer, into which weights are copied. ahead: for how many slots x is prefetched.
+    flying: the copies in flight."""
 
     row_tiles: int
     tiles: int
@@ -56,7 +56,7 @@ class ChainGeometry:
         return tuple((name.upper(), value) for name, value in vars(self).items())
 
 
-GEOMETRIES = {  # by the number of row tiles
+GEOMETRIES = {  # the sizes by the number of 8-row tiles of x
     1: ChainGeometry(1, tiles=8, slots=11, ahead=4, flying=3),
     2: ChainGeometry(2, tiles=8, slots=10, ahead=3, flying=4),
     3: ChainGeometry(3, tiles=6, slots=8, ahead=3, flying=4),
@@ -103,7 +103,8 @@ class Multiplication(NamedTuple):
         return reads or self.out.meets(other.x) or self.out.meets(other.out)
 
     def row_groups(self) -> list[Multiplication]:
-        """Splits the product into parts of nearly equal rows, at most MAX_ROWS each."""
+        """Splits the product into products of nearly equally many rows of x, at most MAX_ROWS each,
+        which the kernel computes at once."""
         count = -(-self.x.rows // MAX_ROWS)
         edges = (self.x.rows * i // count for i in range(count + 1))
         return [
@@ -119,7 +120,8 @@ def suits(rows: int, columns: int) -> bool:
 
 
 def aligned(x: Operand, out: Operand) -> bool:
-    """Returns whether x allows reads of 16 bytes at a time, and out writes of 4 bytes."""
+    """Returns whether x can be read 16 bytes at a time and `out` be written 4 bytes at a time:
+    whether their addresses and the distances of their rows are multiples of so many bytes."""
     return not (x.address % 16 or x.step % 8 or out.address % 4 or out.step % 2)
 
 

@@ -87,8 +87,8 @@ class ChainRunner:
 
     While a program's body runs, products are only recorded; the next operation of another kind, or
     the end of the body, launches all recorded ones at once. Outside a body each product is launched
-    by itself. stop: a page-locked int32. While it is not 0, no kernel waits; a kernel sets it when
-    it has waited `limit_s` seconds.
+    by itself. stop: a page-locked int32. While it is not 0, no kernel waits for others; a kernel
+    sets it after waiting `limit_s` seconds.
     """
 
     def __init__(self, launcher: Launcher, stop: NDArray[np.int32]) -> None:
@@ -109,7 +109,8 @@ class ChainRunner:
 
     def sum_last(self, out: Operand, inboxes: OneshotGroup) -> bool:
         """Makes the kernel also sum `out`, the last recorded product's output, over the ranks.
-        Returns False if `out` is another array, or exceeds the inboxes (buffers for exchanges)."""
+        Returns whether that is done; not if `out` is another array, or exceeds the inboxes (buffers
+        into which other ranks write)."""
         if not self._noted or self._noted[-1].out != out or self._noted[-1].summed:
             return False
         if min(out.rows, chain_plan.MAX_ROWS) * out.width > 2 * inboxes.capacity:
@@ -396,8 +397,9 @@ class CupyBackend(Backend):
         return float(size * passes / np.median([self._timed_s(program) for _ in range(7)]))
 
     def peak_flops(self) -> float | None:
-        """Measures the fastest of the square products that fit into 30 ms, because a hot chip slows
-        down. The side is 8192 if memory allows; None if even 1024 does not fit."""
+        """Returns the operations a second of the fastest of several square matrix products, which
+        last 30 ms in all, because a hot chip slows down. The side is 8192 if memory allows; None if
+        even 1024 does not fit."""
         room = runtime.memGetInfo()[0] // 2  # the bytes for x, the weight and the output
         sides = (n for n in (8192, 4096, 2048, 1024) if 3 * n * n * HALF.itemsize <= room)
         if (side := next(sides, None)) is None:

@@ -180,13 +180,15 @@ def _value(arg: Any) -> Any:
 
 
 class CupyProgram(Program):
-    """A forward as a captured CUDA graph, or as its plain body; keeps the body's buffers alive."""
+    """A forward on a GPU: a captured CUDA graph, or else a Python function (the body) that each
+    launch calls. Keeps the body's buffers alive."""
 
     def __init__(
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
-        """Runs and captures a body. stop: an array whose first element kernels set when they gave
-        up waiting; `done` then raises FaultError. capture: whether to capture a CUDA graph."""
+        """Runs `body` once. capture: whether to capture it as a CUDA graph, too. stop: an array
+        whose first element kernels set when they have waited too long; `done` then raises
+        FaultError."""
         self._stream = stream
         self._body = body
         self._stop = stop

@@ -1,4 +1,4 @@
-"""The CPU backend: real products in float32; also the reference in tests of other backends."""
+"""The CPU backend, with products in float32; tests compare the other backends with it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ class NumpyBackend(Backend):
         out[...] = values
 
     def read_bandwidth(self, num_bytes: int) -> float | None:
-        """Measures the fastest of 4 to 100,000 reads (by max) of up to 4 GB, about 1 GB in all."""
+        """Returns the bytes a second of the fastest read, by NumPy's max, of a buffer of num_bytes
+        (at most 4 GB). The reads, at least 4 and at most 100,000, add up to about 1 GB."""
         buffer = np.ones(max(1, min(num_bytes, 4 * 10**9) // 4), np.float32)
         count = min(10**5, max(4, -(-(10**9) // buffer.nbytes)))
         return buffer.nbytes / _fastest_s(buffer.max, count)

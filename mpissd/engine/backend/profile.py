@@ -1,8 +1,8 @@
 """A device profile: what forwards cost on one kind of machine, each number with its source.
 
-docs/profile.md describes the file. Its tables "forwards", "shards" and "read_outs" are used; the
-others are for human readers. A forward that a measured table covers takes the measured time; other
-forwards are modelled from the device's rates.
+docs/profile.md describes the file. Its tables "forwards", "shards" and "read_outs" are used; its
+other tables are for human readers. A forward that a measured table covers takes the measured time;
+other forwards are modelled from the device's rates.
 
 `EmulatedBackend` allocates nothing and computes nothing: a rank sleeps until its forward would end
 by the profile, so that a machine with many GPUs can be rehearsed on two cores. Forwards of the
@@ -29,7 +29,7 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, DeviceInfo, ForwardKey, Program
 
 SCHEMA = 1
-_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # names as H100, GH200, L40S
+_FAMILY = re.compile(r"(?:GH|GB|[ABHLPTV])\d+[A-Z]?(?=\b|_)")  # GPU names, as H100, GH200, L40S
 _FORMS = {"NVL": "NVL", "PCI": "PCIe", "SXM": "SXM", "HBM": "SXM"}
 _USUAL_FORM = {"H200": "SXM"}  # the form factor if the device's name has none
 _SIZES = ("A100", "V100")  # GPUs that were built with two sizes of memory
@@ -79,8 +79,9 @@ class Curve:
 @dataclass(frozen=True)
 class Forward:
     """Measured times of a whole forward with all-reduces: seconds by number of rows, on a rank that
-    holds `params` weights. kernel: the name of the products' kernel; "" in old profiles. most_rows:
-    jobs whose forwards have at most so many rows use this kernel (None: all jobs)."""
+    holds `params` weights. kernel: the name of the kernel that computes its matrix products; "" in
+    old profiles. most_rows: jobs whose forwards have at most so many rows use this kernel (None:
+    all jobs)."""
 
     params: int
     seconds: Curve
@@ -95,12 +96,12 @@ class HostEntry:
 
     mode: str
     tp: int
-    num_drafts: int  # the number of draft ranks; 0 in AR, and if the lead drafts
+    num_drafts: int  # the number of draft ranks; 0 in AR, and if the target's rank 0 drafts
     batch_size: int
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    # number of branches drafted ahead for a sequence, which cost seconds["keys"]; 0: unknown
+    # branches drafted ahead for a sequence; seconds["keys"] chooses their first tokens; 0: unknown
     lanes: int = 0
     context: int = 0  # the context of transformer forwards, in tokens
     forward: str = "gemm"  # the kind of forward, a value of --forward
@@ -373,7 +374,7 @@ def load_profile(text: str) -> Profile:
 
 def role_profiles(device: str, draft_device: str | None) -> tuple[Profile, Profile]:
     """Loads the profiles of the targets' and the drafts' devices (draft_device=None: the same).
-    Raises ConfigError as load_profile does."""
+    Raises ConfigError if a profile is unknown or cannot be read."""
     profile = load_profile(device)
     return profile, profile if draft_device is None else load_profile(draft_device)
 

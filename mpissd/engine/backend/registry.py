@@ -49,8 +49,8 @@ def visible_gpus() -> int:
 
 
 def unopened(name: str) -> str:
-    """Resolves "auto" to "numpy" if CuPy is not installed; returns any other name, and "auto" with
-    CuPy, unchanged. Does not look for a GPU."""
+    """Resolves a backend's name as far as is possible without looking for a GPU: "auto" becomes
+    "numpy" if CuPy is not installed; any other name, and "auto" with CuPy, stays as it is."""
     return "numpy" if name == "auto" and not _has_cupy() else name
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
 
-# A range of lanes (scratch KV memory) is encoded as first + SPAN · (count − 1), first < SPAN.
+# n lanes (scratch KV memory) in a row are encoded as the first one's number + SPAN · (n − 1).
 SPAN = 1 << 20
 MOST_SPAN = (1 << 31) // SPAN  # the most lanes in a range, so that its code fits an int32
 
@@ -169,7 +169,8 @@ class Judging:
 class Judgement:
     """The target's verdict on a drafted token. token: the accepted token, its replacement, or the
     target's own sample if nothing was drafted. is_replaced: whether `token` replaces a rejected
-    token. needs_row: whether the token was rejected and, without Judging.kept, not replaced."""
+    token. needs_row: whether the token was rejected but not replaced, because the draft's
+    distribution (Judging.kept) was missing."""
 
     token: int
     is_replaced: bool = False

@@ -102,7 +102,7 @@ class Shard(_Costs):
     """The share that rank `rank` of `tp` ranks holds of a model of bare matrix products. q_width,
     kv_width, ffn, vocab: the number of this rank's columns of q, of k (and of v), of gate (and of
     up), and of the LM head. Raises ConfigError if `tp` does not divide the heads or the FFN, and
-    for a head-sized draft with tp > 1."""
+    for a head-sized draft (EAGLE, MTP, Medusa, MLP) with tp > 1."""
 
     shape: ModelShape
     tp: int = 1
@@ -205,9 +205,9 @@ class TransformerShard(_Costs):
     """The share of a transformer that rank `rank` of `tp` ranks holds. kv, q, ffn, vocab_range:
     slices of the outputs (rows of the weights) that this rank computes: kv of k_proj and of v_proj,
     q of q_proj, ffn of gate_proj and of up_proj, vocab_range of the LM head. The slices q and ffn
-    also select its inputs (columns) of o_proj and of down_proj. q_width, kv_width, ffn_width,
-    vocab: the lengths of the slices. heads, kv_heads: the query heads and KV heads on this rank.
-    Raises ConfigError if there are fewer KV heads than ranks."""
+    also select this rank's inputs (columns) of o_proj and of down_proj. q_width, kv_width,
+    ffn_width, vocab: the lengths of the slices. heads, kv_heads: the query heads and KV heads on
+    this rank. Raises ConfigError if there are fewer KV heads than ranks."""
 
     config: TransformerConfig
     tp: int = 1

@@ -63,7 +63,7 @@ class Stack(ABC):
         self.shard: Any = shard
 
     def place(self, places: Places | None) -> None:  # noqa: B027  (products keep no cache)
-        """Sets where the next forward's rows (tokens) lie in the KV cache; None: no row uses it."""
+        """Sets where the next forward's rows (tokens) lie in the KV cache (None: in none of it)."""
 
     def release(self, slots: Sequence[int]) -> None:  # noqa: B027  (products keep no cache)
         """Frees the KV cache's parts (slots) of these sequences, which have ended."""
@@ -176,10 +176,10 @@ class Product(NamedTuple):
 
 class GemmWeights:
     """One rank's random weights of a model of bare matrix products, and its embedding table.
-    Several stacks, each with its own buffers, may share them. layers: the products of each layer;
-    with ForwardOptions.fuse, q, k, v are one product, and gate, up another. fusion: the product
-    that joins an EAGLE or MTP draft's inputs; empty for other models. heads: the product of each
-    Medusa head. lm_heads: each LM head."""
+    Several stacks, each with its own buffers, may share them. layers: the matrix products of each
+    layer; with ForwardOptions.fuse, q, k, v are one product, and gate, up another. fusion: the
+    product that joins an EAGLE or MTP draft's inputs; empty for other models. heads: the product of
+    each Medusa head. lm_heads: each LM head."""
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int

@@ -137,7 +137,7 @@ class Stepper(Forwards):
 
     def only(self, buckets: Iterable[int]) -> Stepper:
         """Returns a stepper that runs forwards at some of this stepper's row counts (buckets) only.
-        It shares the compiled programs, which this stepper alone closes."""
+        The returned stepper uses the same compiled programs, and its `close` leaves them open."""
         part = copy.copy(self)
         part.buckets = sorted(set(buckets))
         part._shares = True

@@ -1,4 +1,4 @@
-"""Turns the tokens of an answer into text as they arrive, and names what drafted each token."""
+"""Turns the tokens of an answer into text as they arrive, and says what drafted each token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BONUS = "bonus"
 # The name of each Source in answers. NONE stands for the bonus token, which the target emits.
 SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 _LONGEST_CHARACTER = 4  # bytes of the longest UTF-8 character
-_MOST_BYTES = 16  # most tokens of a prompt decoded with its answer, if all are single bytes
+_MOST_BYTES = 16  # the most prompt tokens that are decoded with an answer, if all are single bytes
 
 
 def sources_of(num_accepted: int, source: int) -> list[str]:
-    """Returns the names of what drafted the tokens of a round: `source` for each accepted token,
-    and "bonus" for the token that the target emits after them."""
+    """Returns the names of what drafted the tokens of a round: that of `source` (a Source) for each
+    of the num_accepted accepted tokens, and "bonus" for the target's token after them."""
     return [SOURCES[int(source)]] * num_accepted + [BONUS]
 
 
@@ -50,7 +50,7 @@ class AnswerText:
         self.ended: str | None = None
 
     def push(self, token: int) -> str:
-        """Appends a token to the answer; returns the text that can be shown by now."""
+        """Appends a token to the answer; returns the further text that can be shown now."""
         if self.ended is not None:
             return ""
         if token in self._stop_ids:
@@ -96,9 +96,10 @@ class AnswerText:
         return text
 
     def _advance(self) -> str:
-        """Returns the text that the waiting tokens add. If they add any, they become the context
-        for later tokens. Single-byte tokens are left out of the context if there are others,
-        because one invalid byte changes the text of all bytes before it."""
+        """Returns the text that the tokens not yet decoded add. If they add any, they become the
+        context: the tokens that are decoded together with the next ones. Single-byte tokens are
+        left out of the context if it has others, because one invalid byte changes the text of all
+        bytes before it."""
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._waiting])
         if not text.startswith(before):  # The answer completes the last character of the prompt.

@@ -53,7 +53,7 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
     words = library.LLTokenizer("byte") if tokenizer is None else tokenizer.for_grammars
     matcher = _matcher(words, text)
     is_met = any(matcher.compute_bitmask()) or matcher.is_accepting()
-    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # reads what is forced at first
+    if matcher.consume_tokens(matcher.compute_ff_tokens()):  # reads the tokens forced at first
         matcher.compute_bitmask()
     if reason := matcher.get_error() or ("" if is_met else "no text meets it"):
         reason = reason.partition("<state>")[0].replace("lexer error", "too costly")
@@ -138,8 +138,8 @@ class Grammar:
 
     def __init__(self, begin: Callable[[], Any], texts: Bits, vocab: int, ends: Ends) -> None:
         """Begins an answer. begin: a function that returns llguidance's matcher at the beginning of
-        an answer. texts: for each of V = vocab tokens a bit, set if it has a text and is not in
-        `ends`, which end answers."""
+        an answer. texts: a bit for each of V = vocab tokens, set if the token has a text and does
+        not end answers. ends: the tokens that end an answer."""
         self._begin = begin
         self._texts = texts
         self._vocab = vocab
@@ -192,8 +192,9 @@ class Grammar:
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether the next `count` tokens after `tokens`, or all up to the answer's end,
-        are forced; always True after the answer's end if `forces` is set."""
+        """Returns whether the grammar forces the next `count` tokens after `tokens`, or all up to
+        the answer's end if fewer remain. Without `forces` it returns False; with it, True after the
+        end."""
         if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)
@@ -201,8 +202,8 @@ class Grammar:
 
     def masked(self, logits: Logits, tokens: Sequence[int], ids: Ints | None = None) -> Logits:
         """Returns `logits` with −inf for tokens that may not follow the answer's first `tokens`.
-        logits: float32 [V], or [n] for the n tokens `ids` only. They are returned unchanged after
-        the answer's end, and where none of the tokens `ids` is allowed."""
+        logits: float32 [V], or [n] for the n tokens `ids` only. The logits are returned unchanged
+        after the answer's end, and if none of the tokens `ids` is allowed."""
         allowed = self.allowed(tokens)
         if allowed is not None and ids is not None:
             allowed = allowed[ids]
@@ -215,8 +216,8 @@ class Grammars:
     """Makes a Grammar for each answer, over the vocabulary of one target model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, stop_ids: Collection[int]) -> None:
-        """Reads the vocabulary. vocab: V of the model, at least the tokenizer's. stop_ids: tokens
-        that end an answer."""
+        """Reads the vocabulary. vocab: the number V of the model's tokens, at least the
+        tokenizer's. stop_ids: tokens that end an answer."""
         words = tokenizer.for_grammars
         ends = frozenset(stop_ids)
         ids = range(min(vocab, words.vocab_size))
@@ -225,9 +226,9 @@ class Grammars:
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
     def begin(self, text: str) -> Grammar:
-        """Returns a new answer's grammar, which `text` has in llguidance's notation, in 1 ms for
-        most schemas. Each answer gets a matcher of its own: copies of one matcher share a lexer, so
-        that one answer could exhaust the lexer's limit for all."""
+        """Returns the Grammar of a new answer, which takes 1 ms for most schemas. text: the grammar
+        in llguidance's notation. Each answer gets a matcher of its own: copies of one matcher share
+        a lexer, so that one answer could exhaust the lexer's limit for all."""
         return Grammar(partial(self._matcher, text), *self._shared)
 
 

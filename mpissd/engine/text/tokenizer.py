@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 Message = Mapping[str, Any]
-_CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim its space
+_CUT = "\ue000cut\ue000 "  # marks where an answer continues a message; templates may trim the space
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # a message's keys for reasoning
 # The errors that a damaged tokenizer file, or a value of a wrong type in it, raises when read.
 _DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
@@ -64,8 +64,8 @@ class Tokenizer(Vocabulary):
 
     @cached_property
     def for_grammars(self) -> Any:
-        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. The LLTokenizer
-        encodes the name of a control token as ordinary text."""
+        """The vocabulary as llguidance's LLTokenizer, which takes .5 s to make. It encodes the name
+        of a control token as ordinary text, so that a grammar can force such a text."""
         library = load_library("llguidance", "grammars")
         vocabulary = _for_llguidance(self.backend.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
@@ -139,7 +139,7 @@ class Tokenizer(Vocabulary):
         return bytes(letters[letter] for letter in text) if is_bytes else text.encode()
 
     def is_byte(self, token: int) -> bool:
-        """Returns whether a byte-fallback vocabulary's token is a single byte, named as <0x0A>."""
+        """Returns whether a token is a byte-fallback vocabulary's single byte, such as <0x0A>."""
         text = self.backend.id_to_token(token) or ""
         return b'"ByteFallback"' in self._decoder and _BYTE.fullmatch(text) is not None
 
@@ -239,7 +239,7 @@ def tokenizer_digest(where: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _byte_letters() -> dict[str, int]:
-    """Returns the byte for each letter in the tokens of a byte-level vocabulary (GPT-2's)."""
+    """Returns the byte that each letter in a byte-level vocabulary's tokens means (GPT-2's)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), 0xAD), *range(ord("®"), 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -303,7 +303,7 @@ def _compiled(template: str) -> Template:
         return text.getvalue()
 
     class Generation(Extension):
-        """Supports {% generation %} … {% endgeneration %}, which enclose what the model wrote."""
+        """Ignores the tags {% generation %} and {% endgeneration %} around what the model wrote."""
 
         tags = {"generation"}  # noqa: RUF012  (the library's interface)
 

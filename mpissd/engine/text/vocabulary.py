@@ -36,8 +36,8 @@ MORE_TEMPLATES = "additional_chat_templates"  # a folder of further templates, N
 @dataclass(frozen=True)
 class Vocabulary:
     """The content of a model's tokenizer files. stop_ids: the tokens that end an answer. templates:
-    the chat templates by name. specials: the texts of special tokens such as bos_token by name, for
-    templates. backend: the tokenizer object of the library `tokenizers`."""
+    the chat templates by name. specials: the texts of special tokens by their names, such as
+    bos_token, which templates use. backend: the tokenizer object of the library `tokenizers`."""
 
     stop_ids: frozenset[int]
     templates: Mapping[str, str]
@@ -115,7 +115,7 @@ def _added(
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    # AutoTokenizer collects these texts before it makes tokens of tokenizer_config.json's objects.
+    # As in AutoTokenizer, a token that tokenizer_config.json has as an object is not counted here.
     values = ((settings.get(key), config.get(key)) for key in _SPECIALS)
     texts = {str(value) for value, old in values if isinstance(value, str) or value is not old}
     texts |= set(map(str, settings["extra_special_tokens"] or []))
@@ -136,7 +136,7 @@ def _special(
     for name in _SPECIALS:
         if (token := settings.get(name)) is not None:
             named[name] = by_text.get(str(token), token)
-    for name, token in settings.items():  # Models may name others, such as image_token.
+    for name, token in settings.items():  # Models may name more of them, such as image_token.
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
     extra = settings.get("extra_special_tokens") or []
@@ -215,7 +215,7 @@ _FOLDER = "allowed: the model's Hugging Face folder"
 _DEFAULT_ID = 11  # llama.cpp's id for BOS and EOS if a byte-pair vocabulary names none
 _CONTROL = 3  # ggml's number for the type of control tokens
 _USER_DEFINED = 4
-_SPELLED = (2, _CONTROL, _USER_DEFINED)  # ggml's types of tokens that are found by name in texts
+_SPELLED = (2, _CONTROL, _USER_DEFINED)  # ggml's types of tokens that are found by their texts
 
 # By these regular expressions llama.cpp's pre-tokenizers split text before byte pairs are merged.
 # The expressions are from llama-vocab.cpp of llama.cpp, and from the models' tokenizer.json.
@@ -234,14 +234,14 @@ _SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 _NFC = ("qwen2",)  # pre-tokenizers that first normalise text to Unicode's NFC
-_LLAMA3_NAMES = ("llama-bpe", "llama3")  # These add BOS, and never split a word that is a token.
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # They add BOS, and never split a word that is a token.
 # llama.cpp recognises control tokens by their texts. The tokens below end an answer.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "
     "[EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜> [e~["
 )
-# Each line of _ONE_OF lists texts of control tokens of one kind, whose key is in _GROUPS.
-# If a GGUF file has that key, its token replaces the line; else llama.cpp takes any of the texts.
+# A line of _ONE_OF has the texts of one kind of control token; _GROUPS has the kind's GGUF key.
+# If a GGUF file has the key of a kind, only the key's token counts; else every text in its line.
 # All tokens of the last three lines of _ONE_OF end an answer.
 _GROUPS = "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"
 _ONE_OF = """

@@ -54,7 +54,7 @@ class CacheSizes:
 
     @property
     def num_positions(self) -> int:
-        """The number of positions that tokens may have; drafted ones may exceed the last page."""
+        """The number of positions that a sequence's tokens, drafted ones included, may have."""
         return self.pages_per_slot * self.page + self.steps
 
 
@@ -94,7 +94,7 @@ class PageTable:
         self.held = [0] * sizes.slots
         self._blank = list(
             range(sizes.num_pages - 1, -1, -1)
-        )  # free pages that no later sequence can reuse; pages are taken from the end
+        )  # free pages whose contents nobody can share; pages are taken from the end
         self._kept: dict[int, None] = {}  # reusable pages that no sequence holds, oldest first
         self._holders = [0] * sizes.num_pages
         self._names: dict[_Key, tuple[int, int]] = {}  # (page, its name)

@@ -97,8 +97,8 @@ def quantize(
     """Quantises a matrix [outputs, inputs] to int8, with a scale for each block of 32 inputs;
     returns the integers and the scales, float16 [outputs, inputs / 32]. A block's largest weight
     becomes ±127. dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding
-    (1502.02551, section 3): x is rounded up where the dither is less than x − ⌊x⌋. None: to the
-    nearest."""
+    (1502.02551, section 3): x is rounded up where the dither is less than x − ⌊x⌋. Without dither,
+    it is rounded to the nearest integer."""
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
         raise ConfigError(f"{inputs} inputs of a matrix: allowed: multiples of {BLOCK}")

@@ -72,11 +72,11 @@ class TransformerConfig:
     by head (Qwen3). tied: whether the LM head is the embedding. rope_divisor: divides all rotary
     frequencies (linear scaling). max_positions: the longest context in tokens. head_vocab: rows of
     the LM head, fewer than shape.vocab_size if a draft can propose only some of its target's
-    tokens. bits: the mean size of a weight in a CPU's memory. kind: one of shapes.STATE_KINDS, for
-    a draft that reads its target's hidden state; "" for others. Medusa heads count as layers.
-    masks: the number J of mask tokens of a parallel draft, whose ids V, …, V + J − 1 follow its
-    vocabulary of V tokens (PARD, 2504.18583). Raises ConfigError for an odd head_dim, which cannot
-    be rotated.
+    tokens. bits: the mean size in bits of a weight in a CPU's memory. kind: one of
+    shapes.STATE_KINDS, for a draft that reads its target's hidden state; "" for others. Medusa
+    heads count as layers. masks: the number J of mask tokens of a parallel draft, whose ids V, …, V
+    + J − 1 follow its vocabulary of V tokens (PARD, 2504.18583). Raises ConfigError for an odd
+    head_dim, which cannot be rotated.
     """
 
     shape: ModelShape
@@ -111,7 +111,7 @@ class TransformerConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return angles
-        turns = scaling.original * angles / (2 * math.pi)  # over the original context length
+        turns = scaling.original * angles / (2 * math.pi)  # turns over the original context length
         smooth = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
         return np.asarray((1 - smooth) * angles / scaling.factor + smooth * angles)
 
@@ -168,8 +168,9 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 
 def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
-    """Returns a rule (see Rule) for each key that is not in `read`, the keys that the caller reads:
-    its value must be null, or its name begin with "_". prefix: text before the key in a message."""
+    """Returns a check (Rule) of each key that is not in `read`, the keys that the caller
+    understands. A key passes if its value is null or it begins with "_". prefix: text before keys
+    in messages."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
         for key in sorted(keys.keys() - set(read))

@@ -46,7 +46,7 @@ from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
-SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; from BEFORE on: tokens
+SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE: the first of several
 NOT_FINITE = -2  # reported instead of the accepted node if a logit is not finite
 RING = 3  # number of rounds that have buffers: the previous, the running and the next one
 _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
@@ -61,12 +61,12 @@ class Sheet:
     back is 1, or K if the draft's forward also reads the mask tokens `masks`. moves: [2, S, 4], how
     to copy the last accepted path in the draft's cache and in the target's: from which lane
     (scratch memory; NOBODY: nothing to copy), to which slot, the first position, and how many
-    tokens. parents: [S, N], the parents of the nodes of trees that change shape each round (dynamic
-    trees). forced: [RING, S, N + K + 1], by round modulo RING, prescribed tokens of the draft's
-    nodes, then of the target by level (NOBODY: the model decides). decided: [RING, S, N + 2], by
-    round, the accepted node, the bonus token and the drafted tokens. Of a dynamic tree, `forced`
-    and `decided` have K in place of N; `decided` has the number of accepted tokens, the bonus token
-    and the accepted tokens.
+    tokens. A draft tree has N nodes in K levels. parents: [S, N], the nodes' parents in trees that
+    change shape each round (dynamic trees). forced: [RING, S, N + K + 1], by round modulo RING (3),
+    prescribed tokens of the draft's nodes, then of the target by level (NOBODY: the model decides).
+    decided: [RING, S, N + 2], by round, the accepted node, the bonus token and the drafted tokens.
+    Of a dynamic tree, `forced` and `decided` have K in place of N; `decided` has the number of
+    accepted tokens, the bonus token and the accepted tokens.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Ends:
 @dataclass(frozen=True)
 class RoundStage:
     """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
-    run it. number: 0 before the first forward, j = 1 … K after the draft's forward j, K + 1 after
-    the target's, trees.PLANT before the target's forward if the tree changes shape each round.
-    turn: the round modulo RING, which selects buffers. draft: None on a rank that does not draft.
-    On the device: table, the tree as trees.table_of returns it; firsts, int32 [T], the first token
-    of each rank's share of the target's vocabulary; ids, the token of each column of the draft's
-    logits (None: column n is token n); shapes, the trees that change shape each round (None: all
-    rounds have sheet.tree)."""
+    run it. number: 0 before the first forward, j after the draft's forward j = 1 … K (one for each
+    level of the tree), K + 1 after the target's, trees.PLANT before the target's forward if the
+    tree changes shape each round. turn: the round modulo RING (3), which selects buffers. draft:
+    None on a rank that does not draft. On the device: table, the tree as trees.table_of returns it;
+    firsts, int32 [T], the first token of each rank's share of the target's vocabulary; ids, the
+    token of each column of the draft's logits (None: column n is token n); shapes, the trees that
+    change shape each round (None: all rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -217,8 +217,9 @@ class RoundStage:
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Finds one level of sequence s's draft tree if its shape changes each round (stages 1 …
-        K), and writes the likeliest nodes to the draft's next forward. After the last level, the N
-        chosen tokens are written to the target's forward (`rows`)."""
+        K), and writes the likeliest nodes to the draft's next forward. After the last level, the
+        likeliest nodes on all levels are chosen, and their tokens are written to the target's
+        forward (`rows`)."""
         level = self.number
         draft = self.draft
         shapes = self.shapes
@@ -355,7 +356,7 @@ class DeviceRounds:
         self._programs: list[list[Program]] = [
             [self._program(number, turn) for number in numbers] for turn in range(RING)
         ]
-        self._flying: list[int] = []  # rounds that are launched and whose outcome is not yet read
+        self._flying: list[int] = []  # rounds that are launched and whose results are not yet read
 
     def _program(self, number: int, turn: int) -> Program:
         """Compiles one forward of a round, with the small kernels (stages) before and after it: the

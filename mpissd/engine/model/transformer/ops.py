@@ -156,8 +156,8 @@ class Ops(Protocol):
     def grow(self, sheet: Any, rows: int, draft: Any, ids: Array) -> None:
         """Makes the input of a draft's next step without the host: appends one token to each
         speculative branch. sheet: the branches (GrowthSheet, whose `run` does this on a host).
-        rows: their number, padded. draft: the draft's buffers. ids: the token of each column of its
-        logits (None: column n is token n)."""
+        rows: the number of branches, padded. draft: the draft's buffers. ids: the token of each
+        column of its logits (None: column n is token n)."""
         sheet.run(rows, draft, ids)
 
     def spread(self, group: Group, ints: HostArray, count: int) -> None:

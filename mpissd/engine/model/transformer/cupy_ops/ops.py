@@ -39,7 +39,7 @@ _WIDE_TILES = 1024  # From so many column tiles on, a block computes two, which 
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
 # Large blocks save L2 bandwidth: they load (columns + rows) data for (columns · rows) work.
 _LARGE = ((4, 8, 3), (2, 8, 4))
-_MIN_BLOCKS = 96  # With fewer large blocks, much of a GPU would be idle.
+_MIN_BLOCKS = 96  # With fewer large blocks, small ones are used, to keep the GPU busy.
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128

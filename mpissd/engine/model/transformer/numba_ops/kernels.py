@@ -106,7 +106,8 @@ def product(x, packed, out, first, rows):
 def float_product(x, first, count, depth, weights, stride, out, width):
     """Adds to out [count, width] the product of a part of x with float32 weights. x: [rows,
     columns], of which `count` rows from `first` and the first `depth` columns are read. weights,
-    out: addresses; two rows of weights lie `stride` elements apart. width: a multiple of 16."""
+    out: addresses; two rows of weights lie `stride` elements apart. width: the number of columns of
+    `out`, a multiple of 16."""
     groups = (count + MOST_ROWS - 1) // MOST_ROWS
     columns = x.shape[1]
     for group in range(groups):
@@ -307,8 +308,9 @@ def store(qkv, sizes, layer, norms, eps, turns, places, caches, q, rows):
 
 @njit(**JIT)
 def attend(q, out, sizes, layer, places, caches, rows):
-    """Computes the attention of one layer: sets out = softmax(q·kᵀ/√head_dim)·v for each row; 0 for
-    padding. The other arguments are explained in `store`."""
+    """Computes the attention of one layer: sets out = softmax(q·kᵀ/√head_dim)·v for each row; for
+    padding rows out = 0. sizes: (heads, kv_heads, head_dim). places: where the rows lie
+    (row_places), and the page table. caches: the keys and values (ops.CpuCache)."""
     row_places = places[0]
     start = np.int64(0)
     while start < rows:
@@ -424,8 +426,8 @@ def attend_page(group, layer, places, caches, head, span, index, work):
 
 @njit(**JIT)
 def lane_span(row_places, m, first, page):
-    """Returns the steps [from, to) of row m's lane (a branch's scratch memory) whose positions lie
-    on the page that begins at position `first`; (0, 0) for a row without a lane."""
+    """Returns the range [from, to) of the tokens in row m's lane (a branch's scratch memory) whose
+    positions lie on the page that begins at position `first`; (0, 0) for a row without a lane."""
     trunk = row_places[_TRUNK, m]
     if row_places[_LANE, m] < 0:
         return np.int64(0), np.int64(0)

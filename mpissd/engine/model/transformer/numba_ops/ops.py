@@ -38,8 +38,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding that is read row by row. values: float32 [entries, hidden]. is_read: which rows
-    were read from `part`."""
+    """An embedding that is read row by row from the stored tensor `part`. values: float32 [entries,
+    hidden]. is_read: which of its rows were read."""
 
     part: Part
     values: Floats
@@ -53,8 +53,8 @@ class CpuCache:
     arrays: float32 keys [layers, pages, kv heads, head_dim, page] and values [layers, pages, kv
     heads, page, head_dim], then keys and values of the lanes (scratch memory of branches), with a
     lane's tokens in place of a page's positions. A last axis is padded to a multiple of 16. turns:
-    the cosines and sines of each position, [positions, head_dim / 2]. places: RowPlaces.rows and
-    .pages.
+    the cosines and sines of each position, [positions, head_dim / 2]. places: where each row lies,
+    and the page table (RowPlaces.rows and .pages).
     """
 
     arrays: tuple[Floats, Floats, Floats, Floats]
