@@ -49,7 +49,7 @@ DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # K and F measured for smollm2 on CPUs
+_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # flags that suit smollm2 on measured CPUs
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
@@ -179,14 +179,15 @@ class MethodFlags(Checked):
 
     @property
     def is_lookup(self) -> bool:
-        """Whether a lookup in the text, and no draft model, drafts all tokens (sd, backup=fast)."""
+        """Whether all draft tokens are copied from earlier text (mode=sd with backup=fast), so that
+        no draft model is needed."""
         return self.mode == "sd" and self.backup == "fast"
 
     def effective(self, name: str) -> Any:
         return self.drafts if name == "num_drafts" else super().effective(name)
 
     def check(self) -> None:
-        """Raises ConfigError if a backup would draft more than K tokens."""
+        """Raises ConfigError if more tokens are to be drafted after a cache miss than K."""
         super().check()
         tokens = self.backup_lookahead
         if tokens is not None and tokens > self.lookahead:
@@ -327,7 +328,8 @@ class WorkloadFlags(Checked):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end an answer, from --stop: one or a JSON list. Raises ConfigError."""
+        """The strings that end an answer, from --stop, whose value is one string or a JSON list of
+        strings. Raises ConfigError for another value."""
         if self.stop is None or not self.stop.startswith("["):
             return () if self.stop is None else (self.stop,)
         try:
@@ -346,7 +348,7 @@ class WorkloadFlags(Checked):
                 raise ConfigError(f"{name}: is no UTF-8 text")
         if self.top_p == 0:
             raise ConfigError("top_p=0: allowed: a number above 0, at most 1")
-        vocab = self.vocab or DEFAULT_VOCAB  # not for text, which has a tokenizer's
+        vocab = self.vocab or DEFAULT_VOCAB  # unused for text: its tokenizer has the size
         if not is_text(self.workload) and self.stop_token is not None and self.stop_token >= vocab:
             raise ConfigError(f"stop_token={self.stop_token}: allowed: 0..{vocab - 1}")
 
@@ -386,9 +388,9 @@ class MachineFlags(Checked):
 
 @dataclass(frozen=True)
 class Learning(Checked):
-    """How a learner rank trains the draft model: the values of --learn. Each sequence is trained on
-    batch · steps times on average. With device=cuda, the learner with index i on its host uses GPU
-    i, or the host's last GPU."""
+    """How a learner (a rank that trains the draft model while others decode) works: the values of
+    --learn. Each sequence is trained on batch · steps times on average. With device=cuda, the
+    learner with index i on its host uses GPU i, or the last GPU of a host with fewer GPUs."""
 
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")
@@ -475,13 +477,15 @@ class RunConfig(  # dataclass fields come from the last base class first
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens to decode in a sequence, or None; 256 for text without another limit."""
+        """The most tokens to decode in a sequence: the value of --num_tokens or, for text whose
+        tokens and rounds are both unlimited, 256; None: no limit."""
         unlimited = self.is_text and self.num_tokens is None and self.rounds is None
         return _ANSWER_TOKENS if unlimited else self.num_tokens
 
     @property
     def max_rounds(self) -> int | None:
-        """The most measured rounds; None for as many as the sequences need."""
+        """The most measured rounds: the value of --rounds; without it 200 or, if a number of tokens
+        or the text ends the sequences, None (as many rounds as they need)."""
         is_limited = self.is_text or self.num_tokens is not None
         return 200 if self.rounds is None and not is_limited else self.rounds
 

@@ -36,7 +36,7 @@ class FaultError(MpissdError):
 
 
 class DivergedError(FaultError):
-    """A model's logits are not finite, since its weights are damaged or overflow."""
+    """A model's logits are infinite or NaN, because its weights are damaged or sums overflow."""
 
 
 def line_of(error: ConfigError) -> str:

@@ -77,7 +77,8 @@ def words(name: str, text: str) -> str:
 
 def mapped(kind: type[Config], text: str | None, name: str) -> Config:
     """Parses the value of the flag `name`, which is itself a list of flags, such as
-    rate=3e-5,batch=4, into a configuration. Raises ConfigError."""
+    rate=3e-5,batch=4, into a configuration of class `kind`. text: the value; None counts as an
+    empty list. Raises ConfigError for a wrong list."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     if bad := [key for key, is_said, _ in pairs if not is_said]:
         raise ConfigError(f"{name}={text}: {bad[0]!r}: allowed: {name}=name=value,name=value")
@@ -116,7 +117,7 @@ class Condition:
             return f"{self.name} above {self.allowed[1:]}"
         if not self.allowed:
             return "both"
-        named = self.allowed.removeprefix("None|")  # "None|" also allows that the flag is left out
+        named = self.allowed.removeprefix("None|")  # "None|": the flag may be left out, too
         return "one of them" if named == "None" else f"{self.name}={named}"
 
 
@@ -260,8 +261,8 @@ def read(
 
 
 def parse_into(kind: type[Config], flags: Mapping[str, str]) -> Config:
-    """Makes a configuration of class `kind`, contained ones too, from {flag: text}. Raises
-    ConfigError."""
+    """Makes a configuration of class `kind`, and those contained in it, from {flag: text}. Raises
+    ConfigError for an unknown flag or a refused value."""
     fields = flags_of(kind)
     for name in flags:
         if name not in fields:

@@ -55,8 +55,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The metadata of a GGUF file and its tensors by name. paths: the file, or all shards of a
-    split model; the first shard has the metadata."""
+    """What a GGUF file says without its weights: metadata {key: value}, and tensors by name. paths:
+    the file, or all shards of a split model, of which the first has the metadata."""
 
     path: Path
     metadata: dict[str, Any]

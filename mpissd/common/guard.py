@@ -29,7 +29,7 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMIX_SERVER_URI", "PMIX_SERVER_URI2", "PMIX_SER
               "PMIX_SERVER_URI41", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMI_JOBID")  # fmt: skip
 _OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDI_", "SLURM_")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# Number of attempts to connect: a rank may bind the socket, but die before it starts the watchdog.
+# Attempts to connect; several are needed if a rank binds the socket and dies before the watchdog.
 _ATTEMPTS = 50
 _ANSWER_S = 5.0  # longest wait, in s, for a report to be printed; the watchdog may delay it by 3 s
 _MOST = 1000  # the most characters of a rank's report that are sent
@@ -50,7 +50,7 @@ class _Guard:
             signal.signal(signum, lambda number, _: os._exit(128 + number))
         self.printed = threading.Event()  # set when the watchdog has printed this rank's report
         self.has_spoken = False  # whether this rank has reported a fault or its normal end
-        self.lost: frozenset[int] = frozenset()  # world ranks that are gone while the job goes on
+        self.lost: frozenset[int] = frozenset()  # MPI ranks that ended while the job goes on
         threading.Thread(target=self._listen, name="mpissd-guard", daemon=True).start()
 
     def tell(self, kind: str, **fields: Any) -> bool:
@@ -95,7 +95,7 @@ def join(
     if not sys.platform.startswith("linux"):
         return
     if process.stat(os.getpid()) is None:
-        return  # Without /proc every rank would seem dead.
+        return  # Ranks are watched through /proc.
     sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
     about = {
         "rank": rank,
@@ -178,7 +178,8 @@ def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def stage(now: Stage) -> None:
-    """Shows the watchdog which stage of the job this rank has reached."""
+    """Stores where the watchdog reads it which stage of the job this rank has reached, so that a
+    message about a fault can name the stage."""
     OWN.bytes[STAGE] = now
 
 
@@ -204,5 +205,6 @@ def leave(code: int) -> None:
 
 
 def lost() -> frozenset[int]:
-    """Returns the world ranks that are gone while the job goes on (--on_draft_loss=ar)."""
+    """Returns the MPI ranks that have ended while the job goes on without them, as the flag
+    --on_draft_loss=ar allows for draft ranks."""
     return frozenset() if _guard is None else _guard.lost

@@ -91,7 +91,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def load(path: Path) -> Mapping[str, Any]:
     """Returns the file's JSON object, or its text_config for a multi-modal model. Absent keys get
-    the defaults of the model family where these differ between families. Raises ConfigError."""
+    the defaults of the model family where these differ between families. Raises ConfigError if the
+    file cannot be read or is no JSON object."""
     try:
         config = json.loads(read_file(path).decode())
     except OSError as error:

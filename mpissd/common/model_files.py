@@ -81,7 +81,8 @@ def has_files(path: Path) -> bool:
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    """Returns the fields of presets.ModelShape for a path from `find`. Raises ConfigError."""
+    """Returns {field of presets.ModelShape: value} from the model's files at `path`, which `find`
+    returned. Raises ConfigError if they are damaged or the model is not supported."""
     if gguf.is_gguf(path):
         return gguf.read_fields(path)
     source = path / "config.json" if os.path.isdir(path) else path

@@ -40,7 +40,7 @@ def stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def is_gone(pid: int) -> bool:
-    """Returns whether the process has ended; a zombie has."""
+    """Returns whether the process has ended; a zombie (ended, but not yet waited for) has."""
     fields = stat(pid)
     return fields is None or fields[0] in "ZX"
 

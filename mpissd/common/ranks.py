@@ -33,7 +33,7 @@ ANSWERING = frozenset(
 
 @dataclass(frozen=True)
 class TextFlags(Checked):
-    """The base of the configurations of commands whose models answer text."""
+    """The base class of the flags of `chat`, `serve` and `draft`, whose models answer text."""
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:

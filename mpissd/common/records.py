@@ -23,7 +23,7 @@ class RoundRecords:
         self.lookahead = lookahead
         # {request id: number of its tokens, the stop included} of sequences that reached a stop.
         self.ends: dict[int, int] = {}
-        # Seconds of each round (wall time), and of the target's forward in it.
+        # The two arrays hold, for each round, its wall time and the target's forward in s.
         self.round_s = array("d")
         self.t_target_s = array("d")
         self._versions = array("i")  # the version of the draft's weights, by round
@@ -114,7 +114,8 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, outcomes[:, 4])
 
     def source_arrays(self) -> dict[int, Ints]:
-        """Returns {request id: the Source of each emitted token}; Source.NONE for bonus tokens."""
+        """Returns {request id: what drafted each emitted token, as a Source}. Bonus tokens, which
+        the target itself adds to the accepted ones, have Source.NONE."""
         _, outcomes, speculations = self._read()
         drafted = np.repeat(speculations[:, :1], self.lookahead, axis=1)
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))

@@ -38,7 +38,8 @@ def uniforms(
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns numbers start … start+count-1, in [0, 1), of the stream with key (seed, word)."""
+    """Returns `count` random numbers in [0, 1), from number `start` on, of the random stream that
+    the key (seed, word) selects."""
     first = start // _WORDS
     bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS

@@ -44,7 +44,7 @@ class Event(IntEnum):
 
 # LIVE[event]: whether the sequence of a row with this event takes part in the next round
 LIVE = (True, True, False, False, True, False)
-_FRESH = np.array([False, True, False, True, False, False])  # by Event: does it bring a sequence?
+_FRESH = np.array([False, True, False, True, False, False])  # by Event: does a new sequence begin?
 
 
 class Logprob(NamedTuple):
@@ -55,11 +55,11 @@ class Logprob(NamedTuple):
 
 
 class Control(NamedTuple):
-    """What the lead rank decided about the next round, for all ranks. lookahead: the most draft
-    tokens of a sequence (None: K of the flags). width: the most candidates for the bonus token,
-    after each number of accepted tokens, from which the draft drafts ahead (None: as the flags say;
-    0: none). prefill_rows: prompt tokens (Event.PREFILL) that the verification's forward also
-    stores."""
+    """What the target's rank 0 decided about the next round, for all ranks. lookahead: the most
+    draft tokens of a sequence (None: as the flags say). width: for each possible number of accepted
+    tokens, the most candidates for the token that the target adds, from which the draft drafts
+    ahead (None: as the flags say; 0: none). prefill_rows: the number of prompt tokens that the
+    verification's forward also stores in the KV cache."""
 
     lookahead: int | None = None
     width: int | None = None
@@ -101,7 +101,8 @@ class Sampling:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the lead rank needs the target's logits even if the request is greedy."""
+        """Whether the target's rank 0 needs the logits even if the request is greedy, since more
+        than the likeliest token is asked for."""
         return self.logprobs is not None or not self.is_plain
 
     def adjusted(
@@ -200,7 +201,7 @@ class Outcome:
 
     @property
     def fresh(self) -> Ints:
-        """The rows of new sequences, [n, 5]: those with event ADMIT or PREFILL."""
+        """Those rows of `rows` that add a sequence (event ADMIT or PREFILL), [n, 5]."""
         new: Ints = self.rows[_FRESH[self.events]]
         return new
 
@@ -229,10 +230,11 @@ class Speculation:
         is_lost: bool = False,
         drawn_from: Mapping[int, Sequence[Any]] = _NO_DISTRIBUTIONS,
     ) -> None:
-        """version: the version of the draft's weights, 0 for those that were loaded. is_lost:
-        whether the distributions from which tokens with q < 1 were drawn are lost, so that these
-        tokens cannot be verified. drawn_from: {row of the batch: its tokens' distributions [V]} on
-        the rank that drafted."""
+        """Takes one round's draft tokens. version: the version of the draft's weights, 0 for those
+        that were loaded. is_lost: whether the distributions from which tokens with q < 1 were drawn
+        are lost, so that these tokens cannot be verified. drawn_from: {row of the batch: its
+        tokens' distributions over the vocabulary} on the rank that drafted. The class explains
+        `rows` and `sampled`."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled
@@ -268,7 +270,8 @@ class Speculation:
 
     @property
     def num_proposals(self) -> NDArray[np.int64]:
-        """How many sampled draft tokens (q < 1) each row has; their distributions are sent. [b]."""
+        """For each of the b sequences, the number of draft tokens that were sampled (q < 1), [b].
+        Their distributions are sent to the target, which needs them to verify the tokens."""
         if not self.sampled:
             return np.zeros(len(self.rows), np.int64)
         served = np.arange(self.tokens.shape[1]) < self.num_draft[:, None]

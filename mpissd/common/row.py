@@ -320,7 +320,7 @@ class Row(Mapping[str, Any]):
 
     @property
     def other_draft_device(self) -> str | None:
-        """The device name of the first draft rank if it differs from the lead rank's, else None."""
+        """The device name of the first draft rank if it differs from rank 0's, else None."""
         name = self.draft_device
         return None if name == self.device_name else name
 

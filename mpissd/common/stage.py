@@ -29,16 +29,16 @@ class Stage(IntEnum):
 
 
 class Doing(IntEnum):
-    """What a rank does in a round. The lead is the target's first rank; its other ranks are
-    followers."""
+    """What a rank does in a round, as a fault's message names it. The comments call the target's
+    rank 0 the lead, and the other target ranks followers."""
 
     NOTHING = 0  # the rank is not in a decoding loop
-    DRAFT_WAIT = 1  # lead: waits for draft tokens
-    VERIFY = 2  # lead and followers: all of a round but these waits
-    PLAN_WAIT = 3  # follower: waits for the lead's outcome and draft tokens
-    OUTCOME_WAIT = 4  # draft: waits for the target's outcome
-    ANSWER = 5  # draft: has the outcome and has not sent draft tokens yet
-    GROWTH = 6  # draft: scores the draft tokens that it sent, and drafts further ones ahead
+    DRAFT_WAIT = 1  # the target's rank 0 waits for draft tokens
+    VERIFY = 2  # a target rank: all that it does in a round, except waits for other ranks
+    PLAN_WAIT = 3  # another target rank waits for rank 0's acceptance results and draft tokens
+    OUTCOME_WAIT = 4  # a draft rank waits for the target's acceptance results
+    ANSWER = 5  # a draft rank has the acceptance results, and has not sent draft tokens yet
+    GROWTH = 6  # a draft rank scores the tokens that it sent, and drafts further ones ahead
 
 
 _STAGES = ("start", "start", "warm-up", "rounds", "gather", "teardown", "teardown")
@@ -64,7 +64,7 @@ class Page:
         it. Returns its file descriptor, which the caller closes."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("mpissd")
-        else:  # Python was built for an older glibc, as conda's and uv's are
+        else:  # Python lacks memfd_create if built for an older glibc.
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, SIZE)

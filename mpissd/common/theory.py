@@ -42,5 +42,6 @@ def power_law_miss(fan_out: float, hit_a: float, hit_r: float, floor: float = 0.
 
 
 def each_k(value: float | Sequence[float], width: int) -> Sequence[float]:
-    """Returns one number for each number of accepted tokens: `value` repeated, or itself."""
+    """Returns one number for each possible number of accepted tokens: `value` itself if it is a
+    sequence, or else a list of `width` times `value`."""
     return [value] * width if isinstance(value, (int, float)) else value

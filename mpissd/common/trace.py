@@ -22,7 +22,7 @@ _UNKNOWN = float("nan")
 
 
 class LeadPhase(IntEnum):
-    """The phases of a round on the host of the lead (the target's first rank), in order."""
+    """The phases of a round on the host of the target's rank 0 (the lead), in order."""
 
     SEND = 0  # pack the previous round's outcome for the draft and start sending it
     COMMIT = 1  # apply the outcome to the batch; send the round to a rank that trains the draft
@@ -39,7 +39,7 @@ class LeadPhase(IntEnum):
 class DraftPhase(IntEnum):
     """The phases of a round on the host of a draft rank."""
 
-    WAIT = 0  # wait for the target's outcome; all drafts ahead are complete
+    WAIT = 0  # wait for the target's acceptance results, with all drafts ahead complete
     COMMIT = 1  # apply the outcome to the batch
     LOOKUP = 2  # look the outcome up in the speculation cache
     SPECULATE = 3  # finish cached drafts that were hit; draft anew after cache misses
@@ -52,9 +52,9 @@ class DraftPhase(IntEnum):
 
 
 class FollowPhase(IntEnum):
-    """The phases of a round on the host of a target rank other than the lead, in order."""
+    """The phases of a round on the host of a target rank other than rank 0, in order."""
 
-    PLAN_WAIT = 0  # wait for the lead's outcome and draft tokens
+    PLAN_WAIT = 0  # wait for rank 0's message with acceptance results and draft tokens
     COMMIT = 1  # apply the outcome to the batch
     UPLOAD = 2  # hand the tokens to the device
     LAUNCH = 3  # launch the verification's forward
@@ -157,14 +157,15 @@ class DraftLog:
     (features.ranks.RankCounts), or None. stored_s: the seconds of the last round in which the draft
     computed tokens that its KV cache lacked."""
 
-    # t_draft_s: seconds to draft after the outcome, NaN if a sequence hit the cache.
-    # t_growth_s: seconds to draft all branches ahead, NaN if the next outcome came earlier.
+    # t_draft_s: seconds to draft after the acceptance results, NaN if a sequence hit the cache.
+    # t_growth_s: seconds to draft all branches ahead, NaN if the next results came earlier.
     # num_jit: the number of sequences that missed the cache and got a draft of the draft model.
-    # steps_ready: how many tokens a draft in the speculation cache had when an outcome hit it.
+    # steps_ready: tokens that a cached draft had when the target's acceptance results hit it.
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
-        """kept: whether rounds are recorded. A server, which decodes for days, records none."""
+        """Starts an empty log. kept: whether rounds are recorded; a server, which decodes for days,
+        records none, so that its memory stays bounded. ranks: see the class."""
         self.ledger: Ledger = DraftLedger() if kept else NullLedger(DraftPhase)
         self.mark = self.ledger.mark
         self.ranks = ranks
@@ -177,8 +178,8 @@ class DraftLog:
         self._steps_ready = 0
 
     def hit(self, steps: int) -> None:
-        """Stores how many tokens the drafts in the speculation cache had when an outcome hit
-        them."""
+        """Stores how many tokens the drafts in the speculation cache had when the target's
+        acceptance results were found there."""
         self._steps_ready = steps
 
     def missed(self, num_jit: int, stored_s: float) -> None:

@@ -24,10 +24,10 @@ _SPIN_S = 20e-6  # seconds of polling before the first sleep: enough for a messa
 # Seconds of polling before the first sleep, if there are exactly as many cores as ranks.
 PATIENT_SPIN_S = 200e-6
 _NAP_S = 20e-6  # seconds of a sleep between two polls
-_LONG_S = 5e-3  # seconds after which a wait is shown to the watchdog and sleeps longer
+_LONG_S = 5e-3  # seconds after which a wait is shown to the watchdog, and polls less often
 _LONG_NAP_S = 50e-6
 _ALARM_S = 0.2  # seconds between two calls of Waiter.alarm
-_ASLEEP_S = 1.0  # if polls are more seconds apart, this process was stopped (SIGSTOP)
+_ASLEEP_S = 1.0  # seconds between two polls above which this process must have been stopped
 
 
 def sharpen_sleep() -> None:
@@ -37,7 +37,7 @@ def sharpen_sleep() -> None:
 
 
 class Overdue(FaultError):
-    """A wait for another rank lasted longer than its deadline."""
+    """Raised if a wait for another rank lasts longer than its deadline."""
 
 
 @contextmanager
@@ -68,8 +68,8 @@ class Waiter:
     spinning and 12.9 ms with sleeps, where 12.5 ms were ideal."""
 
     def __init__(self, deadline_s: float, spin: bool, spin_s: float = _SPIN_S) -> None:
-        """deadline_s: the longest wait. spin: whether to poll without ever sleeping; otherwise a
-        wait polls without sleeping only in its first spin_s seconds."""
+        """Sets how to wait. deadline_s: the longest wait in s. spin: whether to poll without ever
+        sleeping; otherwise a wait polls without sleeping only in its first spin_s seconds."""
         self.deadline_s = deadline_s
         self.spin = spin
         self.spin_s = spin_s

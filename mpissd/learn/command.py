@@ -17,7 +17,8 @@ _TICK_S = 2.0
 
 
 def distill(config: DistillConfig) -> int:
-    """Trains, evaluates and writes a draft, in one process or several; returns the exit code."""
+    """Runs the command `distill`: trains, evaluates and writes a draft model, in one process or
+    several; returns the exit code. config: the command's flags."""
     try:
         import torch
         import torch.multiprocessing as mp
@@ -48,7 +49,8 @@ def distill(config: DistillConfig) -> int:
 
 def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
     """Runs one of several processes. Prints an MpissdError as one line, and ends the process with
-    its exit code. place: a file by which the processes find each other. begun: see Distillation."""
+    its exit code. place: a file by which the processes find each other. begun: when the command
+    began, in seconds of time.monotonic()."""
     try:
         code = _work(rank, config, place, begun)
     except MpissdError as error:

@@ -52,7 +52,7 @@ INITIAL = 0.02  # standard deviation of randomly initialized weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step's loss, relative to the step before (2401.10774, section 2.2.1)
 MASK_FADING = 0.85  # weight of a mask token's loss, relative to the mask token before
-MASK_SHARE = 0.8  # share of mask rows with a loss; the remaining ones are behind an answer's end
+MASK_SHARE = 0.8  # share of mask tokens with a loss; the rest is mostly behind an answer's end
 ROWS = {"cpu": 256, "cuda": 8192}  # rows that a step's LM head computes, by device, in a StateDraft
 DECAY = 0.01  # weight decay of AdamW and of Muon
 
@@ -60,8 +60,9 @@ DECAY = 0.01  # weight decay of AdamW and of Muon
 class Losses(NamedTuple):
     """The losses of a training step, means over rows. tv: total variation. agreement: the share of
     rows at which draft and target have the same likeliest token. state_error: the relative error of
-    predicted hidden states (StateDraft). by_depth: tv and agreement of the real rows, then of each
-    of the J mask tokens of a parallel draft, [2, J + 1]."""
+    predicted hidden states (StateDraft). by_depth: tv and agreement at the tokens of the sequence,
+    then at each of the J mask tokens by which a parallel draft drafts several tokens, [2, J + 1].
+    """
 
     cross_entropy: Tensor
     tv: Tensor
@@ -96,7 +97,7 @@ class _Draft:
 
     @cached_property
     def head_rows(self) -> Tensor:
-        """Rows of the target's LM head for the tokens `head_ids`."""
+        """The rows of the target's LM head for the tokens that the draft's head has."""
         return self.target.head[self.head_ids]
 
     @cached_property
@@ -110,9 +111,10 @@ class _Draft:
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft(_Draft):
-    """A draft that is an independent model. weights: a Llama that has the target's embedding.
-    masks: the embeddings of a parallel draft's J mask tokens, [J, hidden] (PARD, 2504.18583), or
-    None. anchors: the number of positions of a sequence that mask tokens follow in training."""
+    """A draft in training that is an independent model. weights: a Llama that has the target's
+    embedding. masks: the embeddings of the J mask tokens of a parallel draft (one forward drafts
+    J + 1 tokens), [J, hidden] (PARD, 2504.18583), or None. anchors: the number of positions of a
+    sequence that mask tokens follow in training."""
 
     weights: Llama
     masks: Tensor = None
@@ -305,9 +307,8 @@ class StateDraft(_Draft):
         return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
 
     def losses(self, samples: Samples, num_rows: int) -> Losses:
-        """Returns mean losses over the steps, of which earlier ones weigh more. state_error is the
-        relative error of predicted hidden states. `num_rows` is ignored: ROWS is the number of a
-        step's rows."""
+        """Returns mean losses over the drafting steps, of which earlier ones weigh more. num_rows:
+        ignored, because the constant ROWS says how many rows a step computes."""
         assert samples.hidden is not None, "samples without states"
         tokens = samples.tokens.long()
         parts = []
@@ -338,8 +339,8 @@ Draft = ModelDraft | StateDraft
 
 
 def _chosen(wanted: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Draws `count` places of `wanted` [n], a tensor of ones and zeros, at random but places of
-    ones first. Returns the places, and the values there."""
+    """Draws `count` indices into `wanted` [n], a tensor of ones and zeros. Indices of ones come
+    first, in random order; zeros follow if ones are too few. Returns (indices, values there)."""
     order = wanted + 0.5 * torch.rand_like(wanted)
     places = order.topk(min(count, len(wanted))).indices
     return places, wanted[places]
@@ -371,11 +372,13 @@ def distance(
 
 
 class Optimizer:
-    """AdamW, or Muon (Jordan 2024) for matrices and AdamW for the rest, at one learning rate:
+    """Updates weights from their gradients, by AdamW alone, or by Muon (Jordan 2024) for matrices
+    and AdamW for the rest. Both use one learning rate:
     Muon's updates are scaled so that the rate suits both (2502.16982)."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> None:
-        """name: "adamw" or "muon". Muon leaves vectors and `heads` to AdamW."""
+        """Prepares updates of `tensors`. name: "adamw", or "muon", which leaves vectors and the
+        matrices in `heads` to AdamW."""
         left = {id(tensor) for tensor in tensors if name == "adamw" or tensor.ndim == 1}
         left |= set(map(id, heads))
         rest = [tensor for tensor in tensors if id(tensor) in left]

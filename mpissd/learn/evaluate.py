@@ -56,7 +56,8 @@ def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
 def summary(
     answers: Sequence[Sequence[bool]], overlaps: Sequence[float], surprises: Sequence[float]
 ) -> dict[str, Any]:
-    """Returns a model's agreement, alpha and tokens a round, from what `judge` returns."""
+    """Returns {name: value} from what `judge` returns: the share of tokens that are the draft's
+    likeliest, the acceptance rate alpha at temperature 1, and tokens a round."""
     longest = max(LOOKAHEADS)
     flat = [agrees for answer in answers for agrees in answer]
     steps = [[answer[n : n + longest] for n in range(len(answer))] for answer in answers]
@@ -82,9 +83,9 @@ def judge(
     draft: ModelDraft, samples: Samples, deadline: float
 ) -> tuple[list[list[bool]], list[float], list[float]]:
     """Returns (agreements, overlaps, surprises) on the answers judged before the deadline, in
-    seconds of time.monotonic(): whether the true token is the draft's likeliest, by answer; Σ
-    min(p, q) at temperature 1, by token; and −log q of each true token in the draft's vocabulary.
-    """
+    seconds of time.monotonic(): by answer, whether each token of the answer is the draft's
+    likeliest; by token, Σ min(p, q) of the target's and the draft's distributions p and q at
+    temperature 1; and −log q of each token that the draft's vocabulary has."""
     answers = list[list[bool]]()
     overlaps = list[float]()
     surprises = list[float]()
@@ -115,10 +116,10 @@ Marginals = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def judge_masks(draft: ModelDraft, samples: Samples, deadline: float) -> Iterator[Marginals]:
-    """Yields two arrays for each answer judged before the deadline, by its n positions and by depth
-    (how many mask tokens come before). First, the draft's largest probabilities, falling, [n, J +
-    1, max(TREES)] or fewer. Second, the true token's index among them, [n, J + 1]; −1: it is not
-    there."""
+    """Runs a parallel draft, which drafts by J mask tokens in one forward, on finished answers.
+    Yields two arrays for each answer judged before the deadline, by its n positions and by depth
+    (how many mask tokens come before): the draft's largest probabilities, falling, [n, J + 1,
+    max(TREES)] or fewer; and the true token's index among these, [n, J + 1], or −1 if absent."""
     size = len(draft.masks) + 1
     num = min(max(TREES), len(draft.head_ids))
     head = draft.weights.head
@@ -212,8 +213,9 @@ def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
 def _judge_chains(
     draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
 ) -> None:
-    """Appends to `agrees`, by answer and position, whether each drafted token is the true token,
-    and to `overlaps`, by step, Σ min(p, q). Steps beyond an answer's end are left out."""
+    """Judges a draft on hidden states. Appends to `agrees`, by answer and position, whether each
+    drafted token is the answer's; and to `overlaps`, by step, Σ min(p, q) of the target's and the
+    draft's distributions. Steps beyond an answer's end are left out."""
     tokens = samples.tokens.long()
     steps = len(overlaps)
     with torch.no_grad():

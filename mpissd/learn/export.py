@@ -126,7 +126,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         for path in sorted(new.iterdir()):
             path.replace(folder / path.name)
         for old in folder.glob("model?*.safetensors*") if has_weights else ():
-            old.unlink()  # shards of an earlier version, and their index
+            old.unlink()  # It is a shard of an earlier version, or its index.
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

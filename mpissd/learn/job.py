@@ -44,12 +44,13 @@ SAMPLING = 0.4  # largest share of the command's time for samples
 EVALUATING = 0.2  # largest share of the command's time for a draft's evaluation
 SAVING = 0.05
 LOGITS = 1 << 21  # most logits of a sampling step on a CPU, so that a step is short
-FEWEST = 1 / 64  # least share of answers in samples; below it a target ends no turns
+FEWEST = 1 / 64  # least share of sampled tokens in answers; below it, turns seem to have no end
 Log = Callable[[str], None]
 
 
 class Distillation:
-    """Makes one draft or several, as one of the processes that share the work."""
+    """The work of one of the processes that together sample a target and train one draft model or
+    several on the samples."""
 
     def __init__(
         self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float
@@ -324,7 +325,7 @@ class Result:
         self.curves: list[dict[str, Any]] = []
 
     def point(self, point: dict[str, Any]) -> None:
-        """Keeps a point of the curves, and logs every tenth."""
+        """Stores a point of the training curves, {name: value}, and logs every tenth."""
         self.curves.append(point)
         if len(self.curves) % 10 == 1 or "stopped" in point:
             self.log(f"trained {point}")

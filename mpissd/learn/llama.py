@@ -105,8 +105,9 @@ class Blocks:
     def hidden(
         self, model: Llama, tokens: Tensor, cos: Tensor, sin: Tensor, masks: MaskRows | None = None
     ) -> Tensor:
-        """Returns the normalised last hidden rows of sequences [b, n], then those of r mask tokens,
-        [b, n + r, hidden]."""
+        """Runs the model's layers over `tokens` [b, n], and over r mask tokens if `masks` is given.
+        Returns the normalised last hidden states, those of mask tokens last, [b, n + r, hidden].
+        cos, sin: RoPE's values by position."""
         x = model.embedding[tokens]
         if masks is not None:
             x = torch.cat([x, masks.x.to(x.dtype)], 1)
@@ -124,7 +125,8 @@ class Blocks:
 
 
 def _attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Returns the attention [b, heads, r, d] of q over the rows of k and v [b, kv, n, d] in `seen`.
+    """Returns the attention [b, heads, r, d] of q over those rows of k and v [b, kv, n, d] that the
+    mask `seen` allows.
     The query heads of a KV head are rows of one product, so that keys and values are not repeated.
     Other kernels than the memory-efficient one, or its plain fallback, may not take the mask."""
     rows = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
@@ -177,7 +179,8 @@ def load(checkpoint: Checkpoint, device: Any, dtype: Any) -> Llama:
 
 
 def load_trunk(checkpoint: Checkpoint, model: Llama, dtype: Any) -> Llama:
-    """Returns `model` with a checkpoint's layers and final norm, on its embedding's device."""
+    """Returns `model` with the layers and final norm of a checkpoint, on the device that holds the
+    model's embedding. dtype: the type of the loaded matrices."""
     config = checkpoint.config
     device = model.embedding.device
 

@@ -139,8 +139,8 @@ def only_first(samples: Samples, end: int, limit: int) -> Samples:
 
 
 def _pick(logits: Tensor, warmth: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns each row's sampled token (by the Gumbel-max trick; the likeliest if `warmth` is 0),
-    its logsumexp, and its likeliest token."""
+    """Returns for each row of logits the sampled token (by the Gumbel-max trick), the logsumexp,
+    and the likeliest token. warmth: each row's temperature; at 0 the likeliest token is taken."""
     logits = logits.float()
     noise = -torch.log(-torch.log(torch.rand_like(logits)))
     token = (logits + warmth[:, None] * noise.clamp(max=1e4)).argmax(-1)

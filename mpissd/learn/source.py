@@ -62,7 +62,7 @@ def|def solve(values: list) -> int:
 """
 # Relative frequencies of the four ways in which a user's message begins.
 SHARES = {"nothing": 3, "asking": 5, "word": 6, "coding": 2}
-RANKS = 20_000  # token ids among which words are looked for; frequent ones have low ids
+RANKS = 20_000  # Words are looked for among this many lowest token ids, the frequent ones.
 _WORD = re.compile(" [a-z]{4,}")
 Prompts = list[list[int]]
 

@@ -26,8 +26,8 @@ LAST_RATE = 0.01  # share of the full learning rate that is left in the end
 CHECK = 10  # compiled steps between two checks of the time, on which all processes agree
 EVERY = 50  # steps between two points of the training curves
 REGRESSION = 0.5  # weight in the loss of the relative error of predicted hidden states
-AT_ONCE = 8  # conversations of a forward on a CPU, so that one forward does not outlast the time
-STEPS = 20  # a step of several forwards ends early if it takes 1/STEPS of the training time
+AT_ONCE = 8  # most conversations in one forward on a CPU, so that training ends in time
+STEPS = 20  # After 1/STEPS of the training time, a step of several forwards starts no further one.
 UNTIMED = 5  # first steps of a compiled training, which are not timed: they wait for the compiler
 
 
@@ -131,7 +131,7 @@ def learn(
                 loss.backward()
                 done += 1
             group.add(flat)
-            flat /= flat.norm().clamp(min=group.size * done)  # the mean, scaled to norm 1 at most
+            flat /= flat.norm().clamp(min=group.size * done)  # mean gradient, clipped to norm 1
             optimizer.step(rate)
             step += 1
             if step == untimed:

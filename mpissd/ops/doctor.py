@@ -48,7 +48,7 @@ WARN = "warn"
 BAD = "BAD"
 Check = Callable[[RunConfig], None]  # raises ConfigError for flags that `run` refuses
 Facts = dict[str, Any]  # JSON about one rank, or the report of all ranks
-MARK = "mpissd-doctor "  # begins each line of rank 0's reports on stdout
+MARK = "mpissd-doctor "  # the first word of each line on stdout that is a report of rank 0
 NOT_PASSED = ("dry_run", "progress")  # flags that are not passed on to the ranks
 _ASK_S = 20.0  # nvidia-smi takes seconds if GPUs are not in persistence mode
 _LOAD_S = 0.5  # seconds for which the load of the CPUs is measured
@@ -231,7 +231,7 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     sees = f"MPI sees {first['world_size']} rank{'s' * (first['world_size'] != 1)}"
     if first["world_size"] == num_ranks:
         findings.append(Finding("launcher", sees))
-    else:  # with an mpirun of another MPI each rank believes to be the only one
+    else:  # Under an mpirun of another MPI, each rank takes itself for the only one.
         error = ""
         fix = f"use the mpirun that belongs to {' '.join(first['versions']['MPI library'])}, set "
         fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so"

@@ -28,10 +28,10 @@ from mpissd.common import process
 from mpissd.common.stage import DOING, SIZE, STAGE, WAITING, Stage, words
 
 _TICK_S = 0.5
-_WAKE_S = 0.01  # sleep between two checks while a decision about a fault is due
+_WAKE_S = 0.01  # seconds between two checks while a fault still has to be judged or ranks killed
 _STATUS_S = 0.3  # longest wait, in s, for the exit status of a rank that has ended
 _ORDERED_S = 0.3  # longest time, in s, in which all ranks end after a signal from the launcher
-# If the launcher was killed, it is gone within these seconds after its ranks; else 0.25 s later.
+# A killed launcher is gone within these s after its ranks; one that ends by itself, 0.25 s later.
 _SWEEP_S = 0.2
 _OTHERS_S = 3.0  # delay of a doubtful report, in s, as another host's watchdog may know the cause
 _ABORT_S = 2.0  # seconds for a failed rank to abort the job with its own exit code
@@ -42,7 +42,8 @@ _ELSEWHERE = "; a rank of another host may be why"
 
 
 class Peer:
-    """A rank of this host that is connected to the watchdog: what it does, and how it ended."""
+    """What the watchdog knows about a rank of this host: its connection, what the rank does, and
+    how it ended."""
 
     def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
         """Takes over a rank's connection, and the descriptor `page` of its shared memory page,
@@ -290,7 +291,7 @@ class Warden:
             self._swept_at = min(self._swept_at, now)
         for peer in [peer for peer in self.alive if peer.look()]:
             peer.gone_at = now
-            self._read(peer)  # its last message may announce its end
+            self._read(peer)  # The rank's last message may announce its end.
         if self._verdict is not None:
             return
         gone = [peer for peer in self.peers.values() if peer.gone and not peer.is_lost]
@@ -339,7 +340,7 @@ class Warden:
         announced."""
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
-            return None  # a rank ended with the error code that all ranks had agreed on
+            return None  # A rank ended with the error code that all ranks agreed on.
         odd = [peer for peer in gone if not (peer.in_good_order or peer.is_lost)]
         for peer in (p for p in odd if not (p.ordered or self._was_swept(p))):
             line = peer.hang or f"{peer} {peer.how()} in {self._phase(peer)}"

@@ -42,7 +42,7 @@ from mpissd.serve.protocol import End
 from mpissd.serve.request import Exchange, Problem, parse, whole
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
-DRAINED_BYTES = 1 << 25  # bytes read of a too long body, as most clients read no reply before
+DRAINED_BYTES = 1 << 25  # bytes read of a too long body: most clients read no reply while they send
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
 _CHAT = "/v1/chat/completions"
@@ -76,8 +76,9 @@ class Endpoints:
         about: Mapping[str, Any],
         replica: str | None = None,
     ) -> None:
-        """names: model names that requests may give. about: a description of the server for
-        /v1/models. replica: this server's id if it is one of several."""
+        """Prepares the endpoints. lead: the connection to the decoding ranks. names: model names
+        that requests may give. about: a description of the server for /v1/models. replica: this
+        server's id if it is one of several."""
         self._lead, self._tokenizer, self._config = lead, tokenizer, config
         self._names, self._about, self._replica = names, about, replica
         self._encoder = ThreadPoolExecutor(1, "encode")  # a long prompt must not block HTTP
@@ -271,14 +272,15 @@ class Endpoints:
         self, choices: Sequence[Exchange], arrived_s: float
     ) -> AsyncIterator[Exchange]:
         """Yields a choice (one of the n answers) whenever it has new text, until all have ended.
-        Raises Problem if the lead rank refuses the request or is gone."""
+        arrived_s: when the request arrived. Raises Problem if the lead (the target's rank 0, which
+        decodes) refuses the request or is gone."""
         every, messages = {choice.id: choice for choice in choices}, choices[0].messages
         running, fresh = set(every), dict[int, Exchange]()
         while running:
             message = await messages.get()
             if isinstance(message, Problem):
                 raise message
-            for other in choices:  # the prompt, which all choices share, is in the KV cache now
+            for other in choices:  # The prompt that all share is now in the KV cache.
                 if not other.is_sent:
                     self._lead.send(other)
             choice = fresh[message.id] = every[message.id]
@@ -337,7 +339,7 @@ class Endpoints:
         except Problem as problem:
             reason = problem.message
         meant = http.headers.get("x-replica")
-        if reason is None and meant not in (None, replica):  # the load balancer's list is outdated
+        if reason is None and meant not in (None, replica):  # The balancer's list is old.
             reason = f"this is not replica {meant}"
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
         return JSONResponse(

@@ -27,7 +27,7 @@ from mpissd.common.ranks import ANSWERING, RanksFlags
 KEY_VARIABLE = "MPISSD_API_KEY"
 # Flags that ranks do not get. The ranks' temperature is 0, as each request has its own.
 FRONT_FLAGS = ("host", "port", "api_key", "register", "drain_s", "temperature")
-DRAIN_S = 100.0  # seconds; Slurm warns earlier than that before it kills (launch/replica.sh)
+DRAIN_S = 100.0  # default s to finish requests at the end; Slurm kills later (launch/replica.sh)
 AUTO = "auto"
 # Flags of `chat` that each request carries, or that only change how answers are shown.
 _OF_REQUESTS = ("mode", "num_tokens", "temperature", "top_p", "stop", "show", "workload")
@@ -75,8 +75,8 @@ class ServeConfig(RanksFlags):
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds what flags imply: sd or ssd and auto if mode=auto, num_drafts=0 if ar, a drain_s for
-        register."""
+        """Adds the flags that others imply: with mode=auto, the largest mode that the controller
+        may choose (sd or ssd); with mode=ar, num_drafts=0; with register, a value of drain_s."""
         given = super().completed(flags)
         if given.get("mode") == AUTO:
             given |= {"mode": "sd" if given.get("num_drafts") == "0" else "ssd", "auto": "true"}

@@ -1,4 +1,4 @@
-"""Runs decoding rounds on the lead rank while requests come and go."""
+"""Runs decoding rounds on the target's rank 0 (the lead) while requests come and go."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from mpissd.engine.text.answer import BONUS, SOURCES
 from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
 
 _STATS_S = 0.1
-_KEPT = 3  # rounds for which a choice of K and fan-out holds while as many sequences decode
+_KEPT = 3  # rounds for which K and fan-out are kept if the number of sequences stays the same
 
 
 class Driver(RoundObserver):
-    """Gets requests from the front (the HTTP process), decodes them, and sends back their tokens.
-    Messages are read between two rounds, and sent while the target verifies. times: measured
-    durations of forwards. goodput: the controller that chooses K and the fan-out of each round;
-    without one, `mode` and `lookahead` hold for all rounds. is_over: whether the front has left."""
+    """Decodes requests on the target's rank 0: gets them from the front (the HTTP process), runs
+    rounds, and sends the tokens back. Messages are read between two rounds, and sent while the
+    target verifies. times: measured durations of forwards. goodput: the controller that chooses K
+    and the fan-out of each round; without one, `mode` and `lookahead` hold for all rounds. is_over:
+    whether the front has left."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class Driver(RoundObserver):
         shape: Shape = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """mail: the connection to the front. shape: the tree of drafts, or CHAIN. clock: returns
+        """Prepares to decode. mail: the connection to the front. mode, lookahead: the decoding mode
+        and K (drafted tokens a round). shape: the tree of drafts, or CHAIN for none. clock: returns
         seconds."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead = mode, lookahead
@@ -44,7 +46,7 @@ class Driver(RoundObserver):
         self.times, self.goodput = times or ForwardTimes(), goodput
         self.draft_lost = self.is_over = False
         self._live: list[int] = []  # ids of the requests for which K and fan-out were chosen last
-        self._chosen, self._kept = 0, 0  # sequences when K was last chosen; rounds since
+        self._chosen, self._kept = 0, 0  # number of sequences at the last choice of K; rounds since
         self._started_s = 0.0  # when the last round began
         self._stats_sent_s = -_STATS_S
         self._turn = Turn([], [], [])  # requests that join or leave before the next round
@@ -54,8 +56,8 @@ class Driver(RoundObserver):
 
     def wait(self, wait_s: float) -> bool:
         """Waits up to wait_s seconds for a request; returns whether one runs now. If so, `drive`
-        decodes at least one round before another message is read, since other ranks take a call of
-        `drive` without a round as the end of the job."""
+        decodes at least one round before another message is read, because a call of `drive` without
+        a round tells the other ranks to end the job."""
         self._read(wait_s)
         if not self._has_round:
             self._send()
@@ -125,7 +127,7 @@ class Driver(RoundObserver):
     def _way(self, live: list[int]) -> Way:
         """Returns the K and fan-out (`width`) of the next round. The mode decides if there is no
         controller, or if all requests in `live` ask for the same mode; otherwise the controller
-        chose them during the previous round."""
+        chose them during the previous round. live: ids of the requests that decode now."""
         if self.goodput is None or self.draft_lost:
             return self._within(Way(0 if self.draft_lost else self.lookahead), live)
         modes = {task.request.sampling.mode for task in self.scheduler.tasks(live)}
@@ -149,9 +151,9 @@ class Driver(RoundObserver):
         return way if way.lookahead <= most else Way(most, way.width if most else 0)
 
     def _choose(self, goodput: Goodput) -> None:
-        """Has the controller choose K and fan-out for the sequences in _live. The choice lengthens
-        a round if the target computes on this core, so it holds for some rounds unless it was a
-        trial."""
+        """Has the controller choose K and fan-out for the sequences that decode now. Choosing takes
+        time from the round if the target computes on this core; so a choice is kept for _KEPT
+        rounds, unless the controller only tried it out."""
         tasks = self.scheduler.tasks(self._live)
         if len(tasks) == self._chosen and self._kept < _KEPT and not goodput.is_trying:
             self._kept += 1

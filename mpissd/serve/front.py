@@ -1,6 +1,6 @@
 """The front of `serve`: the process that HTTP clients connect to, which starts and ends the ranks.
 
-The ranks are a job of their own (`mpirun … mpissd serve`). Their lead, the target's first rank,
+The ranks are a job of their own (`mpirun … mpissd serve`). Their lead, the target's rank 0,
 connects to the front's local socket in a private folder. Ctrl-C in the terminal reaches only the
 front.
 """
@@ -115,7 +115,7 @@ async def _serve(
             lead.is_refusing = True
             while tasks and loop.time() < started + config.drain_s:
                 await asyncio.sleep(0.05)
-        finally:  # runs even if a second signal cancels this task
+        finally:  # also if a second signal cancels this task
             took = f"drained in {loop.time() - started:.1f} s"
             _note(f"{took}; requests cut off: {len(tasks) or 'none'}")
             server.should_exit = True
@@ -205,8 +205,8 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 async def ended(ranks: asyncio.subprocess.Process) -> int:
-    """Ends the launcher, which ends its ranks; returns its exit code. A launcher that ignores
-    SIGTERM is killed; the ranks then end when the front closes its socket."""
+    """Ends the launcher, which ends its ranks; returns the launcher's exit code. A launcher that
+    ignores SIGTERM is killed; the ranks then end when this process closes the socket to them."""
     for end in (ranks.terminate, ranks.kill):
         with contextlib.suppress(ProcessLookupError):
             end()

@@ -1,8 +1,8 @@
-"""The front's view of the lead rank: passes requests to the lead, and its messages to requests.
+"""Passes requests from the HTTP process to the lead, and the lead's messages back to requests.
 
-The front is the process that HTTP clients connect to. It bounds the number of requests that the
-lead has not ended yet. A request counts until the lead's `End`, even if its client has left, so
-that the lead's memory is bounded too.
+The HTTP process is the front; the lead is the target's rank 0, which decodes. The front bounds the
+number of requests that the lead has not ended yet. A request counts until the lead's `End`, even if
+its client has left, so that the lead's memory is bounded too.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from mpissd.serve.request import Exchange, Problem
 
 _LINE_LIMIT = 1 << 22
 RETRY = {"retry-after": "5"}  # seconds
-_HUNG_S = 30.0  # seconds without statistics, which the lead sends often, after which it hangs
+_HUNG_S = 30.0  # Without statistics for these seconds, the target's rank 0 counts as hung.
 
 
 class Lead:
-    """What the front (the HTTP process) knows about the lead rank, and the requests that the lead
-    has. ready: the lead's first message, None while it loads. gone: why the lead is gone, or None.
-    is_leaving: /ready answers 503, as the server will end. is_refusing: new requests get 503."""
+    """What the HTTP process (the front) knows about the lead (the target's rank 0), and requests
+    that the lead decodes. ready: the lead's first message, None while it loads. gone: why the lead
+    is gone, or None. is_leaving: /ready answers 503, as the server will end. is_refusing: new
+    requests get 503."""
 
     def __init__(self, max_queue: int) -> None:
-        """max_queue: how many requests may wait, besides those that the lead decodes together."""
+        """Starts without a connection. max_queue: how many requests may wait, besides those that
+        the lead (the target's rank 0) decodes together."""
         self.ready: Ready | None = None
         self.stats = Stats()
         self.gone: str | None = None
@@ -40,21 +42,22 @@ class Lead:
 
     @property
     def outstanding(self) -> int:
-        """The number of requests for which the lead has not sent an `End`."""
+        """The number of requests for which the lead (the target's rank 0) has not sent an `End`."""
         return len(self._open)
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the lead's last statistics; 0 before the first."""
+        """Seconds since the target's rank 0 last sent statistics; 0 before the first."""
         return 0.0 if self._stats_s is None else time.monotonic() - self._stats_s
 
     @property
     def is_serving(self) -> bool:
-        """Whether the lead decodes requests: it has connected, and is not gone."""
+        """Whether the target's rank 0 decodes requests: it has connected, and is not gone."""
         return self.ready is not None and self.gone is None
 
     def check(self) -> Ready:
-        """Returns the lead's first message; raises Problem(503) if the lead is loading or gone."""
+        """Returns the first message of the target's rank 0 (the lead); raises Problem, with HTTP
+        status 503, if it is still loading or gone."""
         if self.gone is not None:
             raise Problem(503, self.gone, code="job_gone")
         if self.ready is None:
@@ -62,7 +65,8 @@ class Lead:
         return self.ready
 
     def check_ready(self) -> None:
-        """Raises Problem(503) if the lead is loading, gone or hangs, or if the server will end."""
+        """Raises Problem, with HTTP status 503, if the target's rank 0 is loading, gone or hangs,
+        or if the server will end soon."""
         self._check_stays(self.is_leaving)
         self.check()
         if (age := self.stats_age_s) > _HUNG_S:
@@ -70,7 +74,7 @@ class Lead:
             raise Problem(503, message, code="lead_hangs", headers=RETRY)
 
     def check_room(self, more: int = 0) -> None:
-        """Raises Problem(429) if the queue is full, Problem(503) if no new requests are taken.
+        """Raises Problem: with HTTP status 429 if the queue is full, 503 if no requests are taken.
         more: how many requests will be added besides the next one."""
         self._check_stays(self.is_refusing)
         most = self.check().max_running + self._max_queue
@@ -103,7 +107,8 @@ class Lead:
         self._send(Submit(choice.id, choice.prompt, choice.max_tokens, choice.sampling, left_s))
 
     def cancel(self, *choices: Exchange) -> None:
-        """Asks the lead to end choices. An `End` follows for each that has not ended already."""
+        """Asks the target's rank 0 to end some answers early. It sends an `End` for each that has
+        not ended already."""
         for choice in choices:
             if not choice.is_sent:
                 self._open.pop(choice.id, None)

@@ -21,14 +21,15 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # environment variable with the path of the front's socket
-_CHUNK, _CHUNKS = 1 << 16, 16  # bytes of one read, and the most reads between two rounds
+_CHUNK, _CHUNKS = 1 << 16, 16  # the most bytes of one read, and the most reads between two rounds
 _MOST_UNREAD = 64 << 20  # bytes of unread messages after which the front counts as gone
 
 
 @dataclass(frozen=True)
 class Submit:
-    """Asks the lead to answer a request. id: chosen by the front, never used again. prompt: token
-    ids. deadline_s: after how many seconds from now the answer ends as it is, or None."""
+    """Asks the lead (the target's rank 0) to answer a request. id: the request's number, chosen by
+    the front (the HTTP process) and never used again. prompt: token ids. deadline_s: after how many
+    seconds from now the answer is cut off, or None."""
 
     op: ClassVar[str] = "submit"
     id: int
@@ -40,7 +41,7 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Asks the lead to end a request early. The lead sends an `End`, unless it already has."""
+    """Asks the target's rank 0 to end a request early. It sends an `End`, unless it already has."""
 
     op: ClassVar[str] = "cancel"
     id: int
@@ -48,11 +49,11 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Ready:
-    """Says that the lead decodes requests from now on. model: the target's name. context: the most
-    tokens of prompt and answer together. stop_ids: tokens that end an answer. max_running: how many
-    requests decode together. vocab: the number of token ids. backend, device_name: what the lead
-    computes with. draws: where the lead draws sampled tokens, "device" or "host" (None:
-    nowhere)."""
+    """Says that the lead (the target's rank 0) decodes from now on. model: the target's name.
+    context: the most tokens of prompt and answer together. stop_ids: tokens that end an answer.
+    max_running: how many requests decode together. vocab: the number of token ids. backend,
+    device_name: what the lead computes with. draws: where the lead draws sampled tokens, "device"
+    or "host" (None: nowhere)."""
 
     op: ClassVar[str] = "ready"
     model: str
@@ -69,8 +70,9 @@ class Ready:
 @dataclass(frozen=True)
 class Tokens:
     """New tokens of a request, from one round; a stop token may be among them. sources: what
-    drafted each token, or the target. logprobs: the target's, if the request asked for them. hits:
-    the number of the request's rounds so far whose outcome was in the speculation cache."""
+    drafted each token, or the target. logprobs: the target's log-probabilities of the tokens, if
+    the request asked for them. hits: in how many of the request's rounds so far the drafts came
+    from the speculation cache."""
 
     op: ClassVar[str] = "tokens"
     id: int
@@ -84,7 +86,7 @@ class Tokens:
 class End:
     """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
     "deadline" or "refused" (`why` is the message). drafted, accepted: numbers of draft tokens in
-    all rounds of the request. hits: the number of rounds whose outcome was in the speculation
+    all rounds of the request. hits: the number of rounds whose drafts came from the speculation
     cache. cached: number of prompt tokens that were in the KV cache already. forced: number of
     tokens that the grammar dictated."""
 
@@ -144,8 +146,8 @@ def unpack(line: bytes) -> Message:
 
 
 class Line:
-    """The lead's end of the socket to the front (the HTTP process). is_closed: the front is
-    gone."""
+    """The socket by which the target's rank 0 sends messages to the front (the HTTP process) and
+    receives its messages. is_closed: whether the front is gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -161,7 +163,7 @@ class Line:
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
         data = bytearray(self._rest)
-        for _ in range(_CHUNKS):  # a cancellation may be behind long prompts in the socket
+        for _ in range(_CHUNKS):  # Read on: a cancellation may follow long prompts.
             try:
                 new = self._socket.recv(_CHUNK)
             except BlockingIOError:

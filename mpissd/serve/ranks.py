@@ -66,8 +66,8 @@ def execute_serve(config: ServeConfig) -> int:
 
 
 def _pass(rank: Rank, drive: Callable[[TargetLoop], object]) -> None:
-    """Runs the decoding loops on all ranks once. drive: a function that decodes the lead's
-    rounds."""
+    """Runs the decoding loops on all ranks once, for as long as there are requests. drive: a
+    function that decodes rounds on the target's rank 0; other ranks follow its messages."""
     rank.run_pass(rank.target, rank.make_drafters(), drive)
 
 
@@ -75,10 +75,10 @@ def _lead(rank: Rank, config: ServeConfig) -> None:
     job, workload, backend = rank.session.job, rank.session.workload, rank.session.backend
     assert isinstance(workload, TextWorkload), "serving text"
     assert rank.target is not None and isinstance(rank.target.stepper, Stepper)
-    pages = rank.target.stepper.pages
+    pages = rank.target.stepper.pages  # KV pages; a draft rank has equally many
     times = ForwardTimes(rank.target.stepper.sizes, job.tokens_a_forward)
     assert pages is not None, "text without a KV cache"
-    batch, ahead = job.config.batch_size, job.lookahead + 1  # draft ranks have as many KV pages
+    batch, ahead = job.config.batch_size, job.lookahead + 1
     room = Capacity(batch, job.longest, ahead, pages.sizes.page, pages.sizes.num_pages)
     goodput = Goodput(job.lookahead, widths_of(job), times) if config.auto else None
     _pass(rank, lambda loop: warm(loop, job, times, room, goodput))

@@ -97,7 +97,7 @@ class Entry:
 
 
 def write(folder: Path, entry: Entry) -> None:
-    """Writes or replaces a replica's file; raises OSError."""
+    """Writes or replaces a server's file in the shared folder; raises OSError if that fails."""
     with whole_file(folder / f"{entry.id}.json") as file:
         file.write(f"{json.dumps({'schema': SCHEMA, **asdict(entry)})}\n".encode())
         file.flush()

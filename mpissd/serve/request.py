@@ -76,7 +76,7 @@ class Exchange:
     The first fields are those of the body; None means that a default is still to be filled in.
     subject: messages, a text, or token ids. form: the form that answers must have: (the field of
     the body that asks for it, kind and value for make_grammar). prompt: token ids. id: names the
-    choice in messages to the lead rank; set by `Lead.submit`. messages: a queue of the lead's
+    choice in messages to the lead (the target's rank 0), set by `Lead.submit`. messages: the lead's
     messages about any of the n choices; a Problem says why the lead is gone. index: the number of
     the choice. is_sent: whether the lead has the choice. ends_s, first_s: the times of the deadline
     and of the first token. num_tokens: tokens in the text; the lead may have decoded more. end: the
