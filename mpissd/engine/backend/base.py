@@ -251,7 +251,7 @@ class Backend(ABC):
 
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Measures the operations a second of large matrix products, in 0.1 s; None if unknown."""
+        """Measures, in 0.1 s, the operations a second of large matrix products; None if unknown."""
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Frees programs, then buffers. Must be called before the communicator of all-reduces is

@@ -98,7 +98,7 @@ class ChainRunner:
         self._noted: list[Multiplication] = []
         self._inboxes: OneshotGroup | None = None
         self._held = False
-        # By chain: its table, its counters, and its numbers of products, rank sums and row tiles.
+        # For each chain: its table, its counters, and how many products, rank sums and row tiles.
         self._chains: dict[tuple[Multiplication, ...], tuple[Any, Any, int, int, int]] = {}
 
     def multiply(self, x: Operand, weight: int, out: Operand) -> None:

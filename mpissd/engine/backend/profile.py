@@ -92,7 +92,7 @@ class Forward:
 @dataclass(frozen=True)
 class HostEntry:
     """Measured seconds of host work and link messages in one configuration; `seconds` is keyed by
-    the field names of lab's HostCosts."""
+    the kind of work, a field name of HostCosts (lab/predict)."""
 
     mode: str
     tp: int
@@ -101,7 +101,7 @@ class HostEntry:
     lookahead: int
     seconds: Mapping[str, float]
     source: str
-    # branches drafted ahead for a sequence; seconds["keys"] chooses their first tokens; 0: unknown
+    # branches drafted ahead for a sequence (0: unknown); seconds["keys"] is the time to choose them
     lanes: int = 0
     context: int = 0  # the context of transformer forwards, in tokens
     forward: str = "gemm"  # the kind of forward, a value of --forward
@@ -175,10 +175,10 @@ class Profile:
     """What is known about one kind of device and the links inside its node: rates, and measured
     tables if there are any.
 
-    all_reduce_*: maps a number of ranks to a value ({}: all-reduces take no time; None: unknown).
-    forwards: maps a key to its forwards, one a kernel, by rising most_rows; shards: the same for
-    one rank's shard of a model, without all-reduces. read_outs: maps (logits of a row, kind of
-    forward, candidates k) to the time of a top-k. hosts: the host's work in measured
+    all_reduce_*: maps a number of ranks to a latency or rate ({}: all-reduces take no time; None:
+    unknown). forwards: maps a key to its forwards, one a kernel, by rising most_rows; shards: the
+    same for one rank's shard of a model, without all-reduces. read_outs: maps (logits of a row,
+    kind of forward, candidates k) to the time of a top-k. hosts: the host's work in measured
     configurations. busy: maps what disturbed the machine during measurements to the share of the
     time that it took. models_others: whether forwards without a table are modelled. other_kernels:
     commits whose kernels differ from the measured ones. other_lists: commits whose draft forwards

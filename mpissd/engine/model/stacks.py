@@ -149,7 +149,7 @@ class ReadOut:
 
     def read(self, rows: int, k: int) -> tuple[Ints, Any]:
         """Returns the ids and logits (None if not read out) of the last forward's candidates,
-        [heads, T, rows, k]. An id is a column of its rank's share of the logits, from 0."""
+        [heads, T ranks, rows, k]. An id is a column of its rank's share of the logits, from 0."""
         shape = self._heads, self._group.size, rows, k
         size = math.prod(shape)
         values = None if self.values is None else self.values[:size].reshape(shape)

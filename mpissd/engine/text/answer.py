@@ -41,7 +41,7 @@ class AnswerText:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._stops = [stop for stop in strings if stop]
-        # A piece of text is what the waiting tokens add to the decoded text of the context tokens.
+        # The tokens in _waiting are not yet text; they are decoded together with those in _context.
         self._context = _end_of(prompt, tokenizer)
         self._waiting: list[int] = []
         # The bytes at the end of the text that may begin an incomplete UTF-8 character.

@@ -193,8 +193,8 @@ class Grammar:
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
         """Returns whether the grammar forces the next `count` tokens after `tokens`, or all up to
-        the answer's end if fewer remain. Without `forces` it returns False; with it, True after the
-        end."""
+        the answer's end if fewer remain. False if `forces` is not set; otherwise True after the
+        answer's end."""
         if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 BACKEND = ("types", "fill", "pack", "gather", "top_k", "read", "copy_ints")
-EXCHANGE = ("types", "system", "inbox", "exchange")  # of the one-shot all-reduce's kernel
+EXCHANGE = ("types", "system", "inbox", "exchange")  # sources of the one-shot all-reduce
 CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "units", "chain")
 # The tuples below are the sources of a transformer's kernels.
 PACK = ("types", "fill", "pack")

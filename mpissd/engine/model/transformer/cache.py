@@ -47,8 +47,8 @@ class CacheSizes:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages: `capacity` tokens for every slot, or `pool` tokens if that is
-        less."""
+        """The number of pages: enough for `capacity` tokens in every slot, or for `pool` tokens in
+        all slots together if that is less."""
         total = self.slots * self.pages_per_slot
         return min(total, max(self.pages_per_slot, self.pool // self.page)) if self.pool else total
 
@@ -68,8 +68,8 @@ class RowPlaces:
     def __init__(
         self, host_ints: Callable[[int], HostArray], max_rows: int, sizes: CacheSizes
     ) -> None:
-        """Allocates the buffer, with padding in all rows. host_ints: a function that allocates so
-        many zeros in memory that the device can read (Backend.host_ints)."""
+        """Allocates the buffer, with padding in all rows. host_ints(n): allocates n zeros in memory
+        that the device can read (Backend.host_ints)."""
         self.ints = host_ints(4 * max_rows + sizes.slots * sizes.pages_per_slot)
         self.rows = self.ints[: 4 * max_rows].reshape(4, max_rows)
         self.pages = self.ints[4 * max_rows :].reshape(sizes.slots, sizes.pages_per_slot)
@@ -162,8 +162,9 @@ class PageTable:
             self.held[slot] = 0
 
     def adopt(self, slot: int, tokens: Sequence[int]) -> int:
-        """Shares stored pages with an empty slot (prefix caching): the longest run of named pages
-        that hold the first of `tokens`. Returns the number of tokens that these pages hold."""
+        """Shares stored pages with an empty slot (prefix caching): the longest run of full pages,
+        named by their tokens (see keep), that hold the first of `tokens`. Returns the number of
+        tokens that these pages hold."""
         pages = []
         name = _START
         for part in self._parts(tokens):
@@ -184,7 +185,7 @@ class PageTable:
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # It was named after a page that has been overwritten.
+                if page in self._keys:  # Its name follows the name of an overwritten page.
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key

@@ -348,7 +348,7 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
             return RandomTensor(key, size, _SPREAD, 0.0 if name.endswith(".bias") else 1.0)
         scale = float(size[1] ** -0.5)  # keeps the scale of activations near 1
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            # The outputs of o and down add up over the layers.
+            # The outputs of o and down add up over the layers, so that they are made smaller.
             scale *= float((2 * config.shape.num_layers) ** -0.5)
         return RandomTensor(key, size, scale)
 

@@ -25,7 +25,7 @@ from mpissd.common.shapes import MOST_MASKS, STATE_KINDS
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
 _NO_KEY = "a file without this key"
-# A config.json that sets one of these keys is refused: they change the results of other programs.
+# A config.json that sets one of these keys is refused: only other programs would obey the key.
 CHANGING = """
     text_config vision_config per_layer_config quantization compression_config
     rope_ratio rotary_dim

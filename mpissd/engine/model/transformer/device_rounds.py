@@ -49,7 +49,7 @@ Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE: the first of several
 NOT_FINITE = -2  # reported instead of the accepted node if a logit is not finite
 RING = 3  # number of rounds that have buffers: the previous, the running and the next one
-_IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's outcome
+_IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's results
 
 
 class Sheet:
@@ -77,9 +77,9 @@ class Sheet:
         dynamic: Size | None = None,
         masks: range = range(0),
     ) -> None:
-        """Makes all arrays as views of one buffer. host_ints: allocates so many int32. dynamic: the
-        sizes of trees that change each round; `tree` is then a chain of as many levels. masks:
-        the ids of a parallel draft's K − 1 mask tokens; empty for other drafts."""
+        """Makes all arrays as views of one buffer. host_ints(n): allocates n int32. dynamic: the
+        sizes of trees that change each round; `tree` is then a chain of as many levels. masks: the
+        ids of a parallel draft's K − 1 mask tokens; empty for other drafts."""
         self.sequences = sequences
         self.tree = tree
         self.dynamic = dynamic
@@ -201,8 +201,9 @@ class RoundStage:
             self._put(self.target, rows.start + node, s, node, token, slot, position)
 
     def _take(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Takes the drafted tokens of one level of sequence s (stages 1 … K): writes them to the
-        target's forward (`rows`), and those of nodes with children to the draft's next forward."""
+        """Takes the drafted tokens of one level of sequence s (stages 1 … K, one for each level):
+        writes them to the target's forward (`rows`), and those of nodes with children to the
+        draft's next forward."""
         assert self.draft is not None
         first, width, reads, puts = self.level
         for node in range(first, first + width):
@@ -417,7 +418,8 @@ class DeviceRounds:
         self.sheet.state[...] = state
 
     def hold(self, slots: Index, positions: Index) -> None:
-        """Reserves both models' KV pages for each slot, up to and including its position."""
+        """Reserves the draft's and the target's KV pages for each slot, up to and including its
+        position."""
         for stack in (self._draft, self._target):
             if stack is not None:
                 stack.pages.hold(slots, positions)

@@ -266,7 +266,7 @@ def gguf_name(name: str) -> str:
 def _gguf_name(name: str) -> str:
     """Returns the name in a .gguf of a Hugging Face tensor outside the layers or in layer 0."""
     gguf = library("gguf", "a .gguf")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all the tensors
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 1)  # Qwen3 has all tensors' names
     return str(names.get_name(name, try_suffixes=(".weight", ".bias")) or name)
 
 

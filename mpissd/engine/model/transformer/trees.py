@@ -25,7 +25,7 @@ from mpissd.engine.model.forwards import SPAN
 
 PLANT = -1  # stage number of the kernel that runs `plant` before the target's forward
 WIDTH = 4  # the most nodes of a dynamic tree's level that the draft computes
-CHOICES = 8  # children (likeliest next tokens) of each node that the draft computes
+CHOICES = 8  # number of children (likeliest next tokens) of a node that the draft computes
 MOST_LEVELS = 16
 MOST_NODES = 64
 TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.nodes

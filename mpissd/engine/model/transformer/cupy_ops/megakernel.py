@@ -38,7 +38,7 @@ _LIMIT_NS = 2 * 10**9  # longest wait of the kernel's blocks for one another, in
 _NORM_THREADS = 512
 _NORM_BYTES = 4 * 16384 // 16  # bytes for a float32 per 16 columns of the widest row, 16,384
 QKV, ATTEND, ADD, GATED, LOGITS = range(5)  # enum Kind
-FFN_NORM = 1  # Operation.norm for the FFN's RMSNorm; 0: attention's or the LM head's
+FFN_NORM = 1  # value of Operation.norm for the FFN's RMSNorm; 0 stands for any other RMSNorm
 OPERATION = np.dtype(  # struct Operation
     [*((name, PRODUCT[name]) for name in PRODUCT.names or ()), ("vector", np.uint64)]
     + [(name, np.int32) for name in ("kind", "layer", "columns", "norm")]

@@ -1,9 +1,10 @@
 """The CPU's kernels: products with bfloat16 weights, norms and rotations, and attention.
 
 Keys are stored transposed, [head_dim, positions], so that scores and weighted sums of values are
-both small products that add up in order (tiles.tile). A page's part of the softmax is merged into
-the sum of the pages before it, in rising order of absolute positions. The argument row_places,
-int32 [4, n], holds each row's slot, position, lane and trunk (see forwards.Places).
+both small products, whose terms add up in a fixed order. A page's part of the softmax is merged
+into the sum of the pages before it, in rising order of absolute positions. The argument row_places,
+int32 [4, n], holds where each row (token) lies in the KV cache: its slot, position, lane and trunk
+(see forwards.Places).
 """
 
 from __future__ import annotations

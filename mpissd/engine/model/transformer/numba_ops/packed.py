@@ -48,7 +48,7 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 )
 
 GROUP = 32  # number of inputs that are rounded with one common factor
-RECORD = GROUP // 2 + 2  # words of a rounded group: 16 pairs of integers, factor, factor · sum
+RECORD = GROUP // 2 + 2  # words of a group: 16 pairs of rounded integers, factor, factor · their sum
 MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of x in a tile: its sums fit in registers
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 WORDS = ir.VectorType(I32, LANES)
