@@ -254,7 +254,8 @@ class Profile:
         return max(0.0, seconds(cost.candidates) - seconds(1))
 
     def candidates(self, cost: Cost) -> dict[int, Curve]:
-        """Returns {k: seconds by rows} of measured top-k operations on `cost.columns` logits."""
+        """Returns {k: seconds by number of rows} of measured top-k operations on cost.columns
+        logits a row, in this kind of forward."""
         like = cost.columns, "" if cost.key is None else cost.key.forward
         return {key[2]: curve for key, curve in self.read_outs.items() if key[:2] == like}
 

@@ -234,7 +234,7 @@ _SPLITS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
 _NFC = ("qwen2",)  # pre-tokenizers that first normalise text to Unicode's NFC
-_LLAMA3_NAMES = ("llama-bpe", "llama3")  # pre-tokenizers that add BOS, and never split a token's text
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # pre-tokenizers that add BOS and split no token's text
 # llama.cpp recognises control tokens by their texts. The tokens below end an answer.
 _ENDS = (
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] "

@@ -70,8 +70,8 @@ _PIECE = 1 << 17  # elements dequantised at once, so few that they stay in the p
 
 
 def library(name: str, what: str) -> ModuleType:
-    """Imports the library `name`; raises ConfigError if it is missing. what: names the feature that
-    needs the library in the message."""
+    """Imports the library `name`; raises ConfigError if it is missing. what: the feature that needs
+    the library, as the error's message names it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:

@@ -65,9 +65,9 @@ _TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
 
 
 class MegakernelGeometry(NamedTuple):
-    """Compile-time parameters of the megakernel whole.cu for a number of rows. slots: the slots of
-    a thread block's ring buffer, into which weights are loaded ahead. macros: the (name, value) of
-    the preprocessor's constants."""
+    """Compile-time parameters of the megakernel whole.cu, which depend on a forward's rows. slots:
+    the slots of a thread block's ring buffer, into which weights are loaded ahead. macros: the
+    (name, value) of the preprocessor's constants."""
 
     slots: int
     shared_bytes: int

@@ -39,7 +39,7 @@ class Packed:
 @dataclass(frozen=True)
 class Table:
     """An embedding that is read row by row from the stored tensor `part`. values: float32 [entries,
-    hidden]. is_read: which of its rows were read."""
+    hidden]. is_read: which rows of `values` were read."""
 
     part: Part
     values: Floats

@@ -48,7 +48,7 @@ from mpissd.engine.model.transformer.numba_ops.tiles import (
 )
 
 GROUP = 32  # number of inputs that are rounded with one common factor
-RECORD = GROUP // 2 + 2  # words of a group: 16 pairs of rounded integers, factor, factor · their sum
+RECORD = GROUP // 2 + 2  # words of a rounded group: 16 pairs of integers, factor, factor · sum
 MOST_ROWS = 8 if HOST == "avx512" else 6  # the most rows of x in a tile: its sums fit in registers
 AHEAD = 2048  # number of words by which prefetches run ahead of reads
 WORDS = ir.VectorType(I32, LANES)
@@ -241,8 +241,9 @@ def _add_products(builder: ir.IRBuilder, weights: Any, inputs: Any, total: Any) 
 
 def kernel(module: ir.Module, kind: int, rows: int) -> Any:
     """Makes the LLVM function of one tile, which sets y [rows, LANES] to the product of rows of
-    rounded inputs with LANES outputs of ggml's type `kind`. The function's arguments: weights
-    (`blocks` packed blocks), records (the rounded rows), y, blocks, and the stride of y."""
+    rounded inputs with LANES outputs of ggml's type `kind`. The function's arguments: the addresses
+    of the weights, of the rounded rows (records) and of y; the number of packed blocks of weights;
+    the stride of y."""
     name = f"packed_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]
