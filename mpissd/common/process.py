@@ -8,7 +8,7 @@ import os
 import struct
 from pathlib import Path
 
-# Layout of the struct pidfd_info of linux/pidfd.h, which has exit statuses since Linux 6.15.
+# Size and members of struct pidfd_info (linux/pidfd.h), which has exit statuses since Linux 6.15.
 _INFO_SIZE = 64
 _INFO_EXIT = 1 << 3
 _EXIT_AT = 60

@@ -27,7 +27,7 @@ class Source(IntEnum):
 
     NONE = 0  # nothing was drafted (AR)
     CACHE = 1  # drafted ahead, while the target verified the previous round
-    JIT = 2  # drafted after the previous round's outcome was known
+    JIT = 2  # drafted by the draft model once the previous round's accepted tokens were known
     FAST = 3  # drafted by a cheap backup without the draft model, such as prompt lookup
 
 
@@ -194,7 +194,8 @@ class Outcome:
 
     @classmethod
     def admission(cls, round_: int, requests: Sequence[Request]) -> Outcome:
-        """Returns an outcome that only lets new sequences join, one for each request."""
+        """Returns an Outcome that accepts no tokens but lets new sequences join, one for each
+        request. round_: the number of the round."""
         rows = [(r.request_id, r.epoch, Event.ADMIT, 0, r.first_token) for r in requests]
         prompts = {(r.request_id, r.epoch): r for r in requests if r.prompt}
         return cls(round_, np.array(rows, np.int32).reshape(-1, cls.WIDTH), prompts or _NONE)

@@ -17,7 +17,7 @@ WAITING = 2
 
 
 class Stage(IntEnum):
-    """The stages of a job, in order."""
+    """The stages of a job on a rank, in order, as a message about a fault names them."""
 
     START = 0  # MPI has not started yet
     OPEN = 1  # devices, weights and communicators are made

@@ -24,10 +24,10 @@ _UNKNOWN = float("nan")
 class LeadPhase(IntEnum):
     """The phases of a round on the host of the target's rank 0 (the lead), in order."""
 
-    SEND = 0  # pack the previous round's outcome for the draft and start sending it
-    COMMIT = 1  # apply the outcome to the batch; send the round to a rank that trains the draft
+    SEND = 0  # pack the previous round's acceptance results and start sending them to the draft
+    COMMIT = 1  # add accepted tokens to the batch; send the round to a rank that trains the draft
     DRAFT_WAIT = 2  # wait for the draft tokens
-    BROADCAST = 3  # send the outcome and draft tokens to the other target ranks
+    BROADCAST = 3  # send acceptance results and draft tokens to the other target ranks
     UPLOAD = 4  # hand the tokens to the device
     LAUNCH = 5  # launch the verification's forward; with NumPy, compute it
     DEVICE_WAIT = 6  # wait until the forward is finished
@@ -41,12 +41,12 @@ class DraftPhase(IntEnum):
 
     WAIT = 0  # wait for the target's acceptance results, with all drafts ahead complete
     COMMIT = 1  # apply the outcome to the batch
-    LOOKUP = 2  # look the outcome up in the speculation cache
+    LOOKUP = 2  # look each sequence's acceptance result up in the speculation cache
     SPECULATE = 3  # finish cached drafts that were hit; draft anew after cache misses
     SEND = 4  # pack the draft tokens and start sending them
     GLUE = 5  # score each sequence's last token and the draft tokens just sent, in one forward
     KEYS = 6  # choose bonus-token candidates, which are the keys of the speculation cache
-    GROW = 7  # draft ahead after each candidate; poll for the outcome between two steps
+    GROW = 7  # draft ahead after each candidate; poll for acceptance results between two steps
     RECORD = 8  # store the round's results
     PREFILL = 9  # compute tokens that the KV cache lacks, such as prompts, before a forward
 
@@ -165,7 +165,8 @@ class DraftLog:
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
         """Starts an empty log. kept: whether rounds are recorded; a server, which decodes for days,
-        records none, so that its memory stays bounded. ranks: see the class."""
+        records none, so that its memory stays bounded. ranks: counts how high the draft ranked the
+        bonus tokens (RankCounts), or None."""
         self.ledger: Ledger = DraftLedger() if kept else NullLedger(DraftPhase)
         self.mark = self.ledger.mark
         self.ranks = ranks

@@ -35,7 +35,7 @@ def distill(config: DistillConfig) -> int:
         return _work(0, config, "", begun)
     from mpissd.learn.source import read
 
-    read(config)  # raises ConfigError before processes start
+    read(config)  # Refuse wrong flags before processes start.
     with tempfile.TemporaryDirectory() as place:
         arguments = config, f"{place}/meet", begun
         try:
@@ -90,7 +90,7 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
     from mpissd.learn.train import join
 
     source = read(config)
-    architectures(config, source.checkpoint.config, 0)  # raises ConfigError before samples are made
+    architectures(config, source.checkpoint.config, 0)  # Refuse wrong shapes before sampling.
 
     def log(text: str) -> None:
         """Prints a line with the seconds so far; processes after the first print only about

@@ -147,7 +147,8 @@ class Inputs:
 
 
 def read(config: DistillConfig) -> Inputs:
-    """Opens and checks the files that the flags name; raises ConfigError if one cannot be used."""
+    """Returns the opened inputs (target, tokenizer, prompts, earlier draft) that the flags name.
+    Raises ConfigError if one cannot be used."""
     path = files_of(config.target)
     if path is None:
         raise ConfigError(f"target={config.target}: allowed: a model with weights and a tokenizer")

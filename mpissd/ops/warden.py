@@ -31,7 +31,7 @@ _TICK_S = 0.5
 _WAKE_S = 0.01  # seconds between two checks while a fault still has to be judged or ranks killed
 _STATUS_S = 0.3  # longest wait, in s, for the exit status of a rank that has ended
 _ORDERED_S = 0.3  # longest time, in s, in which all ranks end after a signal from the launcher
-# A killed launcher is gone within these s after its ranks; one that ends by itself, 0.25 s later.
+# seconds after a rank's end in which a killed launcher is gone; one that kills ranks lives longer
 _SWEEP_S = 0.2
 _OTHERS_S = 3.0  # delay of a doubtful report, in s, as another host's watchdog may know the cause
 _ABORT_S = 2.0  # seconds for a failed rank to abort the job with its own exit code

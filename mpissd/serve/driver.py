@@ -106,7 +106,8 @@ class Driver(RoundObserver):
             self._mail.put(End(asked.id, "refused", why=str(error)))
 
     def _round(self, loop: TargetLoop) -> RoundResult:
-        """Decodes one round, with the K and fan-out that `_way` chooses; returns its result."""
+        """Decodes one round, with K and fan-out as the mode or the controller says; returns its
+        result."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
         fill, rows = 0, len(live) * (self._shape.ends[way.lookahead] + 1)

@@ -100,7 +100,7 @@ class Lead:
         self.send(choices[0])
 
     def send(self, choice: Exchange) -> None:
-        """Sends a choice (one of a request's n answers), which has an id, to the lead."""
+        """Sends the target's rank 0 a choice (one of a request's n answers), which has an id."""
         assert choice.max_tokens is not None, "a choice without its defaults"
         choice.is_sent = True
         left_s = max(1e-9, choice.ends_s - time.monotonic())
@@ -116,7 +116,7 @@ class Lead:
                 self._send(Cancel(choice.id))
 
     def stop(self) -> None:
-        """Ends the job by closing the connection to the lead."""
+        """Ends the MPI job, by closing the connection to the target's rank 0."""
         if self._writer is not None:
             self._writer.close()
 
@@ -125,7 +125,7 @@ class Lead:
             self._writer.write(pack(message))
 
     async def accept(self, path: str) -> asyncio.AbstractServer:
-        """Opens the local socket at `path` to which the lead will connect."""
+        """Opens the local socket at `path` to which the target's rank 0 will connect."""
         return await asyncio.start_unix_server(self._listen, path, limit=_LINE_LIMIT)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -145,13 +145,14 @@ class Lead:
             self.ended.set()
 
     def lose(self, why: str) -> None:
-        """Fails all open and later requests with status 503; the reason of the first call stays."""
+        """Fails all open and later requests with status 503. why: the reason, which later calls do
+        not change."""
         self.gone = self.gone or why
         while self._open:
             self._open.popitem()[1].messages.put_nowait(Problem(503, self.gone, code="job_gone"))
 
     def receive(self, message: Message) -> None:
-        """Handles a message from the lead; tokens and ends go to the queue of their request."""
+        """Handles a message from the target's rank 0; tokens go to the queue of their request."""
         if isinstance(message, Ready):
             self.ready = message
             self.connected.set()

@@ -227,8 +227,8 @@ def loads(config: LoadConfig) -> Iterator[Load]:
 
 def poisson(rate: float, duration_s: float, count: int | None, seed: int) -> list[float]:
     """Returns the arrival times in s of a Poisson process with `rate` arrivals per second: `count`
-    of them if given, else those within duration_s, at least one. Another rate only scales the
-    times."""
+    of them if given, else those within duration_s, at least one. With an equal seed, another rate
+    only scales the times."""
     random = np.random.default_rng(seed)
     times = list[float]()
     at = 0.0

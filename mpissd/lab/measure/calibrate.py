@@ -413,8 +413,9 @@ def warm_up(loop: TargetLoop, rank: Rank, count: int) -> WarmUp:
 
 
 def host_costs(job: Job, device: DeviceCosts, lead: WarmUp, draft: WarmUp | None) -> HostCosts:
-    """Returns a job's durations of host work, computed from its warm-up rounds on rank 0 (lead) and
-    on the draft (None: there is no draft, or its rank was lost). device: durations of forwards."""
+    """Returns a job's durations of host work, computed from the timed phases of its warm-up rounds.
+    lead: the phases on rank 0. draft: those on the draft rank (None: there is no draft, or its rank
+    was lost). device: durations of forwards."""
     costs: dict[str, Any] = {
         f"lead_{name}": np.median(lead.seconds(LeadPhase[name.upper()]))
         for name in "send commit broadcast upload sample record".split()
@@ -442,8 +443,8 @@ def _forward_s(table: RowTable, rows: Any) -> Floats:
 
 
 def _draft_costs(job: Job, device: DeviceCosts, draft: WarmUp, lead: WarmUp) -> dict[str, Any]:
-    """Returns the durations of host work on the draft as {field of HostCosts: seconds}, computed
-    from the warm-up rounds of the draft and of rank 0 (lead). device: durations of forwards."""
+    """Returns the durations of the draft's host work as {field of HostCosts: seconds}. draft, lead:
+    timed phases of the warm-up rounds on the draft and on rank 0. device: durations of forwards."""
     costs: dict[str, Any] = {
         f"draft_{phase.name.lower()}": np.median(draft.seconds(phase))
         for phase in (DraftPhase.COMMIT, DraftPhase.LOOKUP, DraftPhase.SEND, DraftPhase.RECORD)

@@ -57,7 +57,8 @@ def print_card(session: Session) -> None:
 
 
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
-    """Returns ("rank N", text with role, host and device) for each MPI rank N."""
+    """Returns ("rank N", text) for each MPI rank N; the text says whether the rank runs target or
+    draft, and names its host and device. infos: each rank's device."""
     lines = []
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
         role = "target" if rank % topology.tp else "lead"

@@ -301,7 +301,7 @@ def device_means(measured: Measured) -> dict[str, float | None]:
 
 def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the result row's predicted rate and its error, as {key: value}; {} if the job cannot
-    be predicted. The rate comes from a simulation with the measured outcomes and the durations of
+    be predicted. The rate comes from a simulation with the recorded acceptance and the durations of
     forwards and host work. If acceptance is drawn from a model, the long-run mean is added."""
     lead = measured.lead
     profile = measured.profile

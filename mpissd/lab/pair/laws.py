@@ -48,7 +48,7 @@ from mpissd.lab.tables.load import load_rows
 Array = NDArray[np.int64]
 BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
 OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # Miss rates are printed for so many candidates.
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates whose miss rates are printed
 GROUPS = 20  # largest number of groups of sequences in the jackknife
 _FAILS = 0.1  # A fit counts as failed if its miss rate has a larger relative error.
 _ABOUT = ("target", "draft", "target_sha256", "draft_sha256", "prompts", "licence", "temperature")

@@ -42,7 +42,7 @@ MOST_LOOKAHEAD = 16
 LOOKUP = "lookup"  # name of SD that copies its drafts from the sequence, without a draft model
 CONTEXT = 512  # context length in tokens, if neither a flag nor a --laws file gives one
 FEW_HITS = "smollm2"  # The cache-hit model of this pair is used where data are too few to fit one.
-_MOST_READ = 63  # largest allowed fan-out of a position: the host reads 64 logits of a row
+_MOST_READ = 63  # most candidates at a position, because the host reads 64 logits of a row
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # values of k for which the top-k selection was timed
 _MOST_BRANCHES = 10 * (MOST_LOOKAHEAD + 1)  # most branches of a sequence to look up times for
 # These numbers of nodes, of levels, and of candidates are tried in SSD with draft trees.

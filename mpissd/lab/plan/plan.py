@@ -333,7 +333,7 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
         )
         finer = (choice for tp, space in around for choice in ssd_choices(run, by_tp[tp], space))
         choices += weigh(finer, survey, quick=True)
-    # Finalists are the fastest of each mode and number of ranks, at most one for each K.
+    # To be simulated longer: the fastest of each mode and number of ranks, at most one for each K.
     counts = Counter[Family]()
     finalists: list[Choice] = []
     for choice in firsts(by_speed(choices), lambda c: (c.family, c.lookahead)):

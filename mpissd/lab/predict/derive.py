@@ -69,8 +69,9 @@ def with_derived(
 def _of_shares(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns forwards derived from one rank's share of the model, which one rank measured alone,
-    by adding the duration of the all-reduces; [] if no such share was measured."""
+    """Returns the forwards of a model shard, derived from measurements in which one rank computed
+    such a share alone, by adding the duration of the all-reduces; [] if the share was not measured.
+    sequences: batch size. options: the options of the forwards, such as the context length."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
@@ -88,8 +89,9 @@ def _of_shares(
 def _of_other_ranks(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
-    """Returns forwards derived from the same model on another number of ranks, the nearest that was
-    measured; [] if there is none."""
+    """Returns the forwards of a model shard, derived from those of the same model on the nearest
+    number of ranks that was measured; [] if there is none. sequences: batch size. options: the
+    options of the forwards, such as the context length."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
         with suppress(ConfigError):  # The model may be too small for so many ranks.

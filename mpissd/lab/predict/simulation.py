@@ -182,8 +182,9 @@ class Grid:
 
 
 def _hit_chances(job: Job) -> Floats:
-    """Returns P(the speculation cache holds the outcome | k tokens were accepted), [2, 2, K+1]. The
-    indices: whether the round's tokens came from a cache hit, whether all were accepted, and k."""
+    """Returns the probability that the speculation cache holds drafts for the target's next token,
+    [2, 2, K+1]. The indices: whether the round's tokens came from a cache hit, whether all were
+    accepted, and k, the number of accepted ones."""
     if not job.fan_out:
         return np.zeros((2, 2, job.lookahead + 1))
     if job.layout is not None:
@@ -277,8 +278,9 @@ class LawDraws:
         return np.asarray(np.minimum(free, num_draft), np.int64)
 
     def hits(self, hit: Mask, accepted: Ints, end: Mask) -> Mask:
-        """Draws whether the speculation cache holds each sequence's outcome, bool [G, R, b]. hit:
-        whether its tokens came from a cache hit. accepted: k. end: whether all were accepted."""
+        """Draws for each sequence whether the next cache lookup is a hit, bool [G, R, b]. hit:
+        whether this round's tokens came from a cache hit. accepted: how many of them the target
+        accepted. end: whether it accepted all."""
         at = self._first + (2 * hit + end) * self._width + accepted
         return np.asarray(self._next() < self._p_hit[at])
 
@@ -308,8 +310,9 @@ def _spread(chains: int, batch: int, number: int) -> Floats:
 
 
 class RecordedDraws:
-    """Gives the simulation the outcomes that a run recorded, in place of random ones. sequences:
-    int64 [n, 8], a row for each round of each sequence, from RoundRecords.sequences."""
+    """Gives the simulation the accepted tokens and cache hits that a run recorded, in place of
+    random ones. sequences: int64 [n, 8], a row for each round of each sequence, from
+    RoundRecords.sequences."""
 
     chains = 1
 
@@ -360,7 +363,7 @@ class Rounds:
         self._accepted = np.zeros(shape, np.int64)
         self.live: Mask = np.ones(shape, np.bool_)
         self._hit: Mask = np.zeros(shape, np.bool_)  # whether the next lookup will hit the cache
-        self._clock = np.zeros(shape[:2])  # time in s at which rank 0 has the last outcome
+        self._clock = np.zeros(shape[:2])  # s at which rank 0 has the last acceptance results
         # The simulation begins as if all sequences had hit the cache in the round before.
         full = np.full(shape[:2], batch)
         self._grown = self._place(full, full)  # index in the tables, when branches began to grow
@@ -374,7 +377,7 @@ class Rounds:
         return np.asarray(self._first + won + offset, np.int64)
 
     def advance(self, number: int) -> dict[str, NDArray[Any]]:
-        """Simulates round `number`: from the outcome of the round before to its own outcome.
+        """Simulates round `number`, which lasts from one acceptance result at rank 0 to the next.
         Returns {name: values}: tokens (emitted), round_s (duration), hit_rate (whether each
         sequence hit the cache) and wait_s (rank 0's wait for draft tokens)."""
         grid = self._grid
@@ -391,7 +394,7 @@ class Rounds:
         if inline.all():
             seen = ready + self._drafting_s(won, live, steps) + self._inline_s
         else:
-            # The draft polls between steps, so it sees the outcome when the running step ends.
+            # The draft polls between steps: it sees acceptance results when the running step ends.
             asked = self._clock + (host.lead_send + host.link)
             step_s = grid.step_s.ravel()[self._grown]
             free = self._sent + grid.keys_s.ravel()[self._grown]
@@ -419,10 +422,11 @@ class Rounds:
         return {"tokens": tokens, "round_s": round_s, "hit_rate": hit, "wait_s": seen - ready}
 
     def _drafting_s(self, won: Ints, live: Ints, steps: Ints) -> Floats:
-        """Returns the seconds of the draft steps between an outcome and the next draft tokens, [G,
-        R]. won: number of cache hits. live: number of decoded sequences. steps: tokens that the
-        branches of the hits already have. Hits and misses are drafted in the same forwards until
-        one of the two groups has all its tokens; the other group then continues alone."""
+        """Returns the seconds of the draft steps from the arrival of acceptance results until the
+        next draft tokens are complete, [G, R]. won: number of cache hits. live: number of decoded
+        sequences. steps: tokens that the branches of the hits already have. Hits and misses are
+        drafted in the same forwards until one of the two groups has all its tokens; the other group
+        then continues alone."""
         grid = self._grid
         lanes_s = grid.lanes_s.ravel()
         missed = live - won
