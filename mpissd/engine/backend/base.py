@@ -91,7 +91,7 @@ class ForwardKey:
     tp: int
     fuse: bool
     lm_head: bool
-    kv_tokens: int  # the tokens of context that are read, summed over all sequences
+    kv_tokens: int  # the cached tokens that a forward reads, summed over all sequences
     sequences: int = 0  # the number of sequences; 0 if the model is bare matrix products
 
     @property
@@ -128,7 +128,7 @@ class Cost:
     most_rows: int | None = None  # rows of the job's largest forward (None: rows); selects kernels
     params: int = 0  # the number of weights that are read; 0 for a single matrix product
     candidates: int = 1  # k of the top-k token ids that are returned for each row
-    columns: int = 0  # the logits of a row on this rank, from which top-k chooses; 0: no LM head
+    columns: int = 0  # the number of logits a row on this rank, which top-k reads; 0: no LM head
 
 
 class Program(ABC):

@@ -112,7 +112,7 @@ class HostEntry:
         names = ("tp", "num_drafts", "batch_size", "lookahead")
         counts = {name: int(entry[name]) for name in names}
         counts |= {name: int(entry.get(name, 0)) for name in ("lanes", "context")}
-        # Profiles without the field "forward" have a context for transformers only.
+        # In older profiles, without the field "forward", only transformers have a context.
         forward = str(entry.get("forward") or ("transformer" if counts["context"] else "gemm"))
         seconds = {str(name): _number(s) for name, s in entry["seconds"].items()}
         source = str(entry["from"])
@@ -210,8 +210,8 @@ class Profile:
 
     @property
     def few_rows(self) -> int:
-        """The most rows (tokens of a forward) of a job that runs a special kernel for few rows, as
-        the profile measured it; 0 if it measured no such kernel."""
+        """The most rows (tokens) that a job's forwards may have to be run by a special kernel for
+        few rows; 0 if the profile measured no such kernel."""
         kernels = (kernel for kernels in self.forwards.values() for kernel in kernels)
         return max((kernel.most_rows or 0 for kernel in kernels), default=0)
 

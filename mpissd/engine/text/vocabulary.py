@@ -115,7 +115,7 @@ def _added(
         settings[key] = value
     if "extra_special_tokens" not in settings:
         settings["extra_special_tokens"] = settings.get("additional_special_tokens")
-    # As in AutoTokenizer, a token that tokenizer_config.json has as an object is not counted here.
+    # As in AutoTokenizer, `texts` leaves out tokens that tokenizer_config.json gives as objects.
     values = ((settings.get(key), config.get(key)) for key in _SPECIALS)
     texts = {str(value) for value, old in values if isinstance(value, str) or value is not old}
     texts |= set(map(str, settings["extra_special_tokens"] or []))
@@ -136,7 +136,7 @@ def _special(
     for name in _SPECIALS:
         if (token := settings.get(name)) is not None:
             named[name] = by_text.get(str(token), token)
-    for name, token in settings.items():  # Models may name more of them, such as image_token.
+    for name, token in settings.items():  # Models may name more special tokens (image_token).
         if name.endswith("_token") and name not in _SPECIALS and not isinstance(token, bool | None):
             named[name] = token
     extra = settings.get("extra_special_tokens") or []

@@ -185,7 +185,7 @@ class PageTable:
         for page, part in zip(self._pages(slot), self._parts(tokens), strict=False):
             key = name, part
             if key not in self._names:
-                if page in self._keys:  # Its name follows the name of an overwritten page.
+                if page in self._keys:  # It has a name that builds on an overwritten page.
                     return
                 self._names[key] = (page, next(self._serial))
                 self._keys[page] = key

@@ -102,8 +102,9 @@ class DeviceGrowth:
         """Launches the first of `steps` steps after the scoring forward, which was launched last.
         lanes: the branches, whose `first` and `tokens` are their prescribed tokens (NOBODY: the
         draft decides). places: where the first step's rows lie in the KV cache. picks: int32 [3,
-        n], where each branch takes its first token (see GrowthSheet). Returns False, with nothing
-        done, if no programs were compiled for so many branches."""
+        n], for each branch the row of the scoring forward that gives its first token, the token's
+        rank there, and a candidate to skip (see GrowthSheet). Returns False, with nothing done, if
+        no programs were compiled for so many branches."""
         sheet = self.sheet
         part = slice(len(lanes))
         if not len(lanes) or (turns := self._steps.get(self._stepper.bucket(len(lanes)))) is None:

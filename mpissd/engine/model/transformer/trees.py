@@ -56,7 +56,7 @@ def table_of(tree: Shape, masks: int = 0) -> Ints:
     table[LINE, tree.depths == 1] = 1  # the root is in row 1 of the draft's first forward
     for inner in tree.inner:
         table[ROW, inner] = np.arange(len(inner))
-    if masks:  # Row masks + j of the draft's only forward computes level j.
+    if masks:  # In the draft's only forward, row number masks + j computes level j.
         table[LINE, 1:] = masks + tree.depths[1:]
     table[[LEVEL, RANK, LANE, FORK]] = tree.depths, tree.ranks, tree.lanes, tree.forks
     table[SPANS] = SPAN * (tree.spans - 1)

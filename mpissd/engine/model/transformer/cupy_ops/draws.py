@@ -115,9 +115,9 @@ class CupyDraws:
         self, count: int, proposes: int, scale: float, tops: Any, top: int, places: Any
     ) -> Any:
         """Runs the kernel for the first `count` requests, waits, and returns its answers. proposes:
-        1 to sample draft tokens, 0 to judge them. scale, tops, top: the factor of Saguaro's
-        sampling, and the ids and number of the tokens to which it applies. places: the entry of
-        each token in the draft's distributions (None: entry t is token t)."""
+        1 to sample draft tokens, 0 to accept or reject drafted ones. scale, tops, top: the factor
+        of Saguaro's sampling, and the ids and number of the tokens to which it applies. places: the
+        entry of each token in the draft's distributions (None: entry t is token t)."""
         width = np.int32(self._logits.shape[1])
         asks, tells = (np.uintp(part.ctypes.data) for part in (self._asks, self._tells))
         options = np.int32(proposes), np.float64(scale), tops, np.int32(top), places

@@ -171,7 +171,8 @@ class GpuCache:
 
 
 def task_bytes(head: int) -> int:
-    """Returns the bytes of an attention block's shared memory (ATTEND_BYTES). head: head_dim."""
+    """Returns the bytes of an attention block's shared memory (the kernels' ATTEND_BYTES). head:
+    head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries

@@ -19,7 +19,7 @@ _HERE = Path(__file__).parent
 
 
 def _digest() -> str:
-    """Returns a folder name with a checksum of all sources that are compiled."""
+    """Returns the compiled code's folder name, which a checksum of all sources makes unique."""
     files = [*sorted(_HERE.glob("*.py")), _HERE.parents[1] / "forwards.py"]
     sources = b"".join(path.read_bytes() for path in files)
     return f"mpissd-numba-{zlib.crc32(sources):08x}"
