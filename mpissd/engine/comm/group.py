@@ -22,7 +22,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, array: Any) -> None:
-        """Replaces `array` by its sum over all ranks, in the order of the device's stream."""
+        """Replaces `array` by its sum over all ranks, as an operation of the device's stream."""
 
     @abstractmethod
     def all_gather(self, local: Any, gathered: Any) -> None:

@@ -1,6 +1,6 @@
-"""The link between the lead (the first target rank) and the draft rank. After each round the lead
-sends an outcome (accepted count and bonus token of each sequence); the draft answers with a
-speculation (the drafted tokens of the next round).
+"""The link between the target's rank 0 (the lead) and the draft rank. After each round rank 0 sends
+an outcome (accepted count and bonus token of each sequence); the draft answers with a speculation
+(the drafted tokens of the next round).
 
 Two more messages may follow these. PROPOSALS holds the distributions that sampled tokens were drawn
 from, sent while the target verifies; PROMPT the prompts of sequences that an outcome admits.
@@ -58,8 +58,8 @@ class Outbox(ABC):
 
 
 class Inbox:
-    """Receives messages of one kind, one at a time, into the preallocated buffer `message`. The
-    function `receive` tries to receive one without blocking; it returns True if one had arrived."""
+    """Receives messages of one kind, one at a time, into the preallocated buffer `message`.
+    receive: tries to receive one without blocking, and returns whether one had arrived."""
 
     def __init__(self, message: Message, receive: Callable[[], bool]) -> None:
         self.message = message
@@ -84,9 +84,10 @@ MakeInbox = Callable[[Message], Inbox]
 
 
 class LeadEnd:
-    """The lead's end of the link to the draft rank: it sends outcomes, receives speculations
-    (drafted tokens), and counts messages and bytes. waiter: waits for messages with a deadline.
-    outbox, inbox: functions that make the sender and the receiver of one kind of message."""
+    """The end of the link at the target's rank 0: it sends outcomes to the draft, receives
+    speculations (drafted tokens), and counts messages and bytes. waiter: waits for messages with a
+    deadline. outbox, inbox: functions that make the sender and the receiver of one kind of message.
+    """
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -141,7 +142,7 @@ class LeadEnd:
         self._release_proposals(inbox, count)
 
     def wait_for_proposals(self) -> Inbox:
-        """Waits for the distributions of the draft's sampled tokens; returns their inbox."""
+        """Waits for the distributions of sampled tokens; returns the inbox that holds them."""
         assert self._proposals is not None, "proposals of a link without sampling"
         self.waiter.until(self._proposals.arrived, "draft: proposals")
         return self._proposals
@@ -160,9 +161,9 @@ class LeadEnd:
 
 
 class DraftEnd:
-    """The draft rank's end of the link to the lead: it receives outcomes and sends drafted tokens.
-    waiter: waits for messages with a deadline. outbox, inbox: functions that make the sender and
-    the receiver of one kind of message."""
+    """The draft's end of the link to the target's rank 0: it receives outcomes, and sends drafted
+    tokens. waiter: waits for messages with a deadline. outbox, inbox: functions that make the
+    sender and the receiver of one kind of message."""
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -178,15 +179,15 @@ class DraftEnd:
         return self._outcomes.arrived()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
-        """Waits for an outcome, which must be of round `round_` unless that is None. Returns (the
-        outcome, whether the lead orders the draft to stop)."""
+        """Waits for an outcome of round `round_` (None: of any round). Returns (the outcome,
+        whether the target's rank 0 orders the draft to stop)."""
         self._waiter.until(self._outcomes.arrived, "target: outcome")
         outcome, stop = wire.read_outcome(self._outcomes.message, round_)
         self._outcomes.release()
         return with_prompts(outcome, self._prompts, self._waiter), stop
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """Starts to send the drafted tokens of a round to the lead."""
+        """Starts to send the drafted tokens of a round to the target's rank 0."""
         self._speculations.ready()
         wire.write_speculation(self._speculations.message, speculation)
         self._speculations.send()
@@ -236,7 +237,7 @@ def queue_link(
     shape: LinkShape, waiter: Waiter, draft_waiter: Waiter | None = None
 ) -> tuple[LeadEnd, DraftEnd]:
     """Returns both ends of a link between two threads of one process. waiter, draft_waiter: how the
-    lead and the draft wait for messages (draft_waiter=None: as the lead does)."""
+    target and the draft wait for messages (draft_waiter=None: as the target does)."""
     queues = {kind: queue.SimpleQueue[Ints]() for kind in Kind}
 
     def outbox(message: Message) -> Outbox:
@@ -264,8 +265,8 @@ def packets() -> socket.socket:
 
 def socket_boxes(connected: socket.socket) -> tuple[MakeOutbox, MakeInbox]:
     """Returns the functions that make the outboxes and inboxes of a link over a connected socket.
-    If the peer has left, sends raise OSError and receives FaultError; a full socket is an OSError,
-    too."""
+    Sending raises OSError if the peer has left or the socket is full; receiving raises FaultError
+    if the peer has left."""
     connected.setblocking(False)
     return (
         lambda message: DirectOutbox(message, connected.send),
@@ -295,7 +296,7 @@ class SocketWaiter(Waiter):
         self._polls.register(connected, select.POLLIN)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true; raises Overdue, which names `what`, at the time limit."""
+        """Waits until test() is true; raises Overdue, which names `what`, at the time limit."""
         while not test():
             left = self._end - perf_counter()
             if left <= 0:

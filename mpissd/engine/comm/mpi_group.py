@@ -10,9 +10,9 @@ NCCL within a CUDA graph, or through host memory by MPI.
                    with any MPI, but not in CUDA graphs
 
 CUDA graphs that captured NCCL operations are destroyed before the communicator; the other order
-hangs. If the device still waits for a peer, NCCL is aborted, and the rank then has to leave by
-MPI.Abort. Device memory is freed last, because freeing it waits for the device.
-MPI never gets a device pointer: a library that cannot read device memory crashes on it.
+hangs. If the device still waits for another rank, NCCL is aborted, and this rank then has to leave
+by MPI.Abort. Device memory is freed last, because freeing it waits for the device. MPI never gets a
+device pointer: a library that cannot read device memory crashes on it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class GpuPlace(NamedTuple):
 
 
 def choose(choice: str, places: Sequence[GpuPlace], *, oneshot: bool = True) -> str:
-    """Resolves --all_reduce to "oneshot", "nccl" or "staged", the same on every rank. choice: the
-    flag's value. places: the host and GPU of every rank. oneshot: whether `auto` may choose
-    oneshot. Raises ConfigError for a choice that these ranks cannot use."""
+    """Resolves the flag --all_reduce to "oneshot", "nccl" or "staged", the same on every rank.
+    choice: the flag's value. places: the host and GPU of every rank. oneshot: whether "auto" may
+    become "oneshot". Raises ConfigError for a choice that these ranks cannot use."""
     first: dict[tuple[str, str], int] = {}
-    shared = no_nccl = ""  # reasons against NCCL: two ranks share a GPU; a rank's CuPy lacks NCCL
+    shared = no_nccl = ""  # reasons against NCCL, "" if none: a shared GPU; a CuPy without NCCL
     for rank, place in enumerate(places):
         other = first.setdefault((place.host, place.bus_id), rank)
         if other != rank and not shared:
@@ -239,12 +239,11 @@ class OneshotGroup(Group):
     Each rank has an inbox in its GPU memory, into which all others write (kernels/inbox.cu). One
     store carries a data word and the number of its exchange, so that data cross NVLink once and no
     handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
-    bits. The kernel `exchange` sums one array; the persistent kernel of several products sums its
-    own.
+    bits. The kernel `exchange` sums one array; the kernel that computes several matrix products
+    sums its own result.
 
     If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
-    the backend's stop word. The sums are then NaN, and the program that waits for them raises
-    FaultError.
+    the backend's stop word. The sums are then NaN, and the wait for the forward raises FaultError.
     """
 
     name = "oneshot"
@@ -313,7 +312,7 @@ class OneshotGroup(Group):
         inbox = self._inbox
         self._inbox = 0
         self._peers = None
-        with suppress(FaultError):  # Nothing is freed if a missing rank may still write.
+        with suppress(FaultError):  # A missing rank may still write to this memory.
             waiter.until(self._comm.Ibarrier().Test, "all ranks to unmap the inboxes")
             runtime.free(inbox)
         self._device.stop[0] = 0

@@ -1,8 +1,8 @@
-"""MPI messages for online training of the draft: training examples go from the lead (rank 0) to the
-learner, and new weights from the learner to the draft rank.
+"""MPI messages for online training of the draft: training examples go from rank 0 (a target rank)
+to the learner, and new weights from the learner to the draft rank.
 
 The learner, the last rank of MPI's world, is split off before the other ranks open the job, so that
-their collectives never wait for it. They do not wait for its messages either.
+collectives of these ranks never wait for it. They do not wait for its messages either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpissd.engine.comm.mpi_patient import PatientComm
 Bytes = NDArray[np.uint8]
 _EXAMPLES, _STOP, _REPORT, _VERSION = range(1, 5)  # MPI tags of the kinds of messages
 _MOST = 8  # most messages of examples that may be in flight
-_REPORT_S = 10.0  # the longest time, in seconds, that the lead waits for the learner's report
+_REPORT_S = 10.0  # the longest time, in seconds, that rank 0 waits for the learner's report
 _NAP_S = 1e-3
 
 
@@ -28,7 +28,7 @@ class LearnerComms:
     """The communicators and messages of one rank in a job with a learner, which trains the draft.
     world: all ranks but the learner, or the learner alone. world_size: number of ranks with the
     learner. is_learner (the last rank), is_lead (rank 0), is_draft (the last but one): this rank's
-    role. local_rank: this rank's number on its host."""
+    role. local_rank: the number of this rank on its host."""
 
     def __init__(self, piece_bytes: int) -> None:
         """Starts MPI and splits the learner off. Collective over MPI's world. piece_bytes: the
@@ -45,7 +45,7 @@ class LearnerComms:
         self._stop: MPI.Request | None = None  # keeps the send of the stop message alive
 
     def stop(self) -> dict[str, Any] | None:
-        """On the lead: ends the learner and returns its report, or None if it does not answer."""
+        """On rank 0: ends the learner and returns its report, or None if it does not answer."""
         self._stop = self._all.Isend(np.zeros(1, np.int32), self._learner, _STOP)
         until = time.monotonic() + _REPORT_S
         while (data := self._probed(self._learner, _REPORT)) is None:
@@ -56,7 +56,7 @@ class LearnerComms:
         return report
 
     def close(self) -> None:
-        """Finishes this rank's messages with the learner after decoding; the lead also stops it."""
+        """Finishes this rank's messages with the learner after decoding; rank 0 also stops it."""
         if self.outlet is not None and self._stop is None:
             self.stop()
         if self.inbox is not None:
@@ -67,8 +67,8 @@ class LearnerComms:
         return self._probed(0, _EXAMPLES)
 
     def must_stop(self) -> bool:
-        """On the learner: returns whether the lead's stop message has arrived. All examples that
-        the lead sent earlier have then arrived too."""
+        """On the learner: returns whether rank 0's stop message has arrived. All examples that rank
+        0 sent earlier have then been received."""
         return self._probed(0, _STOP) is not None
 
     def send_piece(self, message: Bytes) -> MPI.Request:
@@ -77,7 +77,7 @@ class LearnerComms:
 
     def finish(self, report: dict[str, Any], last: MPI.Request | None) -> None:
         """On the learner, at its end: tells the draft rank that no more weights follow, and sends
-        the report to the lead. last: the send of the last weights, which is awaited."""
+        `report` to rank 0. last: the send of the last weights, which is awaited first."""
         if last is not None:
             last.Wait()
         self._all.Send(np.zeros(0, np.uint8), self._learner - 1, _VERSION)
@@ -94,7 +94,7 @@ class LearnerComms:
 
 
 class ExampleOutlet:
-    """Sends training examples from the lead to the learner without ever blocking."""
+    """Sends training examples from rank 0 to the learner without ever blocking."""
 
     def __init__(self, comm: MPI.Comm, learner: int) -> None:
         self._comm, self._learner = comm, learner
@@ -106,8 +106,8 @@ class ExampleOutlet:
         return len(self._sending) < _MOST
 
     def send(self, message: Bytes) -> None:
-        """Starts to send a message, which counts as in flight until the learner receives it. It is
-        a synchronous send, because a plain send of a short message completes before that."""
+        """Starts to send a message, which counts as in flight until the learner receives it. The
+        send is synchronous, because a plain send of a short message completes earlier."""
         self._sending.append((self._comm.Issend(message, self._learner, _EXAMPLES), message))
 
 

@@ -1,9 +1,9 @@
 """Messages over MPI, with persistent requests on preallocated buffers.
 
-They carry the link between the lead and the draft rank, and the plan channel. On the plan channel
-the lead, which is the first rank of a tensor-parallel target group, sends the other ranks of the
-group (the followers) what to verify. The receive for the next message is posted as soon as the last
-one was read, a round before it is needed.
+They carry the link between a target group's rank 0 and the draft rank, and the plan channel. On the
+plan channel rank 0 of a tensor-parallel target group sends the group's other ranks what to verify.
+The receive for the next message is posted as soon as the last message was read, a round before it
+is needed, so that MPI can deliver at once.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, Ma
 
 
 class PlanSender:
-    """The lead's end of the plan channel, on which the lead of a target group sends plans to the
-    other ranks of the group (followers), so that all run the same forwards.
+    """Sends plans from rank 0 of a target group to the group's other ranks, so that all of them run
+    the same forwards.
 
     The plan of round r holds the outcome of round r-1 and the drafted tokens of round r. `publish`
-    returns only when it has left: MPI may transfer a message beyond its eager limit (4 KiB in
-    shared memory with Open MPI) only while the sender calls MPI, but the lead next waits on its GPU
-    for a forward whose all-reduces need the followers, so that neither would finish.
+    returns only when the plan has left: MPI may transfer a message beyond its eager limit (4 KiB in
+    shared memory with Open MPI) only while the sender calls MPI. But rank 0 next waits for a
+    forward whose all-reduces need the other ranks, so that neither side would finish.
     """
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
@@ -108,8 +108,8 @@ class PlanSender:
         self.num_messages = self.num_bytes = 0
 
     def publish(self, outcome: Outcome, speculation: Speculation, stop: bool = False) -> None:
-        """Sends the other ranks of the target group (followers) a plan: the outcome to apply and
-        the tokens to verify next. If `stop` is set, they end after it."""
+        """Sends the other ranks of the target group the plan of the next round: the outcome to
+        apply and the tokens to verify. With `stop`, these ranks end."""
         message = self._plans.message
         self._plans.send(wire.write_outcome(message, outcome, stop, speculation))
         self._count(4 * message.usual)
@@ -123,7 +123,7 @@ class PlanSender:
     def start(self, round_: int, forced: Callable[[], Ints | None]) -> Ints | None:
         """Starts, on all target ranks, a round that the GPUs run without the host. forced: a
         function that returns tokens to impose on the models, int32 [b, n], or None if the round
-        cannot begin yet. Sends its result to the followers, and returns it."""
+        cannot begin yet. Sends its result to the other target ranks, and returns it."""
         tokens = forced()
         if self.num_followers:
             message = self._starts.message
@@ -144,8 +144,8 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """Receives plans (what to verify) on a follower, a target rank that is not the lead, from the
-    lead, which is rank 0 of `comm`."""
+    """Receives plans (what to verify next) from rank 0 of `comm`, the target group's communicator,
+    on another rank of this group."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter
@@ -159,8 +159,8 @@ class PlanReceiver:
         return self._plans.arrived()
 
     def plan(self, round_: int) -> tuple[Outcome, Speculation, bool]:
-        """Waits for the plan of round r = `round_`. Returns the outcome of round r-1, the drafted
-        tokens of round r, and whether to stop."""
+        """Waits for the plan of round r = `round_`. Returns (the outcome of round r-1, the drafted
+        tokens of round r, whether to stop)."""
         OWN.bytes[DOING] = _PLAN_WAIT
         self._waiter.until(self._plans.arrived, "lead: plan")
         OWN.bytes[DOING] = _VERIFY
@@ -169,8 +169,8 @@ class PlanReceiver:
         return with_prompts(outcome, self._prompts, self._waiter), speculation, stop
 
     def start(self, round_: int, forced: object) -> Ints | None:
-        """Waits for the lead's order to start a round; returns the tokens that PlanSender.start
-        sent, or None. `forced` is unused: only the lead decides which tokens are imposed."""
+        """Waits for rank 0's order to start a round; returns the tokens that PlanSender.start sent,
+        or None. `forced` is unused: only rank 0 decides which tokens are imposed."""
         self._waiter.until(self._starts.arrived, "lead: start of a round")
         header = self._starts.message.header(round_)
         rows = self._starts.message.body(header)

@@ -1,4 +1,4 @@
-"""Communicators whose collectives of Python objects have a deadline. Importing this starts MPI.
+"""Communicators whose collectives of Python objects have a deadline. Importing them starts MPI.
 
 mpi4py's own collectives block inside MPI and would hang if a rank is missing; the ones here poll
 nonblocking requests. Split and Dup have no nonblocking form, so a watching thread ends the process

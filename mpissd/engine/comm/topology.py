@@ -1,4 +1,4 @@
-"""The roles of the ranks: G groups of T target ranks, then D draft ranks. Rank 0 leads the job."""
+"""The roles of the ranks: G groups of T target ranks, then D draft ranks. Rank 0 writes files."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class Topology:
 
     def waiter(self, deadline_s: float) -> Waiter:
         """Returns a Waiter for this rank's waits for messages and devices, with this deadline. With
-        two or more cores a rank, it polls without pause. With one core a rank it polls only
-        briefly, because any other process on the core would stretch the polling by a time slice of
-        4 ms."""
+        two or more cores a rank, it polls without pause. With one core a rank, it sleeps after a
+        short while, because another process on the core would stretch the polling by a time slice
+        of 4 ms."""
         if self.cores_a_rank >= 2:
             return Waiter(deadline_s, spin=True)
         if self.cores_a_rank >= 1:
@@ -155,8 +155,8 @@ def label_hosts(names: Sequence[tuple[str, int]]) -> tuple[str, ...]:
 
 
 def part_of(topology: Topology, num_drafts: int) -> Topology | None:
-    """Returns the topology of all targets and the first `num_drafts` drafts; on the remaining
-    drafts, which stay idle, None. Collective over topology.world."""
+    """Returns the topology of all targets and the first `num_drafts` drafts. Returns None on the
+    remaining drafts, which stay idle. Collective over topology.world."""
     from mpi4py import MPI
 
     if num_drafts == topology.num_drafts:
@@ -183,8 +183,8 @@ class Refused(MpissdError):
 
 
 def agree(world: MPI.Comm, error: MpissdError | None) -> None:
-    """Raises Refused on every rank if any rank passes an error. Collective. Otherwise ranks without
-    an error would wait in the next collective for the rank that has one."""
+    """Raises Refused on every rank if any rank passes an error, because ranks without an error
+    would else wait in the next collective for the rank that has one. Collective."""
     errors = world.allgather(None if error is None else (str(error), error.exit_code))
     first = next((e for e in errors if e is not None), None)
     if first is not None:

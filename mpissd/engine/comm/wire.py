@@ -49,14 +49,15 @@ class Kind(IntEnum):
     PROPOSALS = 4
     PROMPT = 5
     HELLO = 6  # a draft's first message on a socket: the limits of its messages
-    START = 7  # lead to the other target ranks: start a round that the GPUs run without the host
+    START = 7  # rank 0 to other target ranks: start a round that the GPUs run without the host
 
 
 class Header(NamedTuple):
     """A message's header, with its fields in the order in which they are sent. checksum: CRC of all
     that follows it. rows: the number of rows, distributions or prompts. size: int32 in the body.
-    stop, lookahead, width, fill: sent with an outcome: whether to stop, and the lead's decisions on
-    the next round (Control; −1: None). weights: the version of the draft's weights."""
+    stop, lookahead, width, fill: sent with an outcome: whether to stop, and the next round's
+    limits, set by the target's rank 0 (Control; −1: None). weights: the version of the draft's
+    weights."""
 
     checksum: int
     version: int
@@ -104,7 +105,8 @@ class LinkShape:
 
     def capacity(self, kind: Kind) -> int:
         """Returns the size in int32 of this kind's largest body, without tokens that grammars
-        force. An outcome may release b = `batch` sequences and admit b others, a row for each."""
+        force. An outcome has a row for each of up to `batch` sequences that leave and as many that
+        join."""
         outcome = 2 * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,
@@ -269,8 +271,8 @@ def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool
 
 
 def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.float32]]) -> int:
-    """Writes the distributions [V] from which sampled tokens were drawn, one a token. Returns the
-    message's size in int32, the header included."""
+    """Writes the distributions from which sampled tokens were drawn, float32 [V] for each token.
+    Returns the message's size in int32, the header included."""
     return message.write(round_, len(rows), [row.view(np.int32) for row in rows])
 
 

@@ -25,15 +25,16 @@ class LossWaiter(Waiter):
         is_lost: Callable[[], bool],
         report: Callable[[str], object] = lambda what: None,
     ) -> None:
-        """waiter: gives the deadline, and how to poll. is_lost: returns whether the awaited rank is
-        known to have ended. report: called with the awaited event's name if the rank hangs."""
+        """waiter: has the deadline, and how to poll. is_lost: returns whether the awaited rank is
+        known to have ended. report: is called with the awaited event's name if the rank hangs."""
         super().__init__(waiter.deadline_s / 2, waiter.spin, waiter.spin_s)
         self._waiter = waiter
         self._is_lost = is_lost
         self._report = report
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true, the event `what`; raises PeerLost if the rank has ended."""
+        """Waits until test() returns True. Raises PeerLost if the awaited rank has ended before.
+        what: names the awaited event in the error."""
         met = False
 
         def is_over() -> bool:
@@ -58,13 +59,13 @@ class ARFallback(RemoteSpeculator):
     The rejection of a sampled token needs its distribution, which is lost if the draft rank ends
     before sending it. A sampled round is therefore judged only once all its distributions have
     arrived. If they are lost, no drafted token is judged, and each sequence draws one token from
-    the target's distribution. Whether that happens depends on no random draw, so that the output
+    the target's distribution. Whether they are lost depends on no random draw, so that the output
     distribution stays the target's (docs/ssd.md, "Sampling").
     """
 
     def __init__(self, link: LeadEnd, is_lost: Callable[[], bool]) -> None:
-        """link: the messages with the draft rank; its waits raise PeerLost. is_lost: returns
-        whether the draft rank is known to have ended."""
+        """link: exchanges messages with the draft rank; waits for them raise PeerLost. is_lost:
+        returns whether the draft rank is known to have ended."""
         super().__init__(link)
         self._is_lost = is_lost
         self._is_gone = False

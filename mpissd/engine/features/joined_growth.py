@@ -19,8 +19,8 @@ from mpissd.engine.round.sequence import Batch
 
 
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
-    """Returns a draft worker whose GPU grows branches without waiting for the host, or `worker`
-    itself if the host must pass the tokens of each forward to the next one."""
+    """Returns a draft worker whose GPU grows branches (drafts for possible next rounds) without
+    waiting for the host, or `worker` itself if the job needs the host between two forwards."""
     is_fed = job.serving or job.config.learners or job.tree_lanes or job.masks
     if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker
@@ -86,10 +86,11 @@ class JoiningWorker(DraftWorker):
 def _unknown(
     batch: Batch, speculation: Speculation, fan_outs: FanOuts, lookahead: int
 ) -> tuple[Branches, Ints]:
-    """Returns (a branch for each bonus candidate, where the GPU finds the candidates), before the
-    draft's forward over the verified tokens has decided the candidates. Only for chains. A branch's
-    `first`, the candidate, is −1 until then. Column j of the second result, int32 [3, n], is (row
-    of the forward, rank among the row's likeliest tokens, drafted token to leave out)."""
+    """Makes a branch for each bonus candidate before the draft's forward over the verified tokens
+    has decided the candidates, so that the GPU can fill them in. Only for chains. Returns (the n
+    branches, whose `first`, the candidate, is −1; where the GPU finds the candidates, int32 [3, n]:
+    for each, the row of the forward, its rank among the row's likeliest tokens, and the drafted
+    token that does not count)."""
     fans = list[int]()
     trunk = list[tuple[int, int, int]]()
     for row, source in enumerate(speculation.source.tolist()):

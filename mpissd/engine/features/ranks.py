@@ -1,4 +1,5 @@
-"""Counts at which ranks among a draft's candidates bonus tokens were found, for result rows."""
+"""Counts at which rank among a draft's candidates the target's bonus token was found. Result rows
+hold these counts, from which the probability of cache hits can be estimated."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ prompt:FILE, suffix:FILE    measured on tokens copied from earlier text (lookup.
 
 Hit models, where F is the number of bonus candidates kept after k accepted tokens:
 
-p_hit:.9           every outcome hits with probability .9 if F ≥ 1
-power:A=.75,r=1         miss(F) = min(1, A·F^{−r})
+p_hit:.9           every round hits with probability .9 if F ≥ 1
+power:A=.75,r=1         the probability of a miss is miss(F) = min(1, A·F^{−r})
 power:A=.64/.23,r=.4/.5       after a rejection / after a round that accepted all tokens
 power:…,floor=.03/.02   miss(F) = min(1, floor + A·F^{−r}); the draft never finds a share `floor`
-laws:FILE               measured on a real pair
-smollm2, …              measured on a real pair (mpissd/common/real_pairs.py)
+laws:FILE               measured on a real target and draft
+smollm2, …              measured on the target and draft of this name (common/real_pairs.py)
 
-`python -m mpissd pair` measures a real pair of a target and a draft, and writes a laws file with
-counts of accepted tokens and fitted hit models (docs/laws.md). A run with `--laws=FILE` draws its
-outcomes from this file: it takes the acceptance rates from the counts at its K, and the hit model
-from the fitted A, r and floor.
+`python -m mpissd pair` measures a real target and draft, and writes a *laws file* with counts of
+accepted tokens and fitted hit models (docs/laws.md). A run with `--laws=FILE` draws its rounds from
+this file: the acceptance rates follow from the counts at its K, the number of drafted tokens, and
+the hit model from the fitted A, r and floor.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from mpissd.common.workloads import LOOKUPS
 
 DEFAULT_FAST = "alpha:0.3"  # the acceptance model of tokens from a lookup, if none was measured
 NEVER = 2**31 - 1  # the rank of a bonus token that no number of candidates would include
-SCHEMA = 1  # the version number of the file format of laws files
+SCHEMA = 1  # the version of the format of files of measured models ("laws files")
 PARALLEL = "parallel"
-LAW_FILES = ("laws", *LOOKUPS, PARALLEL)  # the acceptance models that are read from a file
+LAW_FILES = ("laws", *LOOKUPS, PARALLEL)  # the kinds of acceptance models that are read from a file
 _BROKEN = (ValueError, LookupError, TypeError, RecursionError, AttributeError)
 _PAIR = r"([^/,]+)(?:/([^/,]+))?"
 _POWER = re.compile(rf"A={_PAIR},r={_PAIR}(?:,floor={_PAIR})?")
@@ -160,8 +160,8 @@ class Power(NamedTuple):
 
 @dataclass(frozen=True)
 class HitLaw:
-    """The hit model: the distribution of the rank, from 1, of the bonus token that the target emits
-    among the draft's candidates for it.
+    """A model of cache hits: the distribution of the rank, from 1, that the target's bonus token
+    has among the draft's candidates for it. With F candidates, a rank above F is a miss.
 
     p_hit: if set, the rank is 1 with this probability, and else NEVER (no candidate). by_end: if
     p_hit is None, the parameters of P(rank > F) = min(1, floor + A·F^{−r}) after a rejection, and,
@@ -185,13 +185,15 @@ class HitLaw:
 
     @property
     def ends(self) -> tuple[bool, ...]:
-        """(False,), or (False, True) if rounds that accepted all drafted tokens have parameters of
-        their own. False stands for a rejection, True for a round without one."""
+        """The cases with parameters of their own: (False,) if all rounds have the same, else
+        (False, True), for rounds with a rejection and for rounds that accepted all drafted tokens.
+        """
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:
         """Returns ((A_0 … A_K), (r_0 … r_K), (floor_0 … floor_K)), K = lookahead: the parameters of
-        P(rank > F) = min(1, floor_k + A_k·F^{−r_k}) after k of `served` tokens were accepted."""
+        the probability min(1, floor_k + A_k·F^{−r_k}) that none of F candidates is the bonus token,
+        after k of the `served` verified tokens were accepted."""
         powers = (self.by_end[-1 if k >= served else 0] for k in range(lookahead + 1))
         return tuple(zip(*powers, strict=True))
 
@@ -207,21 +209,21 @@ class HitLaw:
         return np.where(above > 0, np.clip(ranks, 1, NEVER), NEVER).astype(np.int32)
 
     def hit_probability(self, fan_out: float, end: bool = False) -> float:
-        """Returns P(the bonus token is among `fan_out` candidates); end: after K acceptances."""
+        """Returns P(the bonus token is among `fan_out` candidates). end: if all K were accepted."""
         if self.p_hit is None:
             return 1.0 - power_law_miss(fan_out, *self.by_end[-end])
         return self.p_hit if fan_out >= 1 else 0.0
 
     def hit_probabilities(self, widest: int) -> NDArray[np.float64]:
-        """Returns hit_probability for F = 0..widest, [2, widest + 1]: row 0 after a rejection, row
-        1 after a round that accepted all drafted tokens."""
+        """Returns the probability of a cache hit with F = 0 … widest candidates, [2, widest + 1]:
+        row 0 after a rejection, row 1 after a round that accepted all drafted tokens."""
         counts = range(widest + 1)
         return np.array([[self.hit_probability(f, end) for f in counts] for end in (False, True)])
 
 
 def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
-    """Returns the hit model for K = lookahead drafted tokens that the flags hit_law, p_hit or laws
-    choose, or the default model without these flags. Raises ConfigError for a bad value."""
+    """Returns the model of cache hits for K = lookahead drafted tokens, which the flags hit_law,
+    p_hit or laws choose (a default without these flags). Raises ConfigError for a bad value."""
     if flags.hit_law is not None:
         return named_hit_law(flags.hit_law, lookahead)
     if flags.p_hit is not None:
@@ -232,9 +234,9 @@ def hit_law_of(flags: WorkloadFlags, lookahead: int) -> HitLaw:
 
 
 def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
-    """Returns the hit model that `text` describes, as in `power:A=.75,r=1`, `p_hit:.9`, `laws:FILE`
-    or the name of a measured pair. lookahead: K, the number of drafted tokens, for which a laws
-    file has a model of its own. Its numbers are rounded to four digits."""
+    """Returns the model of cache hits that `text` describes, as in `power:A=.75,r=1`, `p_hit:.9`,
+    `laws:FILE` or the name of a measured target and draft. lookahead: K, the number of drafted
+    tokens, for which a laws file has a model of its own. Its numbers are rounded to four digits."""
     what = f"hit_law {text!r}"
     kind, _, values = text.strip().partition(":")
     if text.strip() in NAMED:
@@ -262,8 +264,9 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _power_law(*by_end: Sequence[float]) -> HitLaw:
-    """Returns the hit model with P(rank > F) = min(1, floor + A·F^{−r}) for one or two triples
-    (A, r, floor). The second triple holds after rounds that accepted all drafted tokens."""
+    """Returns the model in which F candidates miss the bonus token with probability min(1, floor +
+    A·F^{−r}), for one or two triples (A, r, floor). The second triple holds after rounds that
+    accepted all drafted tokens."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
     powers = tuple(Power(*numbers) for numbers in by_end)
@@ -289,9 +292,9 @@ class LawsAt:
 
     accepted[k]: the number of rounds that accepted k = 0 … K tokens. fast: such counts for tokens
     copied by a lookup, by kind of lookup, and under PARALLEL for K tokens drafted by one forward.
-    rejected, complete: the hit model after a rejection, and after K accepted tokens (None: too few
-    outcomes to fit one). levels[i − 1][r]: with PARALLEL, the probability that the target's i-th
-    token is the draft's (r + 1)-th likeliest one.
+    rejected, complete: the model of cache hits after a rejection, and after K accepted tokens
+    (None: too few rounds to fit one). levels[i − 1][r]: with PARALLEL, the probability that the
+    target's i-th token is the draft's (r + 1)-th likeliest one.
     """
 
     lookahead: int
@@ -304,10 +307,11 @@ class LawsAt:
 
 @dataclass(frozen=True)
 class LawFile:
-    """The content of a laws file: acceptance and hit models measured on a target and a draft.
+    """A laws file: models of acceptance and of cache hits, measured on a real target and draft.
 
     at: the models, by rising number K of drafted tokens. about: the origin of the measured rounds.
-    without_each: values of --laws, each of which selects models without one group of prompts.
+    without_each: values of the flag --laws; each selects the models fitted without one group of
+    prompts, to show their uncertainty.
     """
 
     name: str
@@ -318,13 +322,13 @@ class LawFile:
 
     @property
     def label(self) -> str:
-        """The file's name and the first 16 digits of its SHA-256, written to result rows."""
+        """The file's name and 16 digits of its SHA-256, which identify it in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
     @property
     def longest_fitted(self) -> int:
-        """The largest K with enough outcomes to fit a hit model both after a rejection and after K
-        accepted tokens; if there is none, the largest K in the file."""
+        """The largest K with enough rounds to fit a model of cache hits both after a rejection and
+        after K accepted tokens; if there is none, the largest K in the file."""
         fitted = [laws.lookahead for laws in self.at if laws.rejected and laws.complete]
         return max(fitted, default=self.at[-1].lookahead)
 

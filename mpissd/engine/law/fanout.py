@@ -2,7 +2,7 @@
 number k = 0..K of accepted tokens.
 
 uniform:F      F_k = F
-geometric:B    the whole numbers with ΣF_k ≤ B that give most cache hits under the hit model
+geometric:B    the whole numbers with ΣF_k ≤ B that give most cache hits under the model of misses
                (without rounding: the geometric series of SSD's theorem 12)
 list:a,b,…     K+1 given numbers
 
@@ -45,9 +45,9 @@ def resolve_fan_out(
     """Returns (F_0, …, F_K), where F_k is the number of bonus candidates after k accepted tokens.
 
     text: `uniform:F`, `geometric:B` or `list:a,b,…`. alpha_rates: the acceptance rates of the K
-    drafted tokens. hit_a, hit_r, floor: A, r and floor of the hit model miss_k(F) = min(1, floor_k
-    + A_k·F^{−r_k}), one value for all k or K+1 values. minimum: the least F_k that geometric gives.
-    Raises ConfigError, which names the value and the allowed ones.
+    drafted tokens. hit_a, hit_r, floor: A, r and floor of the probability of a cache miss,
+    miss_k(F) = min(1, floor_k + A_k·F^{−r_k}), one value for all k or K+1 values. minimum: the
+    least F_k that geometric gives. Raises ConfigError, which names the value and the allowed ones.
     """
     assert len(alpha_rates) == lookahead, (len(alpha_rates), lookahead)
     kind, _, values = text.strip().partition(":")
@@ -184,7 +184,7 @@ class FanOuts:
 
     @cached_property
     def is_one(self) -> bool:
-        """Whether the fan-outs after cache hits equal those after misses."""
+        """Whether a branch point has as many candidates after cache hits as after misses."""
         return len(set(self.lists)) == 1
 
     def within(self, width: int | None, served: int | None = None) -> FanOuts:
@@ -194,17 +194,17 @@ class FanOuts:
 
     @property
     def widest_each(self) -> tuple[int, ...]:
-        """For each k, the larger one of F_k after a cache hit and F_k after a cache miss."""
+        """For k = 0 … K accepted tokens, the larger F_k: that after a cache hit or after a miss."""
         return tuple(map(max, zip(*self.lists, strict=True)))
 
     @property
     def widest(self) -> int:
-        """The largest F_k (number of bonus candidates) of all k, after hits or misses."""
+        """The largest number of bonus candidates after any number of accepted tokens."""
         return max(self.widest_each, default=0)
 
     @property
     def branches(self) -> int:
-        """The most branches of a sequence: the larger one of ΣF_k after hits and after misses."""
+        """The most branches of a sequence: the larger sum of F_k, after hits or after misses."""
         return max(sum(fan_out) for fan_out in self.lists)
 
 

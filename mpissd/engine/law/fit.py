@@ -31,8 +31,8 @@ _LEVELS = 9
 
 
 def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
-    """Returns the maximum-likelihood (A, r) of P(rank > F) = min(1, A·F^{−r}), or None if the
-    observations do not determine them.
+    """Returns the maximum-likelihood (A, r) of P(rank > F) = min(1, A·F^{−r}), the probability that
+    a bonus token is not among F candidates, or None if the observations do not determine (A, r).
 
     ranks: the rank, from 1, of each observed bonus token among the candidates, [n]; 0 if the token
     was no candidate. limits: the number F of candidates of each observation, [n]; observations with
@@ -46,7 +46,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         worst = int(np.argmax((ranks < 0) | (ranks > limits)))
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
     rank, hits = _tally(ranks)  # each observed rank, and how often it occurred
-    limit, misses = _tally(limits[ranks == 0])  # each F that missed, and how often
+    limit, misses = _tally(limits[ranks == 0])  # each limit that missed, and how often
     first = int(rank[0]) if len(rank) else 1  # the smallest observed rank
     # Without `further` the best r is infinite; without an observed rank above `first` it is 0.
     further = (rank > first + 1).any() or (limit > first).any()
@@ -58,12 +58,12 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         log_before, log_rank, log_limit = map(np.log, (rank - 1.0, rank, limit))
 
     def best_log_a(r: Floats) -> Floats:
-        """Returns the log A that maximises the likelihood for each given r."""
+        """Returns, for each exponent r, the logarithm of the factor A of most likelihood."""
         least = 0.0 if first == 1 else (1.0 - 1.0 / first) ** r
         return np.asarray(np.log(np.maximum(share_behind, least)) + r * math.log(first))
 
     def likelihood(r: Floats) -> Floats:
-        """Returns log P(ranks | A, r) for each given r, with the best A for that r."""
+        """Returns, for each exponent r, the ranks' log-likelihood with the best factor A."""
         log_a = best_log_a(r)[:, None]
         slope = r[:, None]
         # A rank of 1 has log(rank − 1) = −∞, for which the minimum gives log miss(0) = log 1.

@@ -44,14 +44,14 @@ class Lookup(ABC):
         return [] if start is None else self.tokens[start : start + count]
 
     def padded(self, count: int, filler: int | None = None) -> list[int]:
-        """Returns exactly `count` tokens: those drafted, then `filler` (None: the last token)."""
+        """Returns exactly `count` tokens: drafted ones, then `filler` (None: the last token)."""
         tokens = self.drafted(count)
         rest = self.tokens[-1] if filler is None else filler
         return tokens + [rest] * (count - len(tokens))
 
     @abstractmethod
     def _add(self, token: int) -> None:
-        """Adds the newest token to the index."""
+        """Adds the sequence's newest token, `token`, to the index."""
 
     @abstractmethod
     def _start(self) -> int | None:

@@ -28,7 +28,7 @@ _FEW = 4096  # the largest vocabulary for which `draw` sums over all tokens and 
 @dataclass(frozen=True)
 class Weights:
     """A distribution over V tokens that is not normalised: p[i] = values[i] / total, where total >
-    0 is the sum of values. This saves the division of all V values, a quarter of the time of a row:
+    0 is the sum of values. Not dividing all V values saves a quarter of the time of a distribution:
     acceptance needs only one p[i], and drawing a token needs none."""
 
     values: Floats
@@ -143,8 +143,8 @@ def propose_other(row: Row, taken: int, u: float) -> tuple[int, float, Row]:
 
 
 def residual(p: Floats, q: Floats) -> Floats | None:
-    """Returns max(p − q, 0), normalised: the target's distribution after the rejection of a token
-    drawn from q. Returns None if p = q."""
+    """Returns max(p − q, 0), normalised: what the target, with distribution p, draws from after it
+    rejects a token drawn from q. Returns None if p = q."""
     left = p - q
     np.maximum(left, 0.0, out=left)
     total = float(left.sum())
@@ -155,8 +155,8 @@ def residual(p: Floats, q: Floats) -> Floats | None:
 
 
 def without(p: Floats, token: int) -> Floats | None:
-    """Returns p without `token`, normalised: the target's distribution after the rejection of a
-    token that was drafted with probability 1. Returns None if p has no other token."""
+    """Returns the distribution p without `token`, normalised: what the target draws from after it
+    rejects a token that was drafted with probability 1. Returns None if p has no other token."""
     left = p.copy()
     left[token] = 0.0
     total = float(left.sum())
@@ -173,8 +173,8 @@ def judge(
     ids: NDArray[np.int32] | None = None,
     shape: Shape = CHAIN,
 ) -> tuple[int, int]:
-    """Verifies one sequence's drafted tokens by rejection sampling. Returns (the tree node k at
-    which the accepted path ends, the bonus token t*). In a chain, k tokens are accepted.
+    """Verifies one sequence's drafted tokens by rejection sampling. Returns (k, t*): the node at
+    which the accepted path ends (in a chain, the number of accepted tokens), and the bonus token.
 
     p(n): the target's distribution [V], or its weights, after node n of the tree. tokens[i]: the
     token of node i + 1. q[i]: the probability with which it was drawn, given the earlier children

@@ -86,8 +86,9 @@ class Shape:
                 return node
 
     def as_chains(self, speculation: Speculation, outcome: Outcome) -> tuple[Speculation, Outcome]:
-        """Converts a verified round with this tree to one with chains: each sequence keeps the
-        tokens of its accepted path, and the outcome holds their number instead of a node."""
+        """Converts a round verified with this tree to one with chains, for code that knows no
+        trees: each sequence keeps the tokens of its accepted path, and the outcome holds their
+        number, not a node."""
         if self.is_chain:
             return speculation, outcome
         rows = outcome.rows.copy()
@@ -103,7 +104,7 @@ class Shape:
         return chains, Outcome(outcome.round, rows)
 
     def chances(self, law: NDArray[np.float64]) -> list[float]:
-        """Returns, for each node, P(the path to the node is accepted). law[d, r]: P(the child of
+        """Returns the probability that the path to each node is accepted. law[d, r]: P(the child of
         rank r at level d + 1 is the target's token, given that its parent is accepted)."""
         chances = [1.0]
         for node, parent in enumerate(self.parents, 1):
@@ -131,8 +132,8 @@ class BranchLayout:
     """
 
     def __init__(self, tree: Shape, fan_out: Sequence[int], masks: int = 0) -> None:
-        """tree: the shape of the tree and of its branches. fan_out: the branches after each node.
-        masks: the mask tokens of a parallel draft, else 0."""
+        """tree: the shape of the tree and of its branches. fan_out: the number of branches after
+        each node. masks: the number of mask tokens that a parallel draft reads, else 0."""
         count = len(tree.children)
         nodes = [node for node, children in enumerate(tree.children) if children]
         branch = tree
@@ -165,7 +166,7 @@ def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Ind
     leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
     for node in range(len(parents), 0, -1):
         leaves[parents[node - 1]] += leaves[node]
-    free = [0] * len(leaves)  # by node, the lane for its next child; at 0, for a new fork
+    free = [0] * len(leaves)  # by node, the lane of its next child
     lanes, forks, spans = (np.full(len(leaves), value) for value in (-1, 0, 1))
     for node, parent in enumerate(parents, 1):
         is_side = lanes[parent] >= 0
@@ -193,10 +194,11 @@ Levels = tuple[tuple[float, ...], ...]
 def positional(
     hazards: Sequence[float], hit_law: HitLaw, width: int, levels: Levels = ()
 ) -> NDArray[np.float64]:
-    """Returns a table [K, width] whose entry [d, r] is the probability that the target's token at
+    """Returns a table [K, width] whose element [d, r] is the probability that the target's token at
     level d + 1 of a draft is the draft's (r + 1)-th likeliest there, given that the path to there
-    is accepted. Column 0 is `hazards`, the acceptance rates; the other columns follow from the hit
-    model after a rejection. levels: if not empty, the measured table; columns beyond it are 0."""
+    is accepted. Column 0 is `hazards`, the acceptance rates; the other columns follow from
+    `hit_law`, the distribution of the bonus token's rank after a rejection. levels: if not empty,
+    the measured table; columns beyond it are 0."""
     if levels:
         table = np.zeros((len(hazards), width))
         measured = np.array(levels)[: len(hazards), :width]

@@ -2,8 +2,9 @@
 often the draft predicts the bonus token.
 
 A random draw depends only on (seed, purpose, sequence, absolute position), so that AR, SD and SSD
-with any K, hit model or timing emit the same tokens for a seed. The target's tokens, the drafted
-tokens and the bonus candidates are drawn for a window of positions at a time, and kept in tables.
+with any number of drafted tokens, any cache-hit probability or timing emit the same tokens. The
+target's tokens, the drafted tokens and the bonus candidates are drawn for a window of positions at
+a time, and kept in tables.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MARGIN = 4  # the number of positions before the current one that newly drawn t
 
 
 class Stream:
-    """A table of synthetic or recorded tokens that the target emits. Subclasses for a draft also
-    have tables of drafted tokens; only these implement the methods from `grown` on.
+    """A table of the synthetic or recorded tokens that the target emits. Subclasses for a draft
+    also have tables of drafted tokens; only they implement `grown` and the methods after it.
 
     Let n be the position after a sequence's newest committed token; offsets are relative to n. In
     begin_round a subclass sets `_origin` [b], the table index of each sequence's position n.
@@ -66,13 +67,15 @@ class Stream:
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        """Returns (the ΣF bonus candidates of each of n sequences, [n, ΣF]; the K tokens drafted
-        after each candidate, [n, ΣF, K]). rows: the sequences' batch rows (None: all)."""
+        """Returns (the bonus candidates of each of n sequences, [n, ΣF]; the K tokens drafted after
+        each candidate, [n, ΣF, K]), while `speculation` is verified. fan_out: F, the number of
+        candidates after each number of accepted tokens. rows: the sequences' batch rows (None:
+        all)."""
         raise NotImplementedError
 
     def restarts(self, source: Source, rows: Index) -> Ints:
-        """Returns the K tokens that the backup `source` drafts after cache misses, [n, K]. rows:
-        the n batch rows."""
+        """Returns the K tokens that `source` drafts for each of the n batch rows `rows`, which
+        missed the speculation cache: int32 [n, K]."""
         raise NotImplementedError
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
@@ -82,16 +85,17 @@ class Stream:
         raise NotImplementedError
 
     def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the N tokens of a draft tree for each of the batch rows `rows` [n], [n, N]. The
-        tree follows the sequence's next `ahead` tokens of the target."""
+        """Returns the N tokens of a draft tree for each of n batch rows `rows`, int32 [n, N].
+        shape: the tree's. The tree begins after the sequence's next `ahead` tokens of the target.
+        """
         return self.ranked(rows, shape.depths[1:] - 1, shape.ranks[1:], ahead)
 
     def after(
         self, speculation: Speculation, shape: Shape, rows: Index, nodes: Ints, ranks: Ints
     ) -> Ints:
-        """Returns m bonus candidates for each of the batch rows `rows` [n], [n, m]. Number j comes
-        after node nodes[j] of the tree under verification, and has rank ranks[j] among the tokens
-        that are not the node's children."""
+        """Returns m bonus candidates for each of n batch rows `rows`, int32 [n, m]. Number j comes
+        after node nodes[j] of the draft tree that is being verified (`speculation`, of this
+        `shape`). It has rank ranks[j] among the tokens that are not the node's children."""
         taken: Index = np.array([len(children) for children in shape.children])
         return self.ranked(rows, shape.depths[nodes], taken[nodes] + ranks)
 
@@ -112,7 +116,7 @@ class TokenStream(Stream):
         self._seed = seed
         self.vocab = vocab
         self.lookahead = lookahead
-        self._reach = 2 * lookahead + 4  # how many positions past the current one a round may read
+        self._reach = 2 * lookahead + 4  # how many positions after the current one a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
         # By slot: the table index of position 0, and the length from which a refill is needed.
@@ -181,9 +185,9 @@ class DraftStream(TokenStream):
         hit_law: HitLaw,
         widest: int = 1,
     ) -> None:
-        """vocab: V. capacity: the most live sequences. acceptance: the acceptance rates, by what
-        drafts. hit_law: the distribution of the bonus token's rank among the candidates. widest:
-        the most candidates at one position."""
+        """seed: of all draws. vocab: the size of the vocabulary. capacity: the most live sequences.
+        acceptance: the acceptance rates, by what drafts. hit_law: the distribution of the bonus
+        token's rank among the candidates. widest: the most candidates at one position."""
         lookahead = len(acceptance[Source.JIT].hazards)
         window = min(WINDOW, _CANDIDATES // widest)
         super().__init__(seed, vocab, capacity, lookahead, window)
@@ -197,7 +201,7 @@ class DraftStream(TokenStream):
         self._by_source = {source: self._drafts[law.hazards] for source, law in acceptance.items()}
         self._flat_drafts = {source: table.reshape(-1) for source, table in self._by_source.items()}
         step = np.arange(lookahead, dtype=np.int64)
-        # entry i: the distance in a flat table from [0, slot, p] to [i, slot, p + i]
+        # element i: the distance in a flat table from [0, slot, p] to [i, slot, p + i]
         self._places: Index = step * (plane + 1)
         # [source, slot, p]: how many of the K tokens drafted from position p on are accepted
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
@@ -364,7 +368,7 @@ class ImposedTarget(Imposed, TargetOracle):
 
 
 class ImposedDraft(Imposed, DraftOracle):
-    """Reads drafted tokens and bonus candidates in tables of synthetic or recorded tokens."""
+    """Decides drafted tokens and bonus candidates by tables of synthetic or recorded tokens."""
 
     def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
         """stream: the tables. num_tokens: how many tokens one draft forward drafts for a sequence
@@ -372,7 +376,7 @@ class ImposedDraft(Imposed, DraftOracle):
         super().__init__(stream.lookahead, shape)
         self._stream = stream
         self._num_tokens = num_tokens
-        # {(fan-out, batch size): (batch row, node, rank of each branch)}
+        # {(fan-out, batch size): of each branch (batch row, accepted tokens, candidate's rank)}
         self._outcomes: dict[tuple[tuple[int, ...], int], tuple[Index, Ints, Ints]] = {}
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
@@ -445,8 +449,8 @@ class GemmWorkload(Workload):
 
     @property
     def _labels(self) -> tuple[str, str]:
-        """(acceptance rates of tokens that a model drafts, rates of tokens that a lookup copies):
-        the values of flags, or the numbers that a --laws file has for this K."""
+        """(acceptance rates of tokens that a model drafts, rates of tokens that a lookup copies) as
+        text: the values of flags, or the numbers of a --laws file for this many drafted tokens."""
         job = self.job
         if job.config.laws is None:
             return job.config.acceptance_text, job.config.acceptance_fast

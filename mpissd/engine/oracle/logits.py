@@ -74,7 +74,7 @@ class LogitsTarget(SampledTarget):
         requests may have a temperature above 0. draft_ids: the ids of the tokens that the draft
         knows (None: all). widths: by target rank, its number of columns of the LM head.
         keeps_logits: whether a learner reads the logits. gather: collects the logits of all target
-        ranks on the lead (None: there is one rank). grammars: makes the grammars of sequences.
+        ranks on rank 0 (None: there is one rank). grammars: makes the grammars of sequences.
         """
         super().__init__(seed, shape)
         self._stepper = stepper
@@ -85,7 +85,7 @@ class LogitsTarget(SampledTarget):
         self._keeps_logits = keeps_logits
         self._gather = gather
         self._grammars = grammars or GrammarStates()
-        # Whether some live sequence is sampled, and whether some live sequence needs logits.
+        # Whether any live sequence is sampled, and whether any live sequence needs logits.
         self._draws_any = self._reads_logits = False
         self._live: list[LiveSequence] | None = None
         self._parts: Logits
@@ -120,9 +120,9 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns (number of accepted tokens, bonus token) of a greedy sequence; None if the
-        sequence is sampled, or its logits are adjusted or masked. start: the row of the forward
-        that read the sequence's last token."""
+        """Returns (number of accepted tokens, bonus token) of a greedy sequence, without reading
+        logits. Returns None if the sequence is sampled, or its logits are adjusted or masked.
+        start: the row of the forward that read the sequence's last token."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
@@ -194,7 +194,7 @@ class LogitsTarget(SampledTarget):
         return weigh(logits, sequence.request.sampling, self._answer(sequence, i))
 
     def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
-        """Returns the tokens of the answer up to node `node` of the draft, with drafted tokens."""
+        """Returns the answer's tokens and the drafted tokens up to node `node` of the draft."""
         return sequence.answer + sequence.path(self.shape.paths[node])
 
 
@@ -219,7 +219,7 @@ def judged(draws: CupyDraws, cases: Sequence[Case], ids: Ints | None) -> list[tu
         answers = [next(verdicts) for _ in rows]
         for i, verdict in enumerate(answers):
             if verdict.needs_row:
-                kept: Any = case.proposal(i)  # the distribution of token i in the draft
+                kept: Any = case.proposal(i)  # the draft's distribution of token i
                 if not hasattr(kept, "total"):  # It is a host array.
                     total = sampling.checked_total(kept, case.tokens[i], case.q[i], ids)
                     kept = draws.keep(kept, total)
@@ -252,10 +252,11 @@ class LogitsDraft(SampledDraft):
         shape: Shape = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
-        """stepper: runs the draft's forwards. ids: the ids of the tokens that the draft knows,
-        rising (None: all). lookup: what copies tokens as a fast backup. heads: how many tokens one
-        forward drafts, for a draft that reads the target's hidden states; None for other drafts,
-        whose forward drafts 1 + masks tokens."""
+        """stepper: runs the draft's forwards. lookahead: the number of drafted tokens. fan_outs:
+        how many candidates get a branch. ids: the ids of the tokens that the draft knows, rising
+        (None: all). lookup: what copies tokens as a fast backup. heads: how many tokens one forward
+        drafts, for a draft that reads the target's hidden states; None for other drafts, whose
+        forward drafts 1 + masks tokens."""
         super().__init__(seed, lookahead, fan_outs, shape)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
@@ -338,9 +339,9 @@ class LogitsDraft(SampledDraft):
                     branches.take(best[part])
 
     def _masked(self, states: Sequence[DrawState], best: Ints, rows: Sequence[int]) -> Ints:
-        """Returns the likeliest tokens [n, k] that grammars allow. best: the likeliest tokens
-        [n, k], which stay the result for states without a grammar. rows: the row of the forward of
-        each state. Also stores the masked logits in the states."""
+        """Returns the k likeliest tokens that grammars allow after each of n branches, [n, k], and
+        stores the masked logits in `states`. best: the likeliest tokens, [n, k], which stay the
+        result for branches without a grammar. rows: the row of the forward of each branch."""
         best = best.copy()
         for n, state in enumerate(states):
             if state.grammar is not None:
@@ -354,9 +355,10 @@ class LogitsDraft(SampledDraft):
     def _drawn(
         self, grown: Sequence[Branches], best: Ints, rows: Sequence[int], shared: Draws
     ) -> list[Proposal] | None:
-        """Returns the first token drafted after each node of a level, sampled where the request has
-        a temperature above 0, or None if all tokens are the likeliest ones (best). rows: the row of
-        the forward of each node. shared: the uniform numbers drawn so far."""
+        """Returns the first token drafted after each node of the branches' last level, sampled
+        where the request has a temperature above 0. Returns None if no token is sampled, so that
+        all are the likeliest ones (`best`). rows: the row of the forward of each node. shared: the
+        uniform numbers drawn so far."""
         if not self.samples:
             return None
         nodes = [pair for branches in grown for pair in self._pairs(branches)]
@@ -435,8 +437,8 @@ class TextEndings(Endings):
 
 
 class TextWorkload(Workload):
-    """The workload whose models answer prompts, greedily or sampled at --temperature and --top_p.
-    draft_class: the class of the oracle that decides drafted tokens."""
+    """The workload whose transformers answer prompts, greedily or sampled at --temperature and
+    --top_p. draft_class: the class of the oracle that decides drafted tokens."""
 
     is_text = True
     reports_outcomes = True
@@ -451,8 +453,8 @@ class TextWorkload(Workload):
 
     @cached_property
     def grammar(self) -> str:
-        """The text of --grammar, which all answers must match; "" without one. Read only on the
-        lead. Raises ConfigError for a grammar that cannot be used."""
+        """The text of --grammar, which all answers must match; "" without one. Only rank 0 reads
+        it. Raises ConfigError for a grammar that cannot be used."""
         flag = self.job.config.grammar
         if flag is not None and not self.stop_ids:
             raise ConfigError(f"grammar={flag}: the model has no token that ends an answer")
@@ -460,12 +462,12 @@ class TextWorkload(Workload):
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Makes the grammar of each answer, with its state, for the target's vocabulary."""
+        """Makes the grammars that answers must match, over the target's vocabulary."""
         return Grammars(load_tokenizer(self.job.target_where), self.vocab, self.stop_ids)
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts, read only on the lead; raises ConfigError if one cannot be read."""
+        """The prompts, which only rank 0 reads; raises ConfigError if one cannot be read."""
         job = self.job
         return read_prompts(job.config, self.tokenizer, context=job.longest, vocab=self.vocab)
 
@@ -505,8 +507,8 @@ class TextWorkload(Workload):
 
     @property
     def forces(self) -> bool:
-        """Whether a token is committed without a forward if a grammar allows no other. Not if the
-        draft reads the target's hidden states, since such a token would have no states."""
+        """Whether a token is committed without a forward if a grammar allows no other. False if the
+        draft reads the target's hidden states, since such a token would have none."""
         return self.job.serving is not None and not self.job.reads_states
 
     @property
@@ -571,7 +573,7 @@ class TextWorkload(Workload):
         )
 
     def request(self, request_id: int, tokens: Sequence[int]) -> Request:
-        """Returns the request that continues these tokens, sampled according to the flags."""
+        """Returns the request that continues the prompt `tokens`, sampled as the flags say."""
         config = self.job.config
         settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
         return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
@@ -622,8 +624,7 @@ class TextWorkload(Workload):
 
 def check_prompts(job: Sizes) -> None:
     """Raises ConfigError if a text job has a prompt that cannot be answered, or fewer prompts than
-    target groups. Called on the lead, because other ranks may have no access to the prompts' file.
-    """
+    target groups. Called on rank 0, because other ranks may have no access to the prompts' file."""
     if not job.config.is_text:
         return
     workload: TextWorkload = class_of(job.config.workload)(job)

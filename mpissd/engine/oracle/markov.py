@@ -32,7 +32,7 @@ from mpissd.engine.round.sequence import Batch, LiveSequence
 Logits = NDArray[np.float32]
 
 SHARPNESS = 1.5
-_CACHED_BYTES = 1 << 26  # the bytes of memory for the logits that a model has computed last
+_CACHED_BYTES = 1 << 26  # bytes of memory that cache the logits computed last
 _NO_TOKEN = -1  # fills the places of a context before a sequence's first token
 
 
@@ -41,7 +41,7 @@ class MarkovModel:
     """A synthetic language model p(next token | last `order` tokens), computed from `seed`.
 
     divergence: d in the logits (1 − d)·z + d·z′, where z depends only on the seed and the context,
-    and z′ is independent of z.
+    and z′ is independent of z. So a draft with d > 0 differs from a target with the same seed.
     """
 
     vocab: int
@@ -72,7 +72,7 @@ class MarkovModel:
 def trunk(
     model: MarkovModel, tokens: Sequence[int], served: Sequence[int], shape: Shape
 ) -> list[tuple[int, ...]]:
-    """Returns the model's context (last tokens) after the sequence's `tokens`, and after each of
+    """Returns the model's contexts (last tokens) after the sequence's `tokens`, then after each of
     the drafted tokens `served`, which follow `tokens` as a chain or tree of this shape."""
     contexts = [model.context(tokens)]
     for token, parent in zip(served, shape.parents, strict=False):
@@ -82,7 +82,7 @@ def trunk(
 
 @lru_cache(maxsize=16)
 def _rows(model: MarkovModel):  # type: ignore[no-untyped-def]
-    """Returns a function that maps a context to the model's logits, and caches some results."""
+    """Returns a function that maps a context to the model's logits, and caches the last results."""
 
     @lru_cache(maxsize=max(64, _CACHED_BYTES // (4 * model.vocab)))
     def rows(context: tuple[int, ...]) -> Logits:
@@ -203,7 +203,7 @@ _MOST_ROW_BYTES = 1 << 30  # the most bytes of the distributions of one round's 
 
 
 class MarkovWorkload(Workload):
-    """Tokens are sampled from a target and a draft model that the flags describe."""
+    """The workload whose tokens are sampled from a synthetic target and draft, as flags say."""
 
     reports_outcomes = True
 

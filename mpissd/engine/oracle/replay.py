@@ -103,14 +103,14 @@ class Recording:
 
     @property
     def at_once(self) -> tuple[int, int]:
-        """(the largest K, the most children of a tree node) of a replay whose draft drafts all K
-        tokens in one forward; (1, 0) if no forwards of this kind were recorded."""
+        """(the largest number of drafted tokens, the most children of a tree node) for which a
+        draft that drafts all tokens in one forward was recorded; (1, 0) if none was."""
         marginals = self.sequences[0].marginals
         return (1, 0) if marginals is None else (marginals.shape[1] + 1, marginals.shape[2])
 
     @property
     def label(self) -> str:
-        """The file's name and the first 16 digits of its SHA-256, written to result rows."""
+        """The file's name and 16 digits of its SHA-256, which identify it in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
 
 
@@ -144,7 +144,7 @@ def save(path: Path, recording: Recording) -> None:
 
 
 def load(path: str) -> Recording:
-    """Reads the recording in a file; a file that has not changed is read only once. Raises
+    """Returns the recording in a file; a file that has not changed is read only once. Raises
     ConfigError for a file that holds no whole recording."""
     try:
         stat = Path(path).stat()
@@ -158,8 +158,8 @@ def load(path: str) -> Recording:
 
 @lru_cache(maxsize=4)
 def _load(path: str, changed: int, size: int) -> Recording:
-    """Reads a recording. changed, size: the file's time of change and size, which are keys of the
-    cache. Raises ValueError for arrays of wrong lengths, or with tokens beyond the vocabulary."""
+    """Reads a recording. changed, size: the file's time of change and size, so that the cache
+    misses if they change. Raises ValueError for arrays of wrong lengths or unknown tokens."""
     data = read_file(Path(path))
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes())
@@ -221,7 +221,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
 
 class RecordedStream(Stream):
     """A table of the target's recorded tokens, prompt after prompt. Each prompt has the tokens of
-    its answer, and the K tokens that would follow it."""
+    its answer, and the K tokens (one draft) that would follow the answer."""
 
     def __init__(self, recording: Recording, capacity: int, lookahead: int) -> None:
         self.recording = recording
@@ -234,9 +234,9 @@ class RecordedStream(Stream):
         self._base = np.zeros(capacity, np.int64)
 
     def _tabled(self, parts: Sequence[Ids]) -> Ints:
-        """Joins the arrays of all prompts to one table, int32 [entries, …]. parts: an array for
-        each prompt, with one entry for each token of its answer, or K more; missing entries become
-        zeros. After the last entry the first ones, as many as a round may read, are repeated."""
+        """Joins the arrays of all prompts to one table, int32 [positions, …]. parts: an array for
+        each prompt, with one row for each token of its answer, or K more; missing rows become
+        zeros. The table's first rows, as many as a round may read, are repeated at its end."""
         table = np.zeros((self._size, *parts[0].shape[1:]), np.int32)
         for start, part in zip(self._starts.tolist(), parts, strict=False):
             table[start : start + len(part)] = part
@@ -268,14 +268,15 @@ class RecordedDraft(RecordedStream):
         *,
         at_once: bool = False,
     ) -> None:
-        """capacity: the most live sequences. lookahead: K. widest: the most bonus candidates after
-        any number of accepted tokens. lookup: the kind of lookup of a fast backup (None: there is
-        none). at_once: whether one draft forward drafts all K tokens (needs recorded marginals)."""
+        """capacity: the most live sequences. lookahead: the number of drafted tokens. widest: the
+        most bonus candidates after any number of accepted tokens. lookup: the kind of lookup of a
+        fast backup (None: there is none). at_once: whether one draft forward drafts all K tokens
+        (needs recorded marginals)."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
         self._top = self._tabled([part.top[:, : widest + 1] for part in parts])
-        self._levels: Ints | None = None  # a parallel draft's likeliest tokens, [·, K, R]
+        self._levels: Ints | None = None  # a parallel draft's R likeliest tokens, [·, K, R]
         if at_once and lookahead > 1:
             self._levels = self._tabled([levels_of(part, lookahead) for part in parts])
             self._rollout = self._levels[:, :, 0]
@@ -355,8 +356,8 @@ def levels_of(part: Recorded, lookahead: int) -> Ids:
 
 
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
-    """Returns the `count` tokens that a lookup drafts after 0, 1, … tokens of prompt n's answer,
-    int32 [end + K, count]. kind: a value of --lookup."""
+    """Returns the `count` tokens that a lookup, which copies earlier text, drafts after 0, 1, …
+    tokens of prompt n's answer, int32 [that many places, count]. kind: a value of --lookup."""
     part = recording.sequences[n]
     lookup = make_lookup(kind, recording.longest)
     lookup.follow(part.prompt.tolist())

@@ -91,11 +91,11 @@ def weigh(
 
 
 class GrammarStates:
-    """Makes the grammar that a sequence's answer must match, and stores it in the sequence. forces:
+    """Gives each sequence the grammar that its answer must match, made at the first use. forces:
     whether a token is committed without a forward if the grammar allows no other."""
 
     def __init__(self, make: MakeGrammars | None = None, *, forces: bool = False) -> None:
-        """make: returns the object that makes grammars (None: no sequence has a grammar)."""
+        """make: returns the object that makes the grammars (None: answers are free)."""
         self.forces = forces
         self._make = make
 
@@ -114,7 +114,7 @@ class SampledDraft(DraftOracle):
     """A draft oracle that draws each drafted token from a distribution that a subclass provides."""
 
     reads_tokens = True
-    samples = True  # whether tokens are drawn, or always the likeliest
+    samples = True  # False: each drafted token is the likeliest one
     # A fast backup's lookup: its kind, the most tokens it compares, the filler (None: last token)
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
     _ids: Ints | None = None  # the token of each entry of the draft's distributions; None: entry n
@@ -122,7 +122,7 @@ class SampledDraft(DraftOracle):
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN) -> None:
         super().__init__(lookahead, shape)
         self._seed = seed
-        self._fan_outs = fan_outs  # how many likely tokens Saguaro's sampling makes rarer
+        self._fan_outs = fan_outs  # after k tokens, how many likely ones are made rarer
 
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
         """Returns a branch for each bonus candidate: after each number of accepted tokens, the
@@ -149,13 +149,13 @@ class SampledDraft(DraftOracle):
 
     @abstractmethod
     def _likeliest(self, batch: Batch, count: int) -> Iterator[list[int]]:
-        """Yields the draft's `count` likeliest next tokens, best first: for each sequence after its
-        last committed token, then after each of the drafted tokens under verification."""
+        """Yields the draft's `count` likeliest next tokens, best first. For each sequence: those
+        after its last committed token, then those after each drafted token under verification."""
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         """Returns new branches that continue the committed tokens of batch rows `rows`. With source
-        FAST, they have all K tokens, copied from the sequence by a lookup, with q = 1. With source
-        JIT they have no tokens yet."""
+        FAST they have all their tokens, copied from the sequence by a lookup (q = 1). With source
+        JIT, the draft model, they have none yet."""
         chosen = np.asarray(rows, np.int64)
         tokens = self._no_tokens(len(rows))
         if source == Source.FAST:
@@ -170,10 +170,10 @@ class SampledDraft(DraftOracle):
     def _states(
         self, batch: Batch, rows: Index, first: Ints, nodes: Sequence[int] | None = None
     ) -> list[DrawState] | None:
-        """Returns what draws the tokens of each branch, or None if no token is drawn. rows: the
-        batch row of each branch. first: the token that each branch continues. nodes: for branches
-        that are drafted ahead, the number of accepted tokens before each (in a tree: the node that
-        it follows); None for branches that the next verification reads."""
+        """Returns an object for each branch that draws its tokens; None if all are greedy. rows:
+        the batch row of each branch. first: the token that each branch continues. nodes: for
+        branches that are drafted ahead, the number of accepted tokens before each (in a tree: the
+        node that it follows); None for branches that the next verification reads."""
         if not self.samples:
             return None
         fan_out = self._fan_outs.after_miss if nodes is None else self._fan_outs.after_hit
@@ -255,7 +255,7 @@ class SampledDraft(DraftOracle):
 
     def _other(self, proposal: Proposal, u: float) -> Proposal:
         """Draws the next child of a tree node, without replacement, by the uniform number u.
-        proposal: the child drawn before it, with q < 1."""
+        proposal: the child of the node that was drawn before, with probability q < 1."""
         token = proposal.token
         assert proposal.row is not None, "a sibling of a certain token"
         entry = token if self._ids is None else int(np.searchsorted(self._ids, token))
@@ -267,7 +267,7 @@ class SampledDraft(DraftOracle):
         """Draws token number `place` of a branch by the uniform random number u."""
 
     def _ranked(self, states: Sequence[DrawState], n: int) -> Sequence[int]:
-        """Returns the likeliest tokens after row n, as many as a tree node has children or more."""
+        """Returns the likeliest tokens after row n, as many as any tree node has children."""
         raise NotImplementedError("a tree of a draft that ranks no tokens")
 
     def _follow(self, state: DrawState, token: int) -> None:
@@ -282,9 +282,9 @@ class Case:
     """A sequence whose drafted tokens are verified by rejection sampling.
 
     row: the sequence's batch row. start: the row of the forward that read its last committed token.
-    tokens: the drafted tokens. q: their probabilities in the draft. proposal: returns the
-    distribution that token i was drawn from. coins: the uniform numbers that accept or reject the
-    tokens. u: the uniform number that draws the bonus token.
+    tokens: the drafted tokens. q: the probability with which the draft drew each. proposal: returns
+    the distribution that token i was drawn from. coins: the uniform numbers that accept or reject
+    the tokens. u: the uniform number that draws the bonus token.
     """
 
     row: int
@@ -362,7 +362,7 @@ class SampledTarget(TargetOracle):
 
 def _proposal(proposals: Proposals, row: int, q: Sequence[float], i: int) -> sampling.Row:
     """Returns the distribution from which drafted token i of batch row `row` was drawn. q: the
-    probabilities in the draft of all tokens of the row."""
+    draft's probability of each drafted token of the row."""
     return proposals(row, sum(probability < 1 for probability in q[:i]))
 
 

@@ -27,14 +27,14 @@ def laws_label(flags: WorkloadFlags) -> str | None:
 
 
 class Workload(ABC):
-    """Base class of workloads: a workload makes the sequences that a job decodes, and the oracles
-    that decide their tokens. To add a workload, write a subclass and call
+    """Base class of workloads. A workload makes the sequences that a job decodes, and the oracles
+    that decide the tokens of these sequences. To add a workload, write a subclass and call
     common.workloads.register. job: the resolved sizes, acceptance rates and fan-outs."""
 
-    is_imposed: ClassVar[bool] = False  # whether only the acceptance and hit models decide outcomes
-    drafts_in_parallel: ClassVar[bool] = False  # whether a forward may draft several tokens
-    is_text: ClassVar[bool] = False  # whether the models' own logits answer prompts
-    reports_outcomes: ClassVar[bool] = False  # whether result rows count the ranks of bonus tokens
+    is_imposed: ClassVar[bool] = False  # whether tokens are drawn or recorded, not a model's
+    drafts_in_parallel: ClassVar[bool] = False  # whether one draft forward may draft several tokens
+    is_text: ClassVar[bool] = False  # whether transformers answer prompts by their logits
+    reports_outcomes: ClassVar[bool] = False  # whether result rows count the bonus tokens' ranks
 
     def __init__(self, job: Sizes) -> None:
         self.job = job
@@ -54,12 +54,12 @@ class Workload(ABC):
 
     @property
     def prompt_tokens(self) -> int:
-        """The most tokens of a prompt that the lead sends to other ranks; 0 if it sends none."""
+        """The most tokens of a prompt that rank 0 sends to other ranks; 0 if it sends none."""
         return 0 if self.job.serving is None else self.job.longest
 
     @property
     def samples(self) -> bool:
-        """Whether drafted tokens are sampled, so that the draft also sends their distributions."""
+        """Whether drafted tokens are sampled. The draft then also sends their distributions."""
         return False
 
     @property
@@ -93,7 +93,7 @@ class Workload(ABC):
         """Returns `count` sequences to decode, with request ids from first_id on."""
 
     def tabulated(self, group: int = 0) -> list[Request]:
-        """Returns a target group's first requests, whose tokens oracles may compute in advance."""
+        """Returns a target group's first requests; oracles may compute their tokens in advance."""
         return self.requests(self.share(group).start, self.job.config.batch_size)
 
     @property
@@ -123,7 +123,7 @@ class Workload(ABC):
 
     def scheduler(self, group: int = 0) -> Scheduler:
         """Returns a scheduler with the sequences of target group `group`, which decodes batch_size
-        of them at a time. A sequence ends where `endings` decides, or at the limit of tokens."""
+        of them at a time. A sequence ends where `endings` decides, or at its limit of tokens."""
         config = self.job.config
         share = self.share(group)
         scheduler = Scheduler(Capacity(config.batch_size), self.endings())

@@ -9,7 +9,8 @@ speculator and target (the target's round), law/tree.py and law/fanout.py, branc
 speculation cache), draft (the draft's round), rows and sequence (what a forward computes, and where
 the KV cache stores it), scheduler (which requests join and leave).
 
-The core imports no workload, job or feature (tests/test_layers.py). These objects extend it:
+The core imports no workload, job or feature (tests/test_layers.py). Subclasses or callbacks of
+these interfaces extend it:
 
 - A TargetOracle or DraftOracle decides tokens. A law.lookup.Lookup drafts without a model.
 - A Speculator obtains the drafted tokens (features.device_rounds, features.draft_loss), and

@@ -1,8 +1,9 @@
-"""Branches, which are drafts that grow together, and the speculation cache, which keeps them.
+"""Branches, which are drafts that grow together, and the speculation cache, which finds them.
 
 A branch is a draft of a sequence: a chain of K tokens, or a tree of K levels. It is grown while the
-target verifies, for one possible outcome of the verification; or, after a cache miss, it continues
-the committed tokens. Each forward (step) of the draft adds one level to all branches.
+target verifies, for one possible outcome of the verification (number of accepted tokens and bonus
+token); or, after a cache miss, it continues the committed tokens. Each forward (step) of the draft
+adds one level to all branches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, Shape
 
 Index = NDArray[np.int64]
-Distribution = Any  # a float32 [V] array on the host, or a handle of a row that the GPU keeps
+Distribution = Any  # a float32 array over the vocabulary, or a handle of a row that the GPU keeps
 TRUNK = -1  # the lane number of a branch that is stored in its sequence's slot, not in scratch
 
 
@@ -46,12 +47,13 @@ class Branches:
 
     rows: the row of the branch's sequence in the batch, int64 [n]. nodes: the number of accepted
     tokens that the branch is grown for (in a tree: the node where the accepted path ends), int32
-    [n]. ranks: the rank from 0 of its bonus token among the candidates there, int32 [n]. first: the
-    token that the branch continues, int32 [n]. tokens: the N drafted tokens of each branch, int32
-    [n, N], of which `steps` levels are drafted so far. places: None for a model without a KV cache.
-    Only if tokens are sampled: states: what draws the tokens (oracle.sampled.DrawState), one for
-    each row of the next forward. q: the probability with which each token was drawn, float64
-    [n, N]. drawn_from: by branch, the distribution of each token (None for a token with q = 1).
+    [n]. ranks: the rank from 0 of the branch's bonus token among the candidates after these
+    accepted tokens, int32 [n]. first: the token that the branch continues, int32 [n]. tokens: the N
+    drafted tokens of each branch, int32 [n, N], of which `steps` levels are drafted so far. shape:
+    the chain or tree. places: where K and V are stored (None: the model has no KV cache). Only if
+    tokens are sampled: states: what draws the tokens (oracle.sampled.DrawState), one for each row
+    of the next forward. q: the probability with which each token was drawn, float64 [n, N].
+    drawn_from: by branch, the distribution of each token (None for a token with q = 1).
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Branches:
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
     def begin(self, first: Ints) -> None:
-        """Sets the token that each branch continues, int32 [n], once that token is known."""
+        """Sets the token that each branch continues, int32 [n], once the GPU has chosen it."""
         self.first = first
 
     def advance(self, levels: int = 1) -> None:
@@ -99,13 +101,15 @@ class Branches:
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Appends one token to each of n chains. level: the tokens, int32 [n], not sampled."""
+        """Appends one greedy token to each of n branches that are chains. level: the tokens, int32
+        [n]."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 
     def take(self, best: Ints) -> None:
         """Appends one level, made of the likeliest tokens, to every branch. best: the likeliest
-        tokens after each row of the draft forward, likeliest first, int32 [rows, …]."""
+        tokens after each row of the draft forward, likeliest first, int32 [rows, at least a node's
+        children]."""
         shape = self.shape
         level = self.steps
         columns = slice(shape.ends[level], shape.ends[level + 1])
@@ -130,13 +134,14 @@ class Branches:
         self.drawn_from[branch].append(row if q < 1 else None)
 
     def follow(self, states: list[Any]) -> None:
-        """Ends a draft forward whose tokens are stored. states: what draws the next tokens."""
+        """Counts one more level as drafted, after `record` has stored its sampled tokens. states:
+        what draws the tokens of the next level."""
         self.states = states
         self.steps += 1
 
     def skip(self, branch: int, tokens: list[int]) -> bool:
-        """Drops as many first tokens of a branch as a grammar has forced meanwhile (`tokens`).
-        Returns whether the dropped tokens equal the forced ones."""
+        """Drops the first tokens of a branch, because a grammar has forced and committed as many
+        tokens (`tokens`) meanwhile. Returns whether the dropped tokens equal the forced ones."""
         count = len(tokens)
         self.tokens[branch] = np.roll(self.tokens[branch], -count)
         if self.q is not None:
@@ -163,7 +168,8 @@ class Branches:
             self.drawn_from = [self.drawn_from[n] for n in branches]
 
     def pad(self, levels: int) -> None:
-        """Fills every branch up to `levels` levels without a forward, by repeating its `first`."""
+        """Fills every branch up to `levels` levels without a forward, by repeating the token that
+        it continues. Used if newer weights gave no valid logits."""
         if self.steps < levels:
             start = self.shape.ends[self.steps]
             end = self.shape.ends[levels]
@@ -182,7 +188,8 @@ class Branches:
 
 
 class SpeculationCache:
-    """The branches that were grown for predicted outcomes of one verification.
+    """Finds a ready draft by what the target decided: holds the branches grown for one
+    verification.
 
     A branch is found by its key (round, request id, epoch, k, t*): in that round, the target
     accepts k tokens of the sequence (in a tree: the path to node k) and emits the bonus token t*
@@ -230,7 +237,7 @@ class SpeculationCache:
 
     def keep(self, found: Sequence[int | None]) -> Branches | None:
         """Drops the branches that were not hit and returns the others, or None if none was hit.
-        found: by batch row, the index of the branch that was hit, or None (a miss)."""
+        found: by batch row, the index in the cache of the branch that was hit, or None (a miss)."""
         rows = [row for row, branch in enumerate(found) if branch is not None]
         if not rows or self.branches is None:
             return None

@@ -1,9 +1,10 @@
 """The draft's round: answers an outcome of the target's verification with drafted tokens, then
 drafts ahead for the next outcome.
 
-`serve` is the loop in the order of Saguaro's algorithm, and `Drafter` has its steps. In SD the same
-loop drafts nothing ahead: the speculation cache stays empty, so that every outcome is a miss. A
-draft for several target groups runs the loop in one thread for each group (features.pool).
+An outcome is (k, t*) of each sequence: the number of accepted tokens, and the bonus token after
+them. `serve` is the loop in the order of Saguaro's algorithm, and `Drafter` has its steps. SD
+drafts nothing ahead: its speculation cache stays empty, so that every outcome is a miss. A draft
+for several target groups runs the loop in one thread for each group (features.pool).
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
 
-# While K = 0, the KV cache stores a sequence's new tokens once more than this number are missing.
+# While nothing is drafted, a sequence's tokens are stored once more than so many are missing.
 STORE_AFTER = 7
-# While K = 0, the KV cache stores prompts, which come in parts, at least so many rows at a time.
+# While nothing is drafted, parts of prompts are stored once at least so many tokens are due.
 STORE_ROWS = 24
 
 
 def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None = None) -> None:
-    """Drafts for one target group, round by round, until the lead rank stops the loop. The loop
-    polls the link for the next outcome between two draft forwards, so that an outcome waits for at
-    most one forward, or two if the GPU starts forwards by itself. refresh: called after a round to
-    do some other work, such as loading newer weights; returns whether it did any."""
+    """Drafts for one target group, round by round, until the target's rank 0 stops the loop. The
+    loop polls `link` for the next outcome between two draft forwards, so that an outcome waits for
+    at most one forward, or two if the GPU starts forwards by itself. drafter: has the steps.
+    refresh: called after a round to do some other work, such as loading newer weights; returns
+    whether it did any."""
     log = drafter.log
     log.ledger.restart()
     for round_ in count(-1):  # The first outcome, of round -1, only admits sequences.
@@ -45,7 +47,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
         if stop:
             drafter.leave()
             return
-        # Answers the outcome (k, t*) by the branch that was hit, or after a miss by the backup.
+        # The answer is the branch in the cache for the outcome, or after a miss a new draft.
         answer = drafter.answer(outcome)
         if drafter.is_asked:
             link.send_speculation(answer)
@@ -61,7 +63,8 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
 
 
 def proposals(speculation: Speculation) -> list[NDArray[np.float32]]:
-    """Returns the distribution [V] of each drafted token with q < 1, sequence after sequence."""
+    """Returns the distribution over the vocabulary of each token that was sampled with a
+    probability q < 1, sequence after sequence. The target needs it to judge the token."""
     by_row = sorted(speculation.drawn_from.items())
     return [np.asarray(drawn_from) for _, rows in by_row for drawn_from in rows]
 
@@ -73,7 +76,7 @@ class DraftPolicy:
     lookahead: K, the most tokens (in a tree: levels) of a draft. fan_outs: how many bonus
     candidates get a branch after each number of accepted tokens; if empty, no branches are grown
     (SD). backup: what drafts after a cache miss. backup_lookahead: the number of tokens that the
-    backup drafts. sampled: whether a draft is sent with q, the probabilities of its tokens.
+    backup drafts. sampled: whether a draft is sent with its tokens' probabilities.
     """
 
     lookahead: int
@@ -84,8 +87,8 @@ class DraftPolicy:
 
 
 class AnswerPart(NamedTuple):
-    """The part of an answer to an outcome that one source drafts: the cache for hits, the backup
-    for misses. levels: the number of levels that its branches must have when they are sent."""
+    """The drafts that one source gives in an answer: the cache for hits, the backup for misses.
+    levels: the number of levels that these branches must have when they are sent."""
 
     branches: Branches
     source: Source
@@ -95,8 +98,8 @@ class AnswerPart(NamedTuple):
 class Drafter:
     """Runs the steps of the draft's rounds for one target group.
 
-    batch: the live sequences. cache: the branches grown for possible outcomes. version: that of the
-    draft's weights, 0 for the first ones. divergence: why newer weights must be dropped, or None.
+    batch: the live sequences. cache: the branches grown for possible outcomes. version: which
+    weights drafted, 0 for the first. divergence: why newer weights must be dropped, or None.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Drafter:
         log: DraftLog | None = None,
     ) -> None:
         """Opens an empty batch. worker: runs the forwards. policy: what and how much is drafted.
-        capacity: the most live sequences. log: records the rounds (None: a new log)."""
+        capacity: the most live sequences. waiter: waits for forwards. log: records the rounds."""
         self.worker = worker
         self.policy = policy
         self.waiter = waiter
@@ -117,18 +120,19 @@ class Drafter:
         self.cache = SpeculationCache()
         self.version = 0
         self.divergence: str | None = None
-        self._control = Control()  # the lead's limits (K, width, …) for the coming round
+        self._control = Control()  # limits of the coming round, set by the target's rank 0
         self._due = 0  # prompt rows that the target has stored since this draft last stored some
 
     @property
     def levels(self) -> int:
-        """The most levels to draft in the coming round: K, or less if the lead has limited it."""
+        """The most levels (tokens of a chain) to draft in the coming round: K of the job, or fewer
+        if the target's rank 0 has limited this round."""
         limit = self._control.lookahead
         return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
 
     @property
     def is_asked(self) -> bool:
-        """Whether the lead waits for drafted tokens. It does not if it has set K = 0."""
+        """Whether the target waits for drafted tokens. It does not if it has set K = 0."""
         return self.levels > 0
 
     # ── answer ──
@@ -194,14 +198,15 @@ class Drafter:
         return parts
 
     def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
-        """Returns whether the draft model has just drafted K tokens for every sequence."""
+        """Returns whether the draft model has just drafted all K tokens for every sequence."""
         branches, source, levels = parts[0] if parts else (None, Source.NONE, 0)
         is_whole = source == Source.JIT and levels == self.policy.lookahead
         return is_whole and branches is not None and len(branches) == len(self.batch)
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
         """Returns new branches for batch rows `rows`, whose outcomes missed the speculation cache.
-        Tokens of the fast backup are there already; those of the draft model are still to grow."""
+        They have their tokens already if the fast backup drafts, and none if the draft model
+        drafts."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:
@@ -259,10 +264,12 @@ class Drafter:
         return speculation
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
-        """Drops, from the branches that were hit, the first tokens that grammars forced meanwhile.
+        """Drops the first tokens of branches that were hit, where grammars have committed them
+        meanwhile.
 
-        Returns, by batch row, how many of a branch's `nodes` tokens remain, 0 if the branch begins
-        otherwise than the forced tokens. That still counts as a hit: the outcome was in the cache.
+        Returns, by batch row, how many of a branch's `nodes` tokens remain: 0 if the branch does
+        not begin with the committed tokens. It still counts as a hit, since the outcome was in the
+        cache.
         """
         left = dict[int, int]()
         for branch, row in enumerate(branches.rows.tolist() if self.batch.forced else ()):
@@ -290,8 +297,8 @@ class Drafter:
 
     def begin_growth(self, speculation: Speculation) -> bool:
         """Runs the draft's forward over the tokens that the target verifies, chooses candidates for
-        the bonus token, and fills the cache with a branch for each, which has no tokens yet.
-        Returns False if no branches are wanted in this round."""
+        the bonus token, and fills the cache with a branch for each candidate, which `grow_step`
+        extends. Returns False if no branches are wanted in this round."""
         policy = self.policy
         rows = range(len(self.batch))
         grows = policy.fan_outs.branches > 0 and self._control.width != 0
@@ -304,7 +311,7 @@ class Drafter:
         fan_outs = policy.fan_outs.within(self._control.width, served)
         trunk_rows = len(rows) * (ends[policy.lookahead] + 1)
         if not self.batch.forced or self.worker.is_short(self.batch, trunk_rows):
-            self._catch_up(rows)  # else the scoring forward stores the tokens
+            self._catch_up(rows)  # else the scoring forward itself stores lacking tokens
         self.log.growth_begins()
         self.worker.launch_scoring(self.batch, speculation, fan_outs, self.levels)
         self.worker.wait(self.waiter)
@@ -316,7 +323,7 @@ class Drafter:
 
     @property
     def growing(self) -> bool:
-        """Whether the branches in the cache lack levels, which further forwards can add."""
+        """Whether the cache has branches that further forwards can extend by a level."""
         branches = self.cache.branches
         return branches is not None and len(branches) > 0 and branches.steps < self.levels
 

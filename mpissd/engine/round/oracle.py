@@ -2,8 +2,9 @@
 emits, a DraftOracle which tokens the draft proposes.
 
 Workers (round.rows) run a model's forwards; an oracle decides tokens from their logits, or ignores
-them and reads given distributions, a recording or a known language model (engine.oracle). The
-oracles of all ranks see equal batches, because every rank applies the same outcomes.
+them and reads given acceptance rates, a recording or a synthetic language model (engine.oracle).
+The oracles of all ranks see equal sequences, because every rank applies the same results of
+verifications, so that they decide alike.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.sequence import Batch, LiveSequence
 
 Logits = NDArray[np.float32]
-# (batch row, i) → the distribution, float32 [V], of the row's i-th drafted token that has q < 1
+# (batch row, i) → the distribution, float32 [V], of the row's i-th token with probability q < 1
 Proposals = Callable[[int, int], NDArray[np.float32]]
-# Each of T target ranks passes its logits [rows, V/T]; the lead gets all, float32 [T, rows, V/T].
+# Each of T target ranks passes its logits [rows, V/T]; rank 0 gets all, float32 [T, rows, V/T].
 LogitsGather = Callable[[Logits, Waiter], Logits]
 OpenGather = Callable[[], LogitsGather]
 _NO_LOGPROBS: Mapping[int, list[Logprob]] = {}
@@ -37,7 +38,7 @@ class Oracle:
 
     shape: the shape of a draft, by default a chain of any length. reads_tokens: whether the oracle
     needs the sequences' tokens, which the batch then keeps. reads_forwards: whether it needs the
-    results of forwards. chains: whether the GPU may decide whole rounds without the oracle.
+    results (logits) of forwards. chains: whether the GPU may decide whole rounds in its place.
     """
 
     reads_tokens: ClassVar[bool] = False
@@ -52,8 +53,8 @@ class Oracle:
         return request.prompt
 
     def prepare(self, requests: Iterable[Request]) -> None:
-        """Computes the first tokens of these requests' sequences in advance, before any sequence is
-        live. The default does nothing."""
+        """Computes the first tokens of these requests' sequences before any round, so that no round
+        takes longer for it. The default does nothing."""
 
     def begin_round(self, batch: Batch, started: Sequence[LiveSequence]) -> None:
         """Prepares the coming round, after the outcome of the last one was applied to the batch.
@@ -83,8 +84,8 @@ class TargetOracle(Oracle, ABC):
 
     def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
         """Returns, by batch row, the tokens after the bonus token at places where a grammar allows
-        only one token. These are committed without a forward. accepted, bonus: the result of
-        `judge`. The default returns none."""
+        only one token. These are committed with no forward. accepted, bonus: the result of `judge`.
+        The default returns none."""
         return _NO_TOKENS
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
@@ -93,7 +94,7 @@ class TargetOracle(Oracle, ABC):
         return _NO_LOGPROBS
 
     def logits_of(self, row: int) -> Logits:
-        """Returns the target's logits [V] in row `row` of the last forward."""
+        """Returns the target's logits in row `row` of the last forward, [V] for V tokens."""
         raise NotImplementedError("logits of a workload without them")
 
 
@@ -112,12 +113,13 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def branches(self, batch: Batch, speculation: Speculation, fan_outs: FanOuts) -> Branches:
-        """Chooses candidates for the next bonus token t*, and returns a branch that continues each.
+        """Chooses candidates for the next bonus token t*, and returns a branch (draft) after each.
 
-        Called after the draft's forward over the drafted tokens that the target now verifies. For
-        each possible number k of accepted tokens there are fan_outs.after_hit[k] candidates if the
-        drafted tokens were a cache hit, else after_miss[k]. The drafted token after the k accepted
-        ones (in a tree: a child of node k) is no candidate: t* is emitted only if it is rejected.
+        Called after the draft's forward over the drafted tokens that the target now verifies
+        (`speculation`). For each possible number k of accepted tokens there are
+        fan_outs.after_hit[k] candidates if the drafted tokens were a cache hit, else after_miss[k].
+        The drafted token after the k accepted ones (in a tree: a child of node k) is no candidate:
+        t* is emitted only if it is rejected.
         """
 
     @abstractmethod
@@ -127,10 +129,10 @@ class DraftOracle(Oracle, ABC):
 
     @abstractmethod
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
-        """Appends the tokens that the finished draft forward gives to the branches `grown`, whose
-        rows in the forward follow one another from row `first_row` on. Raises DivergedError if a
-        token is sampled from logits that are not finite; other branches may then lack their token.
-        """
+        """Reads the tokens that the finished draft forward has drafted, and appends them to the
+        branches `grown`. Their rows in the forward follow one another from row `first_row` on.
+        Raises DivergedError if a token is sampled from logits that are not finite; other branches
+        may then lack their token."""
 
     def is_decided(self, branches: Branches, levels: int) -> bool:
         """Returns whether grammars allow only one token at each of the next `levels` places of all

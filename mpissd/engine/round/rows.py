@@ -3,7 +3,8 @@
 A forward computes either the trunk (each sequence's last committed token and the drafted tokens
 that the target verifies), or one step of a draft's branches. It may also compute committed tokens
 only to store their K and V: prompts or parts of them, and other tokens that the KV cache lacks. The
-loops use a model only through a worker, which sends no messages; an oracle decides tokens.
+loops of the rounds use a model only through a worker, which sends no messages. The worker's oracle
+decides tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 
 
 class Worker(Generic[AnyOracle]):
-    """Base class of TargetWorker and DraftWorker: runs a model's forwards, and fills its KV cache.
+    """Base class of TargetWorker and DraftWorker: runs a model's forwards and fills the KV cache.
 
     num_rows: the rows of the last forward that verified or scored drafted tokens. adopted: by
     request id, for the sequences that joined in this round, how many of their tokens are stored in
@@ -45,7 +46,7 @@ class Worker(Generic[AnyOracle]):
         self.adopted: Mapping[int, int] = {}
 
     def open_batch(self, capacity: int) -> Batch:
-        """Returns an empty batch of at most `capacity` sequences, for one run of the loop."""
+        """Returns an empty batch, the list of live sequences, of at most `capacity` sequences."""
         prompt = self.oracle.prompt if self.oracle.reads_tokens else None
         placement = self.placement
         make = None if placement is None else placement.batches
@@ -108,8 +109,8 @@ class Worker(Generic[AnyOracle]):
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
         """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns their number. All ranks of the model call it.
-        """
+        `rows` that lacks more than `spare`. Returns the number of stored tokens. Called by all of a
+        model's ranks."""
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
@@ -135,8 +136,8 @@ class Worker(Generic[AnyOracle]):
         return len(tokens)
 
     def is_short(self, batch: Batch, rows: int) -> bool:
-        """Returns whether the next forward, of `rows` rows, has no room for the tokens that
-        grammars forced, which the KV cache still lacks."""
+        """Returns whether the next forward, which needs `rows` rows itself, has no room to also
+        store the tokens that grammars forced and that the KV cache lacks."""
         if not batch.forced:
             return False
         lacking = sum(gap.size for gap in batch.gaps(range(len(batch))))
@@ -185,7 +186,7 @@ class Worker(Generic[AnyOracle]):
 class TargetWorker(Worker[TargetOracle]):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
-    _verified = 0  # the number of rows that the last forward verified
+    _verified = 0  # the number of rows (tokens) that the last forward verified
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
         """Uploads the tokens that the next forward verifies: the last committed token and the
@@ -213,7 +214,7 @@ class TargetWorker(Worker[TargetOracle]):
 
 
 class DraftWorker(Worker[DraftOracle]):
-    """Runs the whole draft model on a draft rank, or on the lead if the draft is inline."""
+    """Runs the whole draft model, on a draft rank or (inline SD) on the target's rank 0."""
 
     _first_row = 0  # the row of the last forward at which the branches' rows begin
 
@@ -225,7 +226,7 @@ class DraftWorker(Worker[DraftOracle]):
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
     ) -> None:
-        """Starts the draft's forward over the last committed token and the N drafted tokens of each
+        """Starts the draft's forward over the last committed token and the drafted tokens of each
         sequence, which the target verifies now. Its logits give candidates for the bonus token.
         fan_outs, levels: how many branches will grow and to how many levels, for subclasses that
         launch their growth together with this forward."""
@@ -238,7 +239,8 @@ class DraftWorker(Worker[DraftOracle]):
         return self.oracle.branches(batch, speculation, fan_outs)
 
     def launch_step(self, batch: Batch, growing: Sequence[Branches]) -> None:
-        """Starts one forward that grows branches by one level, and stores tokens before them."""
+        """Starts one forward that grows branches by one level; it also stores tokens that the KV
+        cache lacks before branches in their sequences' slots."""
         tokens = [self._inputs(branches) for branches in growing]
         self._first_row = 0
         places = None
@@ -278,6 +280,6 @@ class DraftWorker(Worker[DraftOracle]):
 
     def forget(self, batch: Batch) -> None:
         """Marks the K and V of all tokens as invalid, because the weights have changed. Committed
-        tokens are stored again before the next forward that attends to them."""
+        tokens are computed again before the next forward that attends to them."""
         batch.fill(slice(None), 0)
         self.oracle.forget()

@@ -1,12 +1,13 @@
 """Schedules requests: decides which requests wait, join and end, by the free pages of the KV cache.
 
-The scheduler reads no clock and knows no model. Between two rounds the caller asks `turn` which
-sequences leave and join; it passes each round's result to `take`. In a run `step` calls both.
+The scheduler reads no clock and knows no model. The caller passes each round's result to `take`,
+and asks `turn` between two rounds which sequences leave and join. `step` does both for a run.
 
-Requests are admitted in the order of their arrival. The queue waits until its first request fits,
-so that no request waits for ever. If pages run out, the sequence that arrived last is preempted: it
-loses its pages, and is computed again later from its prompt and the tokens that it emitted. The
-tokens stay the same at temperature 0, because forwards are batch-invariant, bit for bit.
+Requests are admitted in the order of their arrival. While the first request of the queue does not
+fit, all wait, so that none waits for ever. If pages run out, the sequence that arrived last is
+preempted: it loses its pages, and is computed again later from its prompt and the tokens that it
+emitted. The tokens stay the same at temperature 0, because forwards are batch-invariant, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ORDER = attrgetter("arrived_s", "request_id")
 class Endings:
     """Decides where sequences end: at a stop token, or when there is no room for more tokens.
 
-    A subclass may remember the tokens of sequences, so that each run needs a new object.
+    Each run needs a new object, because a subclass may remember the tokens of sequences.
     """
 
     def __init__(self, *stop_tokens: int, room: Callable[[int], int] | None = None) -> None:
@@ -57,7 +58,7 @@ class Endings:
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many sequences and tokens the ranks have room for. By default only sequences are limited.
+    """How many sequences and tokens the ranks have room for; by default the tokens are unlimited.
 
     sequences: the most sequences that run at once. context: the most tokens of a sequence with its
     prompt. ahead: how many KV positions a round may write after a sequence's last token. page: the
@@ -183,15 +184,15 @@ class Scheduler:
     those that run. Decides which of them join and leave the batch."""
 
     def __init__(self, room: Capacity, endings: Endings | None = None) -> None:
-        """room: how many sequences and tokens fit. endings: decides where sequences end (None: only
-        max_tokens, a deadline or a cancellation ends one)."""
+        """room: how many sequences and tokens fit. endings: decides where sequences end (None: a
+        sequence ends only by max_tokens, a deadline or a cancellation)."""
         self.room = room
         self._endings = endings
         self._waiting: list[Task] = []  # in order of _ORDER
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # ids of sequences that leave before the next round
         self._ended: list[Emitted] = []
-        self._can_end = endings is not None  # if False, no request can end, and `step` checks none
+        self._can_end = endings is not None  # False: no request can end, so `step` saves the check
         self._deadlines: list[tuple[float, int]] = []  # (time, request id) of each, rising by time
         self.num_preempted = self.num_rounds = 0
 
@@ -207,7 +208,7 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        """The number of KV pages that running requests do not need; negative if they need more."""
+        """The number of KV pages that running requests leave free; negative if they need more."""
         pages_of = self.room.pages_of
         return self.room.pages - sum(pages_of(task.length) for task in self._running.values())
 
@@ -243,8 +244,8 @@ class Scheduler:
             insort(self._deadlines, (task.deadline_s, task.request_id))
 
     def cancel(self, request_id: int, reason: str = "cancelled") -> None:
-        """Ends a waiting or running request; does nothing for another id. reason: what the caller
-        gets as Emitted.ended, "cancelled" or "deadline"."""
+        """Ends a waiting or running request; does nothing for another id. reason: "cancelled" or
+        "deadline", which `turn` reports in Emitted.ended."""
         task = self._running.pop(request_id, None)
         if task is not None:
             self._leaving.append(request_id)
@@ -328,8 +329,8 @@ class Scheduler:
         return emitted
 
     def step(self, loop: TargetLoop, records: RoundRecords) -> RoundResult:
-        """Decodes one round of a run and adds it to `records`. Then sequences that have ended leave
-        the loop, and the next prompts join it. Returns the round."""
+        """Decodes one round of a run by `loop`, adds it to `records`, and returns it. Then
+        sequences that have ended leave the loop, and the next prompts join it."""
         result = loop.step()
         if self._can_end:
             for emitted in self.take(result):

@@ -1,14 +1,16 @@
 """The live sequences of one rank: their tokens, their rounds, and their places in the KV cache.
 
 Every rank keeps a Batch. The batches of all ranks are equal, because all ranks apply the same
-outcomes. An oracle, which decides tokens, only reads the batch, and keeps grammars in `constraint`.
+outcomes. An oracle, the object that decides tokens, only reads the batch, but stores a sequence's
+grammar in `constraint`.
 
 A sequence has a *slot* of the KV cache for its committed tokens, at positions 0, 1, …. The first
 `filled` positions are stored and valid, so that a rollback only lowers this number. The forward
-that reads a token stores its K and V. The *trunk* is the committed tokens and the *served* tokens
-(the drafted tokens that the target verifies now); its K and V are stored in the slot. *Branches*,
-which a draft grows for possible outcomes, are stored in *lanes*, scratch memory of the cache. A
-cache hit copies no K and V, because the draft's next forward over the trunk writes the slot.
+that reads a token stores the token's K and V. The *trunk* is the committed tokens and the *served*
+tokens (the drafted tokens that the target verifies now); its K and V are stored in the slot.
+*Branches*, the drafts that are grown for possible results of the verification, are stored in
+*lanes*, scratch rows of the cache. A cache hit copies no K and V, because the draft's next forward
+over the trunk writes the slot.
 """
 
 from __future__ import annotations
@@ -44,11 +46,12 @@ class Placement:
     tokens after which a sequence without a prompt reuses its positions, so that a run of any length
     fits (None: never). keeps: whether pages are kept for later sequences that begin with the same
     tokens. stateless: whether the model has no K and V, so that the cache never lacks a token. lag:
-    K of a draft that reads the target's hidden states, else 0. Up to `lag` accepted tokens may be
-    missing, because the draft's next step computes them again from these states; and no part of a
-    prompt is stored before the target has computed it. masks: the mask tokens that a parallel draft
-    reads after the last token of a branch; their K and V are scratch. batches: makes a batch that
-    stores draft trees (features.trees); None: Batch.
+    for a draft that reads the target's hidden states, the number of tokens that it drafts in a
+    round, else 0. Up to `lag` accepted tokens may be missing, because the draft's next step
+    computes them again from these states; and no part of a prompt is stored before the target has
+    computed these states. masks: the mask tokens that a parallel draft reads after the last token
+    of a branch; their K and V are never read again. batches: makes a batch that can store draft
+    trees (None: the class Batch).
     """
 
     context: int = 0
@@ -75,12 +78,13 @@ class Gap(NamedTuple):
 
 @dataclass(eq=False)
 class LiveSequence:
-    """One sequence on this rank.
+    """One sequence that is being decoded, as this rank stores it.
 
-    slot: the index of the sequence's part of the KV cache. tokens: the committed tokens, with the
-    prompt. served: the drafted tokens that the target verifies now. rounds: the number of committed
-    rounds. tokens, served and rounds are kept only if the oracle, which decides tokens, reads them.
-    constraint: the grammar and its state, made by the oracle (None: no grammar, or not made yet).
+    request: what the sequence answers. slot: the index of the sequence's part of the KV cache.
+    tokens: the committed tokens, with the prompt. served: the drafted tokens that the target
+    verifies now. rounds: the number of committed rounds. tokens, served and rounds are kept only if
+    the oracle, which decides tokens, reads them. constraint: the grammar and its state, made by the
+    oracle (None: no grammar, or not made yet).
     """
 
     request: Request
@@ -93,7 +97,7 @@ class LiveSequence:
 
     @property
     def name(self) -> tuple[int, int]:
-        """The sequence's identity: (request id, epoch, which counts its preemptions)."""
+        """The sequence's identity: (request id, number of its preemptions so far, the "epoch")."""
         return self.request.request_id, self.request.epoch
 
     @property
@@ -102,7 +106,8 @@ class LiveSequence:
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
     def path(self, columns: Sequence[int]) -> list[int]:
-        """Returns the tokens being verified at `columns`, a path in the draft's chain or tree."""
+        """Returns the tokens under verification with the indices `columns`, a path of the chain or
+        tree."""
         return [self.served[column] for column in columns]
 
     def serve(self, tokens: list[int]) -> None:
@@ -117,8 +122,9 @@ class LiveSequence:
         self.rounds += 1
 
     def first_draw(self, later: int = 0) -> int:
-        """Returns the index, in the sequence's stream of random numbers, of the first draw of the
-        round `later` rounds after this one. No two rounds share a draw, also across preemptions."""
+        """Returns where the numbers of a round begin in the sequence's stream of random numbers.
+        later: how many rounds it is after the current one. No two rounds share a number, even after
+        a preemption, so that draws are independent."""
         return (self.request.epoch * _ROUNDS + self.rounds + later) * _DRAWS
 
     def stream(self, seed: int) -> tuple[int, int]:
@@ -141,11 +147,12 @@ class LiveSequence:
 
 
 class Change(NamedTuple):
-    """The changes that an outcome of a round made to a batch.
+    """The sequences that left or joined a batch with a round's outcome; the KV cache must follow.
 
     left: (slot, tokens that the slot stores) of each sequence that left. placed: the sequences that
-    took a slot. started: the sequences whose first round comes next. moves: (number of the scratch
-    memory that stores an accepted path of a tree, the positions of the slot to copy it to).
+    took a slot. started: the sequences whose first round comes next. moves: only for draft trees,
+    (number of the scratch memory that stores an accepted path, the positions of the slot to copy
+    the path to).
     """
 
     left: Sequence[tuple[int, list[int]]] = ()
@@ -161,11 +168,12 @@ class Batch:
     """The live sequences of a rank. A sequence's index, its "batch row", is the same in messages.
 
     Indexed by batch row: sequences; ids, the request ids; slots, of the KV cache; lengths, the
-    numbers of committed tokens, with the prompt counted as one; last_tokens; identity, [b, 5], the
-    rows of an outcome with k and t* left at 0; forced, the tokens that a grammar forced after the
-    last bonus token. Indexed by slot: filled, how many positions the KV cache holds; opened, the
-    sequences whose prompts are stored in parts (chunked prefill) before they join. digest: a CRC-32
-    of the applied outcomes, which ranks compare.
+    numbers of committed tokens, with the prompt counted as one; last_tokens; identity, [b, 5],
+    (request id, epoch, 0, 0, 0), an outcome's rows before tokens are entered; forced, the tokens
+    that a grammar forced after the last bonus token. Indexed by slot: filled, how many positions
+    the KV cache holds; opened, the sequences whose prompts are stored in parts (chunked prefill)
+    before they join. digest: a CRC-32 of the applied outcomes, which ranks compare to detect that
+    they differ.
     """
 
     def __init__(
@@ -194,21 +202,20 @@ class Batch:
         self.filled = np.zeros(capacity, np.int64)
         self._prompt = prompt
         self._by_slot: dict[int, LiveSequence] = {}  # the latest sequence of each slot
-        self._steady = b""  # the bytes of columns 0–2 of an outcome with which none joins or leaves
-        self._base = np.zeros(capacity, np.int64)  # by slot, the position of the prompt's end
+        self._steady = b""  # columns 0–2 of an outcome with which no sequence joins or leaves
+        self._base = np.zeros(capacity, np.int64)  # by slot, where the prompt's last token is
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def apply(self, outcome: Outcome) -> Change:
-        """Applies the outcome of a round: commits accepted and bonus tokens, lets sequences join
-        and leave, and returns the changes. Raises ProtocolError for an outcome of other sequences.
-        """
+        """Applies the outcome of a round: commits accepted and bonus tokens, and returns which
+        sequences join or leave. Raises ProtocolError if the outcome is of other sequences."""
         self.digest = crc32(outcome.rows.tobytes(), self.digest)
         change = _UNCHANGED
         moves = () if self.placement is None else self._moves(outcome)
         self.forced = {}
-        if outcome.rows[:, :3].tobytes() != self._steady:  # ten times faster than comparing arrays
+        if outcome.rows[:, :3].tobytes() != self._steady:  # bytes: ten times faster than arrays
             change = self._apply_changes(outcome)
         else:
             nodes = outcome.num_accepted
@@ -223,14 +230,16 @@ class Batch:
         return change._replace(moves=moves) if moves else change
 
     def _commit(self, sequences: Sequence[LiveSequence], rows: Ints) -> None:
-        """Commits the accepted and bonus tokens of an outcome's rows, if tokens are kept."""
+        """Appends the accepted and bonus tokens in the outcome's `rows`, if this batch keeps
+        tokens."""
         if self._prompt is not None:
             paths = self.shape.paths
             for sequence, row in zip(sequences, rows.tolist(), strict=True):
                 sequence.commit(paths[row[3]], row[4])
 
     def _force(self, outcome: Outcome) -> None:
-        """Appends the tokens that grammars forced, which the outcome lists in rows of their own."""
+        """Appends the tokens that grammars forced after bonus tokens. The outcome lists each in a
+        row."""
         names = self.identity[:, :2].tolist()
         for request_id, epoch, event, _, token in outcome.rows.tolist():
             if event == Event.FORCED:
@@ -243,8 +252,9 @@ class Batch:
                 self.last_tokens[row] = token
 
     def _moves(self, outcome: Outcome) -> Sequence[tuple[int, Gap]]:
-        """Returns the copies from scratch memory to slots that an accepted path of a tree needs,
-        and counts the copied tokens as stored. Chains, as here, need no copy."""
+        """Returns the copies from scratch memory to slots that the accepted paths of draft trees
+        need, and counts the copied tokens as stored. This class drafts chains, which need no copy.
+        """
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
@@ -285,8 +295,8 @@ class Batch:
         return Change(left, placed, started)
 
     def _placed(self, outcome: Outcome, used: set[int]) -> list[LiveSequence]:
-        """Gives a free KV slot to each new sequence of an outcome, and returns the new sequences.
-        used: the slots of live sequences."""
+        """Gives a KV slot to each new sequence of an outcome, and returns these sequences. used:
+        the slots of live sequences. Raises ProtocolError if too few slots are free."""
         free = sorted(set(range(self.capacity)) - used - self.opened.keys())
         added = outcome.fresh
         if len(added) > len(free):
@@ -326,7 +336,7 @@ class Batch:
         )
 
     def serve(self, speculation: Speculation) -> None:
-        """Sets the drafted tokens that the target verifies now, if tokens are kept."""
+        """Stores the drafted tokens that the target verifies now, if this batch keeps tokens."""
         if self.placement is not None and self.placement.lag:
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last() + 1)
         if self._prompt is None:
@@ -337,7 +347,8 @@ class Batch:
 
     def committed(self, gap: Gap) -> Ints:
         """Returns the committed tokens at the positions of `gap`, int32. Returns zeros if the
-        sequence has no prompt or its tokens are not kept: then no decision depends on them."""
+        sequence has no prompt or if this batch keeps no tokens: no decision depends on tokens then.
+        """
         sequence = self._by_slot[gap.slot]
         if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
@@ -366,8 +377,8 @@ class Batch:
         return [Gap(int(slots[n]), int(filled[n]), int(last[n])) for n in short]
 
     def opened_gaps(self, most: int = _ALL) -> list[Gap]:
-        """Returns the next positions to store, at most `most` tokens together, of prompts that are
-        stored in parts (chunked prefill). The last token of a prompt is left to its first round."""
+        """Returns which positions, at most `most` in all, to store next of the prompts that are
+        stored in parts (chunked prefill). A prompt's last token is left to its first round."""
         gaps: list[Gap] = []
         if self.placement is None or self.placement.lag:
             return gaps
@@ -389,8 +400,8 @@ class Batch:
         return [opened.request for slot, opened in self.opened.items() if slot not in short]
 
     def store(self, gaps: Sequence[Gap]) -> Places:
-        """Returns where a forward over the tokens of `gaps`, ranges of positions that are not
-        stored, stores its rows in the KV cache. Counts the tokens as stored."""
+        """Returns where a forward over the tokens of `gaps` (ranges of positions that are not
+        stored yet) stores K and V in the KV cache, and counts these tokens as stored."""
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
@@ -421,8 +432,9 @@ class Batch:
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
-        """Returns what `trunk` returns for a batch of one sequence and `count` rows. It takes a
-        third of the time of the general case, and every round waits for it."""
+        """Returns what `trunk` returns, for a batch of one sequence and `count` rows. A separate
+        method, because every round waits for this, and it takes a third of the general case's time.
+        """
         assert self.placement is not None, "a trunk without a cache"
         slot = int(self.slots[0])
         later = int(self.lengths[0]) - 1
@@ -446,8 +458,8 @@ class Batch:
     ) -> Branches:
         """Returns branches for possible outcomes of this round, with places in the KV cache. The
         parameters are the attributes of Branches. Synthetic and recorded drafts may have branches
-        after more tokens than the target verifies. No outcome can hit these branches; they begin
-        after the verified tokens."""
+        for more accepted tokens than are being verified. No outcome can hit these, so they are
+        placed right after the verified tokens."""
         places = None if self.placement is None else self._branch_places(rows, nodes, ranks)
         return Branches(
             rows, nodes, ranks, first, tokens, shape=self.shape, places=places, states=states
@@ -476,8 +488,8 @@ class Batch:
 
     def step(self, places: BranchPlaces, steps: int) -> Places:
         """Returns where the next draft forward stores its rows in the KV cache. places: where the
-        branches begin. steps: the levels that they have. Mask tokens' rows follow a branch's row.
-        """
+        branches begin. steps: how many levels they have already. With mask tokens (a parallel
+        draft), their rows follow the row of each branch."""
         assert self.placement is not None, "places without a cache"
         slots, starts, lanes = places
         positions = starts + steps
@@ -492,18 +504,18 @@ class Batch:
 
 
 def places_of(gaps: Sequence[Gap]) -> Places:
-    """Returns where a forward over `gaps`, lacking positions, stores its rows in the KV cache."""
+    """Returns where a forward over `gaps` (ranges of positions not stored yet) stores K and V."""
     slots = np.repeat([gap.slot for gap in gaps], [gap.size for gap in gaps])
     return trunk_places(slots, np.concatenate([np.arange(gap.start, gap.stop) for gap in gaps]))
 
 
 def trunk_places(slots: Index, positions: Index) -> Places:
-    """Returns the KV places of rows that are stored in slots, and not in scratch memory."""
+    """Returns where rows store K and V, by their slots and positions, if not in scratch memory."""
     return int32_places(slots, positions, np.full(len(slots), TRUNK), positions)
 
 
 def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
-    """Returns the KV places with these columns, converted to int32."""
+    """Returns the arguments, one number a row of a forward, as int32 fields of Places."""
     return Places(
         slots.astype(np.int32),
         positions.astype(np.int32),

@@ -1,7 +1,8 @@
-"""The lead rank's sources of drafted tokens: none (AR), this rank (inline SD), or a draft rank.
+"""The sources from which the target's rank 0 gets drafted tokens: none (AR), a draft on rank 0
+itself (inline SD), or a draft rank (SD, SSD).
 
-A round asks its speculator by sending the outcome of the last round, and then receives the answer:
-the drafted tokens. SD and SSD on a draft rank use the same speculator.
+A round passes its speculator the outcome of the last round (the number of accepted tokens and the
+bonus token of each sequence), and then receives the answer: the drafted tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Speculator:
     """The source of the drafted tokens, asked once a round. This base class drafts nothing (AR).
 
     lost_round: the first round without drafted tokens after the draft rank was lost, or None.
-    stored_s: for a draft on the lead's device, the seconds of the last answer in which the draft
+    stored_s: for a draft on the target's own device, the seconds of the last answer in which it
     stored committed tokens that its KV cache lacked.
     """
 
@@ -26,8 +27,8 @@ class Speculator:
     stored_s = 0.0
 
     def __init__(self, lookahead: int = 0, *, sampled: bool = False) -> None:
-        """Sets the layout of empty answers. lookahead: the most drafted tokens of a sequence.
-        sampled: whether answers have columns for the tokens' probabilities q."""
+        """Sets the columns of answers without tokens. lookahead: the most drafted tokens of a
+        sequence. sampled: whether there are columns for the probabilities q of drafted tokens."""
         self._lookahead, self._sampled = lookahead, sampled
 
     def ask(self, outcome: Outcome) -> None:
@@ -43,7 +44,7 @@ class Speculator:
         raise AssertionError("nothing was sampled here")
 
     def meanwhile(self) -> None:
-        """Called while the target verifies, to do work meanwhile. The default does nothing."""
+        """Called while the target verifies, to do other work. The default does nothing."""
 
     def confirm(self, speculation: Speculation) -> bool:
         """Returns whether the distributions of the drafted tokens are available, so that the target
@@ -55,10 +56,10 @@ class Speculator:
 
 
 class InlineSpeculator(Speculator):
-    """The speculator of inline SD: the draft runs on the lead's device, before the target verifies.
+    """The speculator of inline SD: the draft runs on the target's rank 0, before the verification.
 
-    In a round with K = 0 the draft costs no time: it applies the outcome while the target verifies,
-    and stores the tokens that its KV cache lacks only before it drafts again.
+    In a round without drafted tokens (K = 0) the draft delays nothing: it applies the last outcome
+    while the target verifies, and stores tokens that its KV cache lacks when it drafts again.
     """
 
     def __init__(self, drafter: Drafter) -> None:

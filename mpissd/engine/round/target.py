@@ -1,8 +1,9 @@
 """The target's round, in the order of Saguaro's algorithm: obtain drafted tokens, send them to the
 other target ranks, verify them, and decide which are accepted.
 
-`TargetLoop.step` is the round of the lead rank. `follow` runs the same forwards on the other target
-ranks. AR, SD and SSD differ only in the Speculator, the source of the drafted tokens.
+`TargetLoop.step` is the round of the target's rank 0, which decides. `follow` runs the same
+forwards on the other target ranks. AR, SD and SSD differ only in the Speculator, the source of the
+drafted tokens.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.sequence import Batch
 from mpissd.engine.round.speculator import Speculator
 
-# The lead sends the other target ranks outcome r−1, the drafted tokens of round r, and "stop".
+# Sends the other target ranks (outcome r−1, drafted tokens of round r, whether the run ends).
 Publish = Callable[[Outcome, Speculation, bool], None]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """One verified round.
+    """What one round of the target decided, and its times.
 
-    speculation: its drafted tokens. outcome: the accepted and bonus tokens. t_target_s: the device
+    speculation: the drafted tokens. outcome: the accepted and bonus tokens. t_target_s: the device
     seconds of the target's forward. logprobs: by batch row, the log-probabilities of the emitted
-    tokens, if the request asked for them. num_rows: the rows of the forward, with those of prompts.
-    wait_s: the seconds of waiting for the draft, without stored_s. stored_s: the seconds in which a
-    draft on the lead's device stored tokens that its KV cache lacked. adopted: by id of a new
-    sequence, how many tokens of its prompt other sequences had stored in the KV cache. forced: by
-    batch row, the tokens that a grammar forces after the bonus token.
+    tokens, if the request asked for them. num_rows: the number of tokens that the forward computed,
+    with those of prompts. wait_s: the seconds of waiting for the draft, without stored_s. stored_s:
+    the seconds in which a draft on the same device stored tokens that its KV cache lacked. adopted:
+    by id of a new sequence, how many tokens of its prompt other sequences had stored in the KV
+    cache. forced: by batch row, the tokens that a grammar forces after the bonus token.
     """
 
     speculation: Speculation
@@ -58,20 +59,21 @@ class RoundObserver:
     """Does other work in each round while the ranks wait. The base class does nothing."""
 
     def judged(self, batch: Batch, accepted: Ints, bonus: Ints) -> None:
-        """Called after a round's outcome was sent, while the draft works and before the next
-        forward overwrites the logits. accepted, bonus: for each sequence the number of accepted
-        tokens and the token emitted after them, int32 [b]."""
+        """Called after a round's accepted and bonus tokens were sent to the draft, while the draft
+        works and before the target's next forward overwrites the logits. accepted, bonus: for each
+        sequence the number of accepted tokens and the token emitted after them, int32 [b]."""
 
     def verifying(self) -> None:
         """Called while the target verifies."""
 
 
 class TargetLoop:
-    """Runs the target's rounds on the lead rank. The caller runs each round by step(), and makes
-    sequences join or leave between two rounds.
+    """Runs the target's rounds on its rank 0, which decides them. The caller runs each round by
+    step(), and makes sequences join or leave between two rounds.
 
-    round: the number of the next round. control: limits of the next round, such as its K.
-    prefill_s: the seconds spent on prompts so far. observers: are called in every round.
+    round: the number of the next round. control: limits of the next round, such as K, its number of
+    drafted tokens. prefill_s: the seconds spent on storing prompts so far. observers: objects that
+    are called in every round.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class TargetLoop:
         waiter: Waiter,
         ledger: Ledger | None = None,
     ) -> None:
-        """Opens an empty batch. publish: sends each round to the other target ranks (None: there
-        are none). capacity: the most sequences that are live at once."""
+        """Opens an empty batch. worker: runs the target's forwards. speculator: gets drafted
+        tokens. publish: sends each round to the other target ranks (None: there are none).
+        capacity: the most sequences that are live at once. waiter: waits with a deadline. ledger:
+        times phases."""
         self.batch = worker.open_batch(capacity)
         self.round = 0
         self.prefill_s = 0.0
@@ -95,16 +99,17 @@ class TargetLoop:
         self._speculator = speculator
         self._publish = publish
         self._waiter = waiter
-        self._unobserved: tuple[Ints, Ints] | None = None  # last outcome, for observers
-        self._decided: Ints = self.batch.identity  # the last round's outcome, a row a sequence
+        self._unobserved: tuple[Ints, Ints] | None = None  # (accepted, bonus) not yet observed
+        self._decided: Ints = self.batch.identity  # the last outcome, one row per sequence
         self._forced: Mapping[int, list[int]] = {}  # {row: tokens that a grammar forced}
         # The next outcome lets the sequences in _new join, and those with ids in _leaving end.
         self._new: list[tuple[Event, Request]] = []
         self._leaving: set[int] = set()
 
     def step(self) -> RoundResult:
-        """Runs round r: sends outcome r−1 to the draft, receives the drafted tokens of round r,
-        verifies them, and decides outcome r, the accepted and bonus tokens."""
+        """Runs the next round r, and returns what it decided: sends outcome r−1 (accepted and bonus
+        tokens) to the draft, receives the drafted tokens of round r, verifies them, and decides
+        outcome r."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator
@@ -116,7 +121,7 @@ class TargetLoop:
         worker.enter(self.batch, change)
         mark(LeadPhase.COMMIT)
         is_alone = self._publish is None
-        if change.started and is_alone:  # while the draft stores these prompts
+        if change.started and is_alone:  # the draft stores these prompts at the same time
             self._prefill()
         asked = perf_counter()
         speculation = speculator.answer(self.round, len(self.batch))
@@ -155,7 +160,8 @@ class TargetLoop:
 
     def _verified(self, speculation: Speculation, prefill_rows: int) -> Speculation:
         """Runs the target's forward over the drafted tokens and over up to `prefill_rows` tokens of
-        prompts. Returns the drafted tokens that it verified, none if their q are lost."""
+        prompts. Returns the drafted tokens that it verified, or none if the distributions that they
+        were drawn from are lost."""
         mark = self.ledger.mark
         worker = self._worker
         worker.upload(self.batch, speculation, prefill_rows)
@@ -171,7 +177,8 @@ class TargetLoop:
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
 
     def _outcome(self) -> Outcome:
-        """Returns the last round's outcome: its tokens, and the sequences that join or leave."""
+        """Returns the last round's outcome: accepted and bonus tokens, and sequences that join or
+        leave."""
         joining = self._joining
         if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)
@@ -221,7 +228,7 @@ class TargetLoop:
 
     @property
     def unstored(self) -> int:
-        """How many prompt tokens are still to be stored in the KV cache in parts."""
+        """How many prompt tokens of requests that will join are still to be stored (in parts)."""
         coming = sum(len(request.prompt) - 1 for _, request in self._new if request.prompt)
         return coming + sum(gap.size for gap in self.batch.opened_gaps())
 
@@ -250,8 +257,9 @@ class TargetLoop:
         self._leaving.update(request_ids)
 
     def tell(self) -> None:
-        """Passes the outcome of the last round to the observers, once. Each step calls this before
-        its forward overwrites the logits; the caller of the loop does so after the last step."""
+        """Passes the accepted and bonus tokens of the last round to the observers, once. Each step
+        calls this before its forward overwrites the logits; the loop's caller does so after the
+        last step."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:
@@ -283,10 +291,10 @@ def follow(
     waiter: Waiter,
     ledger: Ledger | None = None,
 ) -> int:
-    """Runs the forwards of the lead's rounds on another target rank, in the same order, until the
-    lead stops it. Returns a checksum of all outcomes, which ranks compare (Batch.digest). plan:
-    waits for the lead's message of round r; returns (outcome r−1, drafted tokens of round r,
-    whether to stop). capacity: the most live sequences."""
+    """Runs, on another target rank, the same forwards as the target's rank 0 in the same order,
+    until rank 0 stops it. Returns a checksum of all outcomes, which ranks compare to detect that
+    they differ. plan: waits for rank 0's message of round r; returns (outcome r−1, drafted tokens
+    of round r, whether to stop). capacity: the most live sequences."""
     batch = worker.open_batch(capacity)
     ledger = ledger or NullLedger(FollowPhase)
     ledger.restart()

@@ -1,8 +1,8 @@
 """One rank of a job: its models, its ends of the message channels, and the loops that it runs.
 
 A *pass* is one run of the decoding loops on all ranks, from the first round to the stop message.
-The first rank of each target group, its lead, decides the rounds; draft ranks draft; the other
-target ranks (followers) run the same forwards as their lead.
+The first rank of each target group (the group's *lead*) decides the rounds; draft ranks draft; the
+other target ranks of the group (its *followers*) run the same forwards as its first rank.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ Result = TypeVar("Result")
 
 class Rank:
     """One rank of a job: its workers, which run the models' forwards, and its ends of the message
-    channels. Attributes that its role (lead, follower or draft) does not use are None or empty."""
+    channels. What its role (first or other rank of a target group, or draft) does not use is None.
+    """
 
     def __init__(self, session: Session) -> None:
-        """Opens this rank's models, and communicators for the messages between a lead, its draft
-        and its followers. All ranks of the job call it together."""
+        """Opens this rank's models, and communicators for the messages of a target group's first
+        rank with its draft and with the group's other ranks. All ranks of the job call it together.
+        """
         self.session = session
         topology = session.topology
         waiter = session.waiter
         job = session.job
         target, draft = session.models.open(job, topology)
         self.target = None if target is None else session.target_worker(target)
-        # A draft rank has one worker for each target group, and a lead that drafts has one worker.
+        # A draft rank has one worker for each target group; a target rank that drafts has one.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
         self.ledger: Ledger | None = None  # the times, by phase, of the last run of the loops
-        self.digest = 0  # a checksum of the last run's outcomes, which ranks compare
+        self.digest = 0  # a checksum of the last run's rounds; ranks compare it
         self.draft_lost = False  # whether the draft rank was lost; later runs have K = 0
         self.updates: Updates | None = None  # on a draft rank: loads newer weights
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
-        self._leads: MPI.Comm | None = None  # connects the leads of several target groups
+        self._leads: MPI.Comm | None = None  # connects the first ranks of all target groups
         if topology.groups > 1:
             color = 0 if topology.leads_group else MPI.UNDEFINED
             leads = topology.world.Split(color, topology.world.rank)
@@ -94,7 +96,7 @@ class Rank:
 
     @property
     def messages(self) -> tuple[int, int]:
-        """(the number of messages, their bytes) that this lead rank has sent and received."""
+        """(number of messages, their bytes) that a target group's first rank sent and received."""
         ends = [end for end in (self.sender, self.lead_link) if end is not None]
         return sum(e.num_messages for e in ends), sum(e.num_bytes for e in ends)
 
@@ -124,8 +126,8 @@ class Rank:
     ) -> Result | None:
         """Runs the decoding loops once, from the first round to the stop message. All ranks of the
         job call it together. target, drafters: this rank's target worker and drafters, if its role
-        needs them. drive: called with the TargetLoop on each lead rank; runs the rounds. Returns
-        the result of `drive`, and None on other ranks."""
+        needs them. drive: runs the rounds of a TargetLoop, on the first rank of each target group.
+        Returns the result of `drive`, and None on other ranks."""
         # Garbage collection is off during a run, but not in a server, which may run for days.
         with undisturbed() if self._keeps else nullcontext():
             if self.draft_links:
@@ -210,13 +212,13 @@ class Rank:
         return InlineSpeculator(drafter)
 
     def meet(self) -> None:
-        """Waits until the leads of all target groups call this, so that they begin together."""
+        """Waits until the first rank of every target group calls this. So they begin together."""
         if self._leads is not None:
             self.session.waiter.until(self._leads.Ibarrier().Test, "the other groups' leads")
 
     def idle(self) -> None:
-        """Waits, on a follower or draft rank, until a lead begins another run of the loops. There
-        is no deadline, and polls are rare, so that they take no core from working ranks. If another
+        """Waits, on a rank that decides no rounds, until another run of the loops begins. There is
+        no deadline, and polls are rare, so that they take no core from working ranks. If another
         rank is lost, the watchdog process of the host ends this rank."""
         end = self.draft_links[0] if self.draft_links else self.receiver
         assert end is not None, "a lead waits for its own work"
@@ -225,7 +227,7 @@ class Rank:
 
     def prepare(self) -> None:
         """Draws synthetic tokens of the first sequences before any round, to save time in the round
-        that admits these sequences. Does nothing for real models."""
+        that admits these sequences. Does nothing if transformers decide tokens."""
         workload = self.session.workload
         if self.target is not None:
             self.target.oracle.prepare(workload.tabulated(self.session.topology.group_index))
@@ -233,7 +235,7 @@ class Rank:
             worker.oracle.prepare(workload.tabulated(group))
 
     def close(self) -> None:
-        """Closes the message ends of this rank and frees their communicators."""
+        """Closes this rank's ends of the message channels and frees their communicators."""
         if self.device_rounds is not None:
             self.device_rounds.close()
         for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):

@@ -12,8 +12,8 @@ weights if their forwards read the same weights in the same layout. They share a
 model's buffers and compiled forwards, one for each row count that any configuration needs) if they
 also read equally long contexts and equally many top-k candidates. A configuration uses only its own
 row counts of a shared stepper, so that it runs the same forwards as in a job of its own. All target
-ranks make, keep and drop the same models in the same order, because compiling is collective. If the
-lead drafts (inline SD), every target rank counts the memory of that draft, too.
+ranks make, keep and drop the same models in the same order, because compiling is collective. If
+rank 0 drafts (inline SD), every target rank counts the draft's memory, too, so that they agree.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Logits = NDArray[np.float32]
 # {measured object: {key: (measured value, date of the measurement)}}, shared by configurations
 Calibrations = WeakKeyDictionary[Any, dict[Hashable, tuple[Any, datetime]]]
 REST_S = 1e-3  # the seconds between two polls of an idle rank
-_SMALL_BYTES = 2e9  # bytes; a model with at most so large weights is fast enough on CPUs
+_SMALL_BYTES = 2e9  # the most bytes of weights with which a model is fast enough on CPUs
 _SPARE_BYTES = 2 << 30  # bytes of device memory left free for activations, graphs and libraries
 
 
@@ -80,8 +80,8 @@ class _Held:
 
 
 class Models:
-    """Caches a rank's models (weights and compiled forwards) from one configuration to the next. It
-    must be closed before the all-reduce that the forwards call."""
+    """Caches a rank's models (weights and compiled forwards) from one configuration to the next.
+    Close it before the all-reduce that the forwards call, because the other order hangs."""
 
     def __init__(self, backend: Backend, group: Group, seed: int, room: int | None = None) -> None:
         """backend: this rank's device. group: the all-reduce of the target ranks. seed: the seed of
@@ -105,7 +105,7 @@ class Models:
         this rank does not run. All ranks of the job call it together. If memory does not suffice to
         compile the row counts of all announced jobs, only those of this job are compiled. Raises
         Refused on all ranks if that does not fit on one of them either."""
-        # A draft without a rank of its own runs on the lead; all target ranks count its memory.
+        # A draft without its own rank runs on rank 0; all target ranks count its memory.
         held = {DRAFT} if topology.is_draft else {TARGET, DRAFT} if job.inline else {TARGET}
         mine = [need for need in job.needs if need.which in held]
         try:
@@ -210,8 +210,8 @@ class Models:
         self._held[key] = _Held(kv_bytes, made, weights, rows)
 
     def _drop(self, key: Key) -> None:
-        """Removes the entry with this key from the cache, if it is there, and closes a stepper.
-        With the weights of a model, also removes the steppers that use these weights."""
+        """Removes the weights or compiled forwards with this key, if there are any, from the cache,
+        and with weights also the compiled forwards that use them. Closes compiled forwards."""
         for other in [other for other, held in self._held.items() if held.base == key]:
             self._drop(other)
         held = self._held.pop(key, None)
@@ -226,8 +226,8 @@ class Models:
 
 @dataclass
 class Session:
-    """One configuration on open ranks: the resources of this rank while the job runs. learning: the
-    channel between this rank and the learner, which trains the draft (None: no training)."""
+    """The resources of one rank while it runs the job of one configuration. learning: the channel
+    between this rank and the learner, which trains the draft (None: no training)."""
 
     topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
@@ -270,7 +270,7 @@ class Session:
         (waiter or self.waiter).until(request.Test, "barrier")
 
     def survivors(self, *, draft_lost: bool) -> MPI.Comm:
-        """Returns a communicator of the ranks that are alive: the target ranks if the lead passes
+        """Returns a communicator of the ranks that are alive: the target ranks if rank 0 passes
         draft_lost=True, else all ranks. With on_draft_loss=ar, where a run may go on without its
         draft, all target ranks call it together."""
         topology = self.topology
@@ -282,7 +282,7 @@ class Session:
 @dataclass
 class Machine:
     """The resources of one rank that outlive a configuration. memory: (the fewest bytes that any
-    target rank may use, the same of draft ranks), None if unknown or without such ranks."""
+    target rank may use, the fewest that any draft rank may use), each None if unknown."""
 
     topology: Topology  # the roles of all ranks
     backend: Backend
@@ -296,13 +296,14 @@ class Machine:
     parts: dict[int, Topology | None] = field(default_factory=dict)
 
     def divide(self, num_drafts: Iterable[int]) -> None:
-        """Makes the roles of ranks for each number of draft ranks. All ranks call it together."""
+        """Makes the roles of the ranks in later jobs, for each number of draft ranks in
+        `num_drafts`. All ranks call it together."""
         for count in num_drafts:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to a job. The smallest memory of the target ranks, and that of
-        the draft ranks, count, so that all ranks get the same job. serving: a server's settings
+        """Resolves a configuration to a job. The smallest memory of any target rank, and of any
+        draft rank, limits it, so that all ranks get the same job. serving: a server's settings
         (None: no server). Raises ConfigError if the job is impossible."""
         target, draft = self.memory
         return resolve(
@@ -329,7 +330,7 @@ class Machine:
 
 def rest(topology: Topology) -> None:
     """Waits, without a deadline, until all ranks have called this. Polls are rare, because other
-    ranks may measure on this rank's cores. The working ranks detect a lost rank."""
+    ranks may measure on this rank's cores. If a rank is lost, the working ranks detect it."""
     arrived = topology.world.Ibarrier()
 
     def polled() -> bool:
@@ -343,8 +344,8 @@ def rest(topology: Topology) -> None:
 
 @contextmanager
 def opened(config: RunConfig) -> Iterator[Session]:
-    """Opens this rank's device, communicators and models for one configuration, and always closes
-    them within the deadline. All ranks call it together; if one fails, all raise Refused."""
+    """Opens this rank's device, communicators and models for one configuration, and closes them in
+    the end within the deadline. All ranks call it together; if one fails, all raise Refused."""
     with opened_machine(config, config.drafts) as machine:
         session = session_of(machine, config)
         machine.resources.callback(session.resources.close)
@@ -356,15 +357,15 @@ def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
     """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
-    and always closes them within the deadline. world: the ranks, `groups` groups of target ranks
-    and num_drafts draft ranks (None: all). They call it together; if one fails, all raise Refused.
-    """
+    and closes them within the deadline, also after an error. world: the ranks, `groups` groups of
+    target ranks and num_drafts draft ranks (None: all). They call it together; if one fails, all
+    raise Refused."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
         guard.stage(Stage.TEARDOWN)  # skipped by an error, which is reported with its stage
     except FaultError:
-        machine.group.abort()  # else a collective waiting for a dead rank blocks the device
+        machine.group.abort()  # else a sum that waits for a dead rank blocks the device
         raise
     finally:
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
@@ -439,7 +440,7 @@ def backend_name(config: RunConfig, topology: Topology) -> str:
     """Returns the name of this rank's backend, the same on all ranks of a host. With
     --backend=auto, a small text model runs on "numpy" if the host has fewer GPUs than ranks (SSD on
     a laptop), because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast
-    enough. The lead then writes this to stderr."""
+    enough. Rank 0 then writes this to stderr."""
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
     if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:
