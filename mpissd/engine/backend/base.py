@@ -160,9 +160,9 @@ class Program(ABC):
 
 
 class Backend(ABC):
-    """The interface of all backends. Array operations are called in the body of a program, which
-    enqueues them. Methods that are not abstract compute nothing here, as suits an emulated
-    device."""
+    """The interface of all backends. A program (a compiled forward) is made from a Python function
+    that calls the array operations, which enqueue work. Methods that are not abstract do nothing
+    here, as an emulated device needs."""
 
     name: str
     info: DeviceInfo

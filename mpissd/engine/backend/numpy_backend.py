@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 
 class HostProgram(Program):
-    """A program whose launch runs the body and returns when it is over; nothing is asynchronous."""
+    """A forward as a Python function (the body). A launch calls it and returns after its end."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self._body = body

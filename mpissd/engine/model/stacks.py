@@ -179,7 +179,7 @@ class GemmWeights:
     Several stacks, each with its own buffers, may share them. layers: the matrix products of each
     layer; with ForwardOptions.fuse, q, k, v are one product, and gate, up another. fusion: the
     product that joins an EAGLE or MTP draft's inputs; empty for other models. heads: the product of
-    each Medusa head. lm_heads: each LM head."""
+    each Medusa head. lm_heads: the product of each LM head."""
 
     def __init__(
         self, backend: Backend, shard: Shard, options: ForwardOptions, *, max_rows: int, seed: int

@@ -65,7 +65,7 @@ def from_folder(folder: Path) -> Vocabulary:
     file: dict[str, Any] = {} if "added_tokens_decoder" in config else _json(path)
     try:
         backend = library.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises no narrower class.
+    except Exception as error:  # The library raises just Exception.
         raise ConfigError(f"{str(path)!r}: no tokenizer: {_first_line(error)}") from error
     padding = backend.padding
     backend.no_truncation()  # Truncation and padding were settings of the model's training.
@@ -289,7 +289,7 @@ def from_gguf(path: Path) -> Vocabulary:
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(keys["merges"])]
     try:
         model = models.BPE(numbers, merges, ignore_merges=pre in _LLAMA3_NAMES)
-    except Exception as error:  # The library raises no narrower class.
+    except Exception as error:  # The library raises just Exception.
         raise ConfigError(f"{where}: its merges: {_first_line(error)}") from error
     backend: tokenizers.Tokenizer = library.Tokenizer(model)
     splits = [pre_tokenizers.Split(library.Regex(form), "isolated") for form in _SPLITS[pre]]

@@ -217,10 +217,10 @@ class RoundStage:
                 self._put(self.draft, s * puts + row, s, node, token, slot, position)
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
-        """Finds one level of sequence s's draft tree if its shape changes each round (stages 1 …
-        K), and writes the likeliest nodes to the draft's next forward. After the last level, the
-        likeliest nodes on all levels are chosen, and their tokens are written to the target's
-        forward (`rows`)."""
+        """Finds one level of sequence s's draft tree if its shape changes each round (stages 1 … K,
+        one for each level), and writes the likeliest nodes to the draft's next forward. After the
+        last level, the likeliest nodes on all levels are chosen, and their tokens are written to
+        the target's forward (`rows`)."""
         level = self.number
         draft = self.draft
         shapes = self.shapes

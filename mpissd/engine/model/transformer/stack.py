@@ -168,8 +168,8 @@ class Buffers:
 
 class TransformerStack(Stack):
     """A transformer on one rank: weights, buffers, KV cache, and the forward `body(rows)`. states:
-    the last hidden state at each position, if a draft reads it (ForwardOptions.states). firsts:
-    int32 [T], for each of T ranks the token of its first logit."""
+    the last layer's hidden state at each position, kept only for a draft that reads it
+    (ForwardOptions.states). firsts: int32 [T], for each of T ranks the token of its first logit."""
 
     pages: PageTable
 

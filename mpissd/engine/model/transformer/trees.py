@@ -5,8 +5,8 @@ computes the WIDTH likeliest nodes of the level before, and the CHOICES likelies
 of them become new nodes. Of all these nodes the N likeliest are verified. A node's probability is
 the product of the probabilities on its path, softmax over the CHOICES logits. Its parent is at
 least as likely, so the N likeliest form a tree. A parallel draft reads mask tokens after the last
-token, and so knows the candidates of all levels after one forward; they are the same for all nodes
-of a level. `find`, `choose`, `search` and `plant` compute on host arrays what dynamic.cu computes
+token, and so has the candidates of all levels after one forward; all nodes of a level have the same
+candidates. `find`, `choose`, `search` and `plant` compute on host arrays what dynamic.cu computes
 on a GPU.
 """
 

@@ -142,10 +142,10 @@ class GpuCache:
 
     keys, values: float16 [layer, page, kv head, position, head_dim]. lane_keys, lane_values: the
     same, [layer, lane, kv head, step, head_dim]. turns: cosine and sine, float32 [position, pair,
-    2]. words: the rows' places and the page table on the device (RowPlaces.ints). qkv: a forward's
-    q, k and v, float32. count, tasks: the number and the list of attention tasks. partial, tops:
-    for each split (range of positions) its weighted sum of values, and its largest score with the
-    sum of its weights. splits: the most splits of a sequence.
+    2]. words: where a forward's rows lie, and the page table, on the device (RowPlaces.ints). qkv:
+    a forward's q, k and v, float32. count, tasks: the number and the list of attention tasks.
+    partial, tops: for each split (range of positions) its weighted sum of values, and its largest
+    score with the sum of its weights. splits: the most splits of a sequence.
     """
 
     sizes: CacheSizes
