@@ -49,7 +49,7 @@ DEFAULT_VOCAB = 64
 _ANSWER_TOKENS = 256
 PROMPTS = ("prompt", "prompts", "prompt_ids")
 DEFAULT_PAIR = "smollm2"
-_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # flags that suit smollm2 on measured CPUs
+_ON_CPUS = {"lookahead": "2", "fan_out": "uniform:2"}  # defaults for pair=smollm2 on CPUs
 
 
 def with_text(flags: Mapping[str, str]) -> dict[str, str]:
@@ -389,8 +389,9 @@ class MachineFlags(Checked):
 @dataclass(frozen=True)
 class Learning(Checked):
     """How a learner (a rank that trains the draft model while others decode) works: the values of
-    --learn. Each sequence is trained on batch · steps times on average. With device=cuda, the
-    learner with index i on its host uses GPU i, or the last GPU of a host with fewer GPUs."""
+    --learn. A finished sequence causes `steps` training steps of `batch` sequences each, so that it
+    is trained on batch · steps times on average. With device=cuda, the learner with index i on its
+    host uses GPU i, or the last GPU of a host with fewer GPUs."""
 
     rate: float = flag(3e-5, number(0, 1), "learning rate")
     batch: int = flag(4, integer(1), "sequences of a step")

@@ -32,10 +32,11 @@ class RoundRecords:
         self._counts = array("i")
         self._outcomes = array("i")
         self._speculations = array("i")
-        self._width = Speculation.HEAD  # columns of _speculations
+        self._width = Speculation.HEAD  # number of columns of the table _speculations
 
     def add(self, t_target_s: float, speculation: Speculation, outcome: Outcome) -> None:
-        """Adds a round. Its arrays must not change, since they are copied only after 512 rounds."""
+        """Adds a round. The arrays of `speculation` and `outcome` must not change afterwards, since
+        they are copied only after 512 rounds. t_target_s: seconds of the target's forward."""
         self.t_target_s.append(t_target_s)
         self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
@@ -164,7 +165,8 @@ def token_digest(tokens: Mapping[int, Sequence[int] | Ints], count: int) -> str:
 
 
 def percentiles_us(seconds: Sequence[float] | NDArray[Any]) -> dict[str, float | int | None]:
-    """Returns {mean, p50, p90, p99, n} of durations, in µs; all but n are None without samples."""
+    """Returns {mean, p50, p90, p99, n} of durations given in seconds: mean and percentiles in µs
+    (None without samples), and n, the number of durations."""
     if not len(seconds):
         return {"mean": None, "p50": None, "p90": None, "p99": None, "n": 0}
     us = np.asarray(seconds) * 1e6

@@ -32,8 +32,8 @@ class Purpose(IntEnum):
 def uniforms(
     seed: int, purpose: Purpose, sequence: int, start: int, count: int
 ) -> NDArray[np.float64]:
-    """Returns random numbers in [0, 1) for the `count` positions from `start` on, float64
-    [count]."""
+    """Returns random numbers in [0, 1), float64 [count], for a sequence's token positions from
+    `start` on. sequence: the sequence's id. purpose: what they decide. seed: the job's."""
     return stream(seed, (int(purpose) << 32) | sequence, start, count)
 
 

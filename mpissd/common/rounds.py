@@ -38,7 +38,7 @@ class Event(IntEnum):
     ADMIT = 1  # a new sequence; `bonus` is its last prompt token, and it has no draft tokens yet
     RELEASE = 2  # the sequence is finished, and gets no more draft tokens
     PREFILL = 3  # a new sequence whose prompt is stored in parts, during rounds of other sequences
-    START = 4  # the whole prompt of a sequence of PREFILL is stored, so the sequence joins now
+    START = 4  # a sequence that was added by PREFILL joins, since its whole prompt is stored
     FORCED = 5  # the grammar allows only the token `bonus` after the sequence's bonus token
 
 
@@ -215,7 +215,7 @@ class Outcome:
 
 class Speculation:
     """The draft tokens of one round. rows: int32 [b, 3 + K] with the columns source (Source), hit
-    (1: the previous outcome was found in the speculation cache), num_draft and K tokens, of which
+    (1: these tokens were found in the speculation cache), num_draft and K tokens, of which
     row i uses the first num_draft[i]. A tree of N nodes has N token columns. If `sampled`, 2K more
     columns hold q, float64 [b, K]: the probability with which each token was drawn."""
 
@@ -255,7 +255,8 @@ class Speculation:
     def empty(
         cls, round_: int, batch: int, lookahead: int, *, sampled: bool = False, version: int = 0
     ) -> Speculation:
-        """Returns a speculation without draft tokens; AR verifies one in every round."""
+        """Returns a Speculation without draft tokens for `batch` sequences, which AR verifies in
+        every round. lookahead: K, for which its rows have columns."""
         rows = np.zeros((batch, cls.width(lookahead, sampled)), np.int32)
         return cls(round_, rows, sampled=sampled, version=version)
 

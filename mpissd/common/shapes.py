@@ -32,9 +32,10 @@ _MOST = 2**31 - 1  # the largest width, depth or vocabulary size
 
 @dataclass(frozen=True)
 class DraftHead:
-    """The matrix products that a head-sized draft has besides its decoder layers. fused: the number
-    of hidden vectors that a first product joins into one (0: no such product). widths: for each
-    head, the columns of its product on the hidden state. lm_heads: the number of LM heads."""
+    """The matrix products that a head-sized draft (a small draft on the target's hidden states) has
+    besides its decoder layers. fused: the number of hidden vectors that a first product joins into
+    one (0: no such product). widths: for each head, the columns of its product on the hidden state.
+    lm_heads: the number of LM heads."""
 
     fused: int = 0
     widths: tuple[int, ...] = ()

@@ -37,7 +37,7 @@ _PEAK_NOISE = {"numpy": 0.5}  # {backend: relative error of its measured peak fl
 _CLOSES = 0.99  # Timed phases must cover at least this share of a round's wall time.
 _AT_MOST = 1.01
 _REALISTIC_US = 1000.0  # Shorter rounds (in µs) are not checked: gaps may exceed 1% of them.
-_FEWEST = 100  # With fewer rounds, the median of the covered shares is checked, not percentile 1.
+_FEWEST = 100  # from so many rounds on, 99% of rounds must pass _CLOSES; else only the median must
 _EVENTS_S = 2e-6  # allowed error (s) of a forward's device time against the host's
 _CLOCKS_S = 20e-6  # allowed difference (s) between two timers of the same rounds
 
@@ -211,7 +211,7 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
     is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
     is_greedy = not row.num_drafts and not row.temperature
     if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
-        # Here the host may have launched each forward while the round before was still running.
+        # The host may launch forward n during round n − 1, so that round's time is added.
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds
 

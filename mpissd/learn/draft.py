@@ -373,8 +373,8 @@ def distance(
 
 class Optimizer:
     """Updates weights from their gradients, by AdamW alone, or by Muon (Jordan 2024) for matrices
-    and AdamW for the rest. Both use one learning rate:
-    Muon's updates are scaled so that the rate suits both (2502.16982)."""
+    and AdamW for the rest. Both use one learning rate: Muon's updates are scaled so that the rate
+    suits both (arXiv 2502.16982)."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor], heads: Sequence[Tensor] = ()) -> None:
         """Prepares updates of `tensors`. name: "adamw", or "muon", which leaves vectors and the
@@ -487,7 +487,7 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Llam
     generator = torch.Generator().manual_seed(seed)
     shape = config.shape
     hidden = shape.hidden
-    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # scale of weights before residual sums
+    residual = INITIAL / (2 * shape.num_layers) ** 0.5  # INITIAL, for residual branches
     sizes = [
         (shape.q_width + 2 * shape.kv_width, hidden, INITIAL),
         (hidden, shape.q_width, residual),

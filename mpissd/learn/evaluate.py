@@ -187,7 +187,7 @@ def places_of(levels: Sequence[Sequence[float]], path: Sequence[int], size: int)
     not kept. levels: the probabilities of the candidates at each depth, falling. path: the index of
     the path's candidate at each depth; −1: the path ends."""
     found = []
-    heap = [(-levels[0][0], [0], 1.0)]  # (−product of a node, its path, its parent's product)
+    heap = [(-levels[0][0], [0], 1.0)]  # nodes: (−product, path, parent's product)
     for place in range(size):
         if not heap:
             break

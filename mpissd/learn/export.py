@@ -51,8 +51,8 @@ texts that {target} wrote; quantised the weights to 8 bits (see README.md).
 
 
 def quantized(weights: Mapping[str, Array], head_ids: Ints) -> dict[str, Array]:
-    """Returns the stored tensors: int8 matrices and their scales, float32 vectors, head_ids, and
-    float16 mask tokens."""
+    """Returns a draft's weights as they are stored: int8 matrices and their scales, float32
+    vectors, head_ids (the tokens of the LM head's rows), and float16 mask tokens."""
     stored: dict[str, Array] = {"head_ids": np.asarray(head_ids, np.int32)}
     for name, values in weights.items():
         if values.ndim == 1:

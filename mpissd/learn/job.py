@@ -55,7 +55,8 @@ class Distillation:
     def __init__(
         self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float
     ) -> None:
-        """Loads the target. begun: when the command began, in seconds of time.monotonic()."""
+        """Loads the target. source: the opened inputs. log: prints a line. group: the processes
+        that share the work. begun: when the command began, in seconds of time.monotonic()."""
         self.config = config
         self.source = source
         self.log = log

@@ -165,7 +165,8 @@ def render(findings: Sequence[Finding]) -> str:
 
 
 def _fault(what: str, error: str) -> Finding:
-    """Returns a BAD finding with an error message, and the fix that _FIXES gives for this error."""
+    """Returns a BAD line of the table about the thing `what`, with an error message and its fix, if
+    the table _FIXES has one."""
     fixes = (fix for pattern, fix in _FIXES if re.search(pattern, error))
     return Finding(what, error, BAD, next(fixes, "see docs/troubleshooting.md"))
 
@@ -231,7 +232,7 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     sees = f"MPI sees {first['world_size']} rank{'s' * (first['world_size'] != 1)}"
     if first["world_size"] == num_ranks:
         findings.append(Finding("launcher", sees))
-    else:  # Under an mpirun of another MPI, each rank takes itself for the only one.
+    else:  # If mpirun belongs to another MPI, each rank sees only itself.
         error = ""
         fix = f"use the mpirun that belongs to {' '.join(first['versions']['MPI library'])}, set "
         fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so"

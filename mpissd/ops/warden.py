@@ -137,7 +137,7 @@ class Warden:
         self._born_at = self._looked_at = self._joined_at = monotonic()  # joined: first rank
         self._lingers = False
         self._launcher = 0  # the launcher's pid; 0 if there is none to watch
-        self._parent = os.getpid()  # the pid of a launcher that is the ranks' parent
+        self._parent = os.getpid()  # pid of the ranks' launcher; until known, this process's
         # time at which the launcher, the parent of the ranks, was first seen to be gone
         self._swept_at = float("inf")
         self._stderr: int | None = None  # a descriptor of the launcher's own stderr
@@ -202,7 +202,7 @@ class Warden:
         link.settimeout(1.0)  # a rank sends its message before it is accepted
         try:
             text, (page,), _, _ = socket.recv_fds(link, 4096, 1)
-            if uid != os.getuid() or not pid:  # pid 0: a container hides its pids
+            if uid != os.getuid() or not pid:  # pid 0: hidden by a container
                 raise ValueError(f"process {pid} of user {uid}")
             peer = Peer(link, pid, page, json.loads(text))
         except (OSError, ValueError, LookupError):
@@ -274,7 +274,8 @@ class Warden:
             self._end_hung(self._unless_stopped(Fault(line, other), monotonic()))
 
     def _phase(self, peer: Peer) -> str:
-        """Returns a rank's last activity in words. Only rank 0 stores that the job warms up."""
+        """Returns in words what a rank did last. Whether that was in warm-up rounds is read from
+        rank 0, because only rank 0 stores it."""
         lead = self.peers.get(0)
         stage = peer.page[STAGE]
         if lead is not None and stage == Stage.ROUNDS and lead.page[STAGE] == Stage.WARM_UP:
@@ -407,7 +408,8 @@ class Warden:
         return Fault(f"{line} (--deadline_s={self._deadline_s:g})", peer)
 
     def _unless_stopped(self, verdict: Fault, now: float) -> Fault:
-        """Returns the fault of a stopped rank if a rank is stopped, else `verdict`."""
+        """Returns the fault of a stopped (SIGSTOP) rank if there is one, because it may have caused
+        `verdict`; otherwise returns `verdict`. now: a time of time.monotonic()."""
         for peer in self.alive:
             if peer.stopped_at is not None:
                 return self._stopped_verdict(peer, peer.stopped_at, now)

@@ -305,7 +305,8 @@ class Endpoints:
                 fresh = {}
 
     def _count(self, choice: Exchange, end: End, arrived_s: float) -> None:
-        """Adds a finished choice to the counters."""
+        """Adds a finished choice (one of a request's answers) to the counters of /metrics. end: the
+        last message about it. arrived_s: when the request arrived."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}
         for kind, count in kinds.items():

@@ -64,7 +64,8 @@ class Driver(RoundObserver):
         return self._has_round
 
     def drive(self, loop: TargetLoop) -> None:
-        """Decodes until no request is left, or the front has left."""
+        """Decodes rounds by `loop` until no request is left, or the front (the HTTP process) has
+        ended."""
         loop.observers.append(self)
         while True:
             if self._turn.leave:
@@ -86,7 +87,8 @@ class Driver(RoundObserver):
         return bool(self.scheduler.running) and not self.is_over
 
     def _read(self, wait_s: float = 0.0) -> None:
-        """Reads the messages that have arrived, and decides which requests join or leave."""
+        """Reads the messages from the HTTP process, and decides which requests join or leave the
+        batch. wait_s: the longest wait for a first message."""
         for message in self._mail.take(wait_s):
             if isinstance(message, Submit):
                 self._submit(message)

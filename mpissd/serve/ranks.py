@@ -44,9 +44,9 @@ def execute_serve(config: ServeConfig) -> int:
         session = session_of(machine, run, serving)
         if machine.topology.is_lead:
             tell_doubt(session.job)
-        with contextlib.suppress(ConfigError):  # without llguidance the front refuses grammars
+        with contextlib.suppress(ConfigError):  # Without llguidance there are no grammars.
             if isinstance(session.workload, TextWorkload):
-                _ = session.workload.grammars  # built now: takes 1 s, for which no request waits
+                _ = session.workload.grammars  # Build now, lest a request wait 1 s.
         rank = Rank(session)
         gc.collect()
         gc.freeze()  # exempts objects that live as long as the job from garbage collection

@@ -393,8 +393,8 @@ def floor_of(
 
 def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
     """Returns the result row's key `pool`, on draft forwards that serve several target groups at
-    once: their number, mean rows and sequences of one, and share of time; None if there are none.
-    """
+    once: the number of forwards, the mean rows and sequences of a forward, and the share of time in
+    which the device computes them. None if no forward serves several groups."""
     if draft is None or draft.forwards is None:
         return None
     forwards = draft.forwards[:-1]

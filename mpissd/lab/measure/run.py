@@ -150,7 +150,7 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     if config.trace is not None:
         session.barrier()  # All ranks must answer without delay.
         clocks = compare_clocks(topology.world, session.waiter)
-    if not topology.is_lead:  # Rank 0 enters this stage later, after its warm-up rounds.
+    if not topology.is_lead:  # Rank 0 reports this stage after warm-up.
         guard.stage(Stage.ROUNDS)
     drive = partial(_measure, rank=rank, is_alone=sweep is None)
     lead = rank.run_pass(rank.target, drafters, drive)
@@ -228,7 +228,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         assert rank.target is not None, "a lead without a target"
         oracle = rank.target.oracle
         assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
-        loop.tell()  # drops the training examples of the warm-up
+        loop.tell()  # so that no warm-up round becomes a training example
         sender = ExampleSender(oracle, learning.outlet)
         loop.observers.append(sender)
     first = loop.round

@@ -133,7 +133,7 @@ class Screen:
             *self._surer(details),
         ]
         under = _lines(below)
-        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # `make pair` adds 2 lines.
+        room = LINES - len(under) - 3 - 2 * (run.laws is not None)  # Leave 2 for `make pair`.
         while not details and len(_lines(above)) > room - 2:
             above.pop()
         screen = _lines(above)

@@ -155,14 +155,15 @@ def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
     """Returns the forwards of `shard`, one for each kernel, derived from the measured forwards of
-    `near`, which is the same model on another number of ranks T:
+    `near`, which is the same model on another number of target ranks. sequences: batch size.
+    options: the options of the forwards, such as the context length. The rule for each duration:
 
         derived = kept + (measured − kept − near's all-reduces) · bytes / near's bytes + all-reduces
 
     Here `bytes` is the size of the weights and KV that one rank reads, and `kept` is the time that
-    does not depend on T. If each matrix product is a kernel launch of its own, `kept` is the time
-    that the smallest measured forward takes beyond reading its bytes. If one kernel computes all
-    products, `kept` is the time of one launch.
+    does not depend on the number of ranks. If each matrix product is a kernel launch of its own,
+    `kept` is the time that the smallest measured forward takes beyond reading its bytes. If one
+    kernel computes all products, `kept` is the time of one launch.
     """
     reduces = _all_reduces_of(profile, shard.tp)
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"

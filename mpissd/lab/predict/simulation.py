@@ -131,7 +131,7 @@ class Grid:
             step_s = device.draft_s(padded(grown, compiled), largest)
             step_s += host.step - host.joined
             for n, job in enumerate(jobs):
-                if job.shape.num_lanes and not job.masks:  # A level's rows differ; take their mean.
+                if job.shape.num_lanes and not job.masks:  # tree: a step's rows differ by level
                     levels = [n] * job.lookahead
                     width = np.array([len(nodes) for nodes in job.shape.inner])[:, None, None]
                     for table, of_level in ((lanes_s, sequences[n]), (step_s, grown[n])):
@@ -366,7 +366,7 @@ class Rounds:
         self._clock = np.zeros(shape[:2])  # s at which rank 0 has the last acceptance results
         # The simulation begins as if all sequences had hit the cache in the round before.
         full = np.full(shape[:2], batch)
-        self._grown = self._place(full, full)  # index in the tables, when branches began to grow
+        self._grown = self._place(full, full)  # index of the running growth in the grid's tables
         self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:

@@ -204,7 +204,7 @@ def claim_or_ratio(b: Sequence[Row], a: Sequence[Row]) -> Comparison:
 
 def _log_ratios(a: Sequence[Row], b: Sequence[Row], one_visit: bool) -> dict[int, list[float]]:
     """Returns {seed: log(tokens/s of b / tokens/s of a) for each pair of rows with that seed}.
-    one_visit: whether only pairs count that same_visit accepts."""
+    one_visit: whether only pairs of one commit and GPU, begun within 12 hours, count."""
     logs: dict[int, list[float]] = {}
     rated_a, rated_b = (
         [x for x in rows if x.seed is not None and 0 < (x.tok_per_s or 0) < math.inf]
