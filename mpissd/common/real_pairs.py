@@ -29,6 +29,6 @@ class MissLaw(NamedTuple):
 ASSUMED = MissLaw(0.75, 1.0), MissLaw(0.75, 1.0)
 ASSUMED_LAW = f"power:A={ASSUMED[0].A},r={ASSUMED[0].r}"
 DEFAULT = MissLaw(0.5068, 0.6233, 0.0968), MissLaw(0.1737, 0.9954, 0.0215)
-# Acceptance rates of draft tokens 1 … 7, measured on the same pair at K = 7.
+# Acceptance rates of draft tokens 1 … 7, measured on mpissd's own draft at K = 7.
 DEFAULT_RATES = (0.689, 0.709, 0.757, 0.782, 0.789, 0.811, 0.834)
 NAMED = {"smollm2": DEFAULT}

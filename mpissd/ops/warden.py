@@ -33,7 +33,7 @@ _STATUS_S = 0.3  # longest wait, in s, for the exit status of a rank that has en
 _ORDERED_S = 0.3  # longest time, in s, in which all ranks end after a signal from the launcher
 # seconds after a rank's end in which a killed launcher is gone; one that kills ranks lives longer
 _SWEEP_S = 0.2
-_OTHERS_S = 3.0  # delay of a doubtful report, in s, as another host's watchdog may know the cause
+_OTHERS_S = 3.0  # seconds by which a doubtful report is delayed: another host may report the cause
 _ABORT_S = 2.0  # seconds for a failed rank to abort the job with its own exit code
 _END_S = 1.5  # seconds for a rank to end after the watchdog's order to end
 _LINGER_S = 60.0  # longest wait for the first rank, or for further ranks after the job's end

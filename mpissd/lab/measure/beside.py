@@ -157,9 +157,9 @@ class _Beside:
 
     def _tried_masks(self) -> int:
         """Returns how many mask tokens the draft model has, by which one forward drafts several
-        tokens; 0 if such drafts are not to be tried. They are not tried if flags and not text decide
-        acceptance, because flags give only the acceptance of the run's own drafts. All ranks must
-        call this."""
+        tokens; 0 if such drafts are not to be tried. They are not tried if flags rather than text
+        decide acceptance, because flags give only the acceptance of the run's own drafts. All ranks
+        must call this."""
         run = self._run
         if not (run.is_text or run.parallel_drafting):
             return 0

@@ -34,7 +34,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.lab.predict.costs import EMULATED_ITEMSIZE, HostCosts
 
 DERIVED = "derived"  # A text on how a duration was derived begins with this word.
-BY_LAYERS = "beyond its floor as much a layer as"  # marks forwards derived from another model
+BY_LAYERS = "beyond its floor as much a layer as"  # in texts on times that another model gave
 METHODS = (("ar", 0), ("sd", 0), ("sd", 1), ("ssd", 1))  # (mode, draft ranks) with host costs
 
 

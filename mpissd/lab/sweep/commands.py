@@ -21,7 +21,7 @@ def check_sweep(
     measure, in order. given: names of the flags on the command line. num_ranks: number of MPI ranks
     (None: by the flag world_size or the launcher). Raises ConfigError for a wrong flag or grid, a
     flag that is in both, too few ranks, or if no configuration can be measured."""
-    # --num_drafts may be in both; on the command line it limits the values in the grid.
+    # num_drafts may be in the grid and on the command line, where it is the grid's upper limit.
     twice = {name for block in read_grid(str(config.grid)) for name in block} - {"num_drafts"}
     if both := given & twice:
         raise ConfigError(f"{min(both)}: in the grid and on the command line: say it once")
