@@ -33,7 +33,7 @@ RETIRED = (
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
 _LIMIT = 2**64  # numbers must be below this limit; a seed may have 64 bits
-_LEAST = {  # lowest allowed values by key; for other numbers it is 0
+_LEAST = {  # {key: its lowest allowed value}; numbers under other keys must be at least 0
     **dict.fromkeys(("world_size", "tp", "batch_size"), 1),
     "tok_per_s": 1e-9,
     **dict.fromkeys(("prediction_error", "sampling_error"), -_LIMIT),

@@ -44,7 +44,7 @@ SAMPLING = 0.4  # largest share of the command's time for samples
 EVALUATING = 0.2  # largest share of the command's time for a draft's evaluation
 SAVING = 0.05
 LOGITS = 1 << 21  # most logits of a sampling step on a CPU, so that a step is short
-FEWEST = 1 / 64  # least share of sampled tokens in answers; below it, turns seem to have no end
+FEWEST = 1 / 64  # With a smaller share of answer tokens in the samples, training is refused.
 Log = Callable[[str], None]
 
 

@@ -142,8 +142,8 @@ class Exchange:
         return tokens
 
     def begin(self, tokenizer: Tokenizer, stop_ids: Collection[int], model: str) -> list[Exchange]:
-        """Prepares and returns the n choices. stop_ids: tokens that end an answer. model: its
-        name."""
+        """Prepares and returns the n choices (answers). stop_ids: tokens that end an answer. model:
+        the model's name for responses."""
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}",

@@ -194,10 +194,10 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns the probability that the speculation cache holds the outcome of a round whose
-    accepted path in a draft tree ends at level d, [2, 2, K+1]. The indices: whether the tokens came
-    from a cache hit, whether all were accepted (without effect here), and d. The mean over a
-    level's nodes is exact, because later rounds do not depend on the node."""
+    """Returns the probability that the speculation cache holds drafts for the target's next token
+    after a path of accepted tokens that ends at level d of a draft tree, [2, 2, K+1]. The indices:
+    whether the tokens came from a cache hit, whether all were accepted (without effect here), and
+    d. The mean over a level's nodes is exact, because later rounds do not depend on the node."""
     tree = job.shape
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
@@ -526,7 +526,8 @@ def is_predictable(job: Job) -> bool:
 
 def is_followable(job: Job) -> bool:
     """Returns whether the duration of each round of this job can be predicted from recorded
-    outcomes. Jobs on text and on recordings are included, since this needs no acceptance model."""
+    accepted tokens and cache hits. This needs no acceptance model, so jobs on text and on
+    recordings are included."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)
