@@ -58,7 +58,8 @@ def open_stepper(
     """Opens a backend, loads the whole target or draft with the weights that `mpissd run` would
     use, and returns the Stepper that runs its forwards. `resources` closes model and backend.
 
-    drafts: whether to load the draft. source: the target's Stepper, if the draft reads its states.
+    drafts: whether to load the draft. source: the target's Stepper, for a draft that reads hidden
+    states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
@@ -86,7 +87,7 @@ class Loops:
     """
 
     def __init__(self, job: Job, backend: str) -> None:
-        """Opens the models of a job. backend: the backend's name, "numpy" or "emulated"."""
+        """Opens a job's models and starts the draft's thread. backend: "numpy" or "emulated"."""
         self.job, self._backend = job, backend
         self.workload = job.workload
         self._resources = ExitStack()
@@ -179,7 +180,7 @@ class Decoder(Loops):
         self.loop.ledger.restart()
 
     def step(self) -> RoundResult:
-        """Decodes one round of all sequences; returns the drafted and the accepted tokens."""
+        """Decodes one round of all sequences; returns its drafted and accepted tokens."""
         result = self._scheduler.step(self.loop, self.records)
         self.loop.ledger.close_round(self.loop.round - 1, LeadPhase.RECORD)
         return result

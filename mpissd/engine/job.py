@@ -1,5 +1,6 @@
-"""Resolves a configuration for T target ranks to a job: the models' shapes, the acceptance and hit
-models, the fan-outs and the bytes of memory. Needs neither MPI nor a GPU."""
+"""Resolves a configuration for T target ranks to a job: the shapes of target and draft, the
+probabilities of acceptance and cache hits, the fan-outs and the bytes of memory. Needs neither MPI
+nor a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _DEFAULT_PAIRS = ("70b/1b", "8b/1b", "toy")
 _FLOAT32 = 4  # bytes of a float32: of a probability, and of a weight on the NumPy backend
 _SPARE_BYTES = 1 << 30  # bytes of device memory left free for activations, graphs and libraries
 TARGET, DRAFT = 0, 1
-_LEAST_CONTEXT = 256  # tokens; the default context is not shortened below this to fit memory
+_LEAST_CONTEXT = 256  # the fewest tokens to which the default context is shortened to fit memory
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Job(Sizes):
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes on a target rank, bytes on a draft rank) of weights, KV cache and scratch.
-        itemsize: bytes of a weight. A draft on the lead counts for the target ranks. A GPU that
-        samples tokens also keeps float32 distributions over the vocabulary: the target one for each
+        itemsize: bytes of a weight. A draft on a target rank counts there. A GPU that samples
+        tokens also keeps float32 distributions over the vocabulary: the target one for each
         sequence, the draft one for each token of its last drafts and of its growing branches."""
         kept = 0, 0
         if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
@@ -183,8 +184,8 @@ def resolve(
     backend: the name of the backend. memory_bytes: the free bytes of the smallest target device
     (None: unknown; then any job fits). draft_memory_bytes: the free bytes of a draft device (None:
     the same number). serving: a server's settings (None: no server). Raises ConfigError if T does
-    not divide the target's shape, if acceptance rates or a list of fan-outs do not fit K, if memory
-    does not suffice, or if features exclude each other.
+    not divide the target's shape, if acceptance rates or a list of fan-outs do not fit the number
+    of drafted tokens, if memory does not suffice, or if features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
     draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
@@ -244,7 +245,7 @@ def _pairs(config: RunConfig, tp: int, backend: str) -> list[tuple[str, str | No
 
 
 def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str) -> Job:
-    """Resolves the job of a target and a draft, given by name or path; does not check memory."""
+    """Resolves the job of a target and a draft by name or path (where); checks no memory."""
     target, draft = _models(config, tp, where, draft_where, backend)
     lookahead = 0 if config.mode == "ar" else config.lookahead
     primary_text = config.acceptance_text
@@ -278,7 +279,7 @@ def _job(config: RunConfig, tp: int, where: str, draft_where: str | None, backen
 def _models(
     config: RunConfig, tp: int, where: str, draft_where: str | None, backend: str
 ) -> tuple[ModelShape, ModelShape | None]:
-    """Returns the target's and the draft's shape; raises ConfigError if the flags forbid them."""
+    """Returns the shapes of target and draft; raises ConfigError if the flags forbid them."""
     target = resolve_model(where)
     draft = None if draft_where is None else resolve_model(draft_where)
     # Prompt lookup needs no draft model, so that LOOKUP replaces the pair's draft.
@@ -308,7 +309,7 @@ def _models(
 
 def _with_fan_outs(job: Job) -> Job:
     """Returns the job with its fan-outs, the numbers of bonus candidates after k accepted tokens.
-    In SD, which drafts nothing ahead, only checks the flag --fan_out."""
+    In SD, which drafts nothing ahead, this only checks the flag --fan_out."""
     config, laws = job.config, job.acceptance
     text, _, text_after_miss = config.fan_out.partition("/")
     after_hit = _fan_out(job, text, job.lookahead, laws[Source.CACHE].hazards)

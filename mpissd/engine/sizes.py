@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
 
-_LONGEST_WINDOW = 8192  # KV positions after which a sequence without a prompt reuses its first ones
+_LONGEST_WINDOW = 8192  # the KV positions of a sequence without a prompt, which it reuses cyclically
 WARM_TOKENS = 8  # the length in tokens of the prompts that are decoded only for warm-up
 _TEXT_CONTEXT = 2048  # tokens of a prompt and its answer together: --context's default for text
 
@@ -41,8 +41,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A configuration resolved for T target ranks: the models' shapes, the acceptance and hit
-    models, the fan-outs, and the sizes that follow from them.
+    """A configuration resolved for T target ranks: the shapes of target and draft, the
+    probabilities of acceptance and of cache hits, the fan-outs, and the sizes that follow from
+    them.
 
     A lane is scratch memory in a sequence's KV cache for one branch, or one path of a draft tree.
     """
@@ -53,7 +54,7 @@ class Sizes:
     draft: ModelShape | None  # None in AR
     lookahead: int  # 0 in AR
     fan_out: tuple[int, ...]  # bonus candidates after k = 0 … K accepted tokens; () unless SSD
-    fan_out_miss: tuple[int, ...]  # the same numbers, used after a cache miss
+    fan_out_miss: tuple[int, ...]  # the same if the verified tokens were a cache miss
     acceptance: Mapping[Source, AcceptanceLaw]
     hit_law: HitLaw
     backup_lookahead: int
@@ -80,7 +81,7 @@ class Sizes:
 
     @cached_property
     def draft_shard(self) -> AnyShard | None:
-        """The draft model as the only shard of itself, because it is never split; None in AR."""
+        """The whole draft model as one shard, because a draft is never split; None in AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
         config = config_of(self.draft_where, self.target_where)
@@ -95,12 +96,12 @@ class Sizes:
 
     @property
     def drafts_by_transformer(self) -> bool:
-        """Whether the draft runs as a transformer, not as bare matrix products or prompt lookup."""
+        """Whether the draft is a transformer, and not bare matrix products or a prompt lookup."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
 
     @property
     def inline(self) -> bool:
-        """Whether the lead's device also runs the draft (SD without a draft rank)."""
+        """Whether the target's rank 0 also runs the draft (SD without a draft rank)."""
         return self.draft is not None and self.config.drafts == 0
 
     @property
@@ -148,8 +149,8 @@ class Sizes:
 
     @property
     def window(self) -> int | None:
-        """The number of tokens after which a sequence without a prompt reuses its KV positions from
-        the first one on; None for text, whose sequences have prompts."""
+        """The number of tokens after which a sequence without a prompt reuses its KV positions, so
+        that any length fits; None for text, whose sequences have prompts."""
         config = self.config
         if config.is_text:
             return None
@@ -175,7 +176,7 @@ class Sizes:
         return max(self.longest, warm) + a_round
 
     def placement(self, *, drafts: bool) -> Placement | None:
-        """Returns how sequences use the KV cache of the draft or the target; None without one."""
+        """Returns how sequences use the draft's or the target's KV cache (None: it has none)."""
         config, serving, draft = self.config, self.serving, self.draft_shard
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
@@ -190,7 +191,7 @@ class Sizes:
 
     @property
     def num_nodes(self) -> int:
-        """The number N of tokens that a round drafts for a sequence: K in a chain, or a tree's."""
+        """The number N of tokens that a round drafts for a sequence: K, or all nodes of a tree."""
         return self.shape.ends[self.lookahead]
 
     @property

@@ -5,8 +5,8 @@ of a round together, and launches the next round before this one is over; the ho
 after the GPU has acted on it. The host still begins a round if the batch has new sequences or is
 not full, or shortly before a sequence or the KV cache ends.
 
-If several ranks share the target, the lead's START message tells each of them to launch its part of
-a round; the round's drafted tokens and the last outcome are sent later.
+If several ranks share the target, rank 0's START message tells each of them to launch its part of a
+round; the round's drafted tokens and the last outcome are sent later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
 
-# Maps (round, function) to the result of the lead's function, which all target ranks get.
+# Maps (round, function) to the result of the function on rank 0, which all target ranks get.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]
 
 
@@ -46,7 +46,7 @@ def chained_forwards(
     leads: Callable[[bool], bool] = bool,
 ) -> DeviceRounds | None:
     """Returns the compiled forwards of rounds that the GPU decides, or None if the host must
-    decide. target, draft: this rank's workers (None: there is none here). leads: sends the lead's
+    decide. target, draft: this rank's workers (None: there is none here). leads: sends rank 0's
     argument to all target ranks and returns it. All target ranks call this function together."""
     if target is None:
         return None
@@ -61,7 +61,7 @@ def chained_forwards(
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
-    """Returns whether the GPU can decide whole rounds of the lead rank's workers."""
+    """Returns whether the GPU can decide whole rounds of these workers, those of rank 0."""
     is_missing = draft is None and job.lookahead > 0
     is_cut = job.backup_lookahead < job.lookahead
     is_apart = job.serving or job.config.drafts or job.config.fast_lookup
@@ -152,9 +152,9 @@ class DeviceTarget(TargetWorker):
         start: Start = lambda round_, forced: forced(),
     ) -> None:
         """worker: the worker to use if the host must decide a round. draft: the source of drafted
-        tokens in inline SD; None in AR, and on ranks other than the lead. limit: maps a request id
-        to the most tokens of its answer. waiter: waits for rounds that were launched in vain.
-        start: lets all target ranks launch a round."""
+        tokens in inline SD; None in AR, and on target ranks other than rank 0. limit: maps a
+        request id to the most tokens of its answer. waiter: waits for rounds that were launched in
+        vain. start: lets all target ranks launch a round."""
         super().__init__(worker.stepper, worker.oracle, worker.placement)
         self._draft = draft
         self._forwards = forwards
@@ -218,7 +218,7 @@ class DeviceTarget(TargetWorker):
             self._forwards.launch(round_, tokens)
 
     def _next_forced(self, branches: Branches | None) -> Ints | None:
-        """Returns the imposed tokens of the next round (see _forced), or None if a sequence or the
+        """Returns the next round's imposed tokens, as `_forced` does, or None if a sequence or the
         KV cache may end before it. Also computes this round's outcome if its tokens are imposed."""
         batch = self._batch
         forwards = self._forwards
@@ -291,7 +291,7 @@ class DeviceTarget(TargetWorker):
     def _forced(self, branches: Branches | None) -> Ints:
         """Returns the imposed (synthetic or recorded) tokens of a round, which the GPU uses instead
         of those of the models, int32 [b, N + K + 1]: the N drafted tokens, then the target's K + 1
-        tokens; NOBODY (a marker) where a model decides."""
+        tokens; NOBODY (a marker) where a model, not the workload, decides."""
         nodes = self._forwards.nodes
         width = nodes + self._forwards.lookahead + 1
         forced = np.full((len(self._batch), width), NOBODY, np.int32)
@@ -303,8 +303,9 @@ class DeviceTarget(TargetWorker):
         return forced
 
     def _next_branches(self) -> Branches | None:
-        """Returns the drafts of the next round if their tokens are imposed, else None. The oracles,
-        which decide tokens, begin the round here, and again when it really begins."""
+        """Returns the drafts of the next round if their tokens are imposed (synthetic or recorded),
+        else None. The oracles, which decide tokens, begin the round here, and again when it begins.
+        """
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)
@@ -316,8 +317,8 @@ class DeviceTarget(TargetWorker):
 
 
 def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:
-    """Returns a copy of the batch as it will be after a round with this outcome. accepted, bonus:
-    the number of accepted tokens, and the bonus token, of each sequence."""
+    """Returns a copy of the batch as it will be after the current round. accepted, bonus: the
+    number of accepted tokens, and the bonus token, of each sequence."""
     following = copy(batch)
     following.lengths = batch.lengths + batch.shape.depths[accepted] + 1
     following.last_tokens = bonus

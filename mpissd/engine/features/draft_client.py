@@ -51,12 +51,12 @@ _SETTLE = 2  # the number of first steps of a trial that do not count, since the
 _MEMORY = 1 / 128  # the share of its sums that a running mean forgets at each step
 _FEW = 8.0  # the number of steps after which an outlier is limited to _FAR times the mean
 _FAR = 4.0
-_MARGIN = 1.01  # a choice replaces the current one only if it is cheaper by this factor
+_MARGIN = 1.01  # the choice changes only if the other one is cheaper by this factor
 
 
 @dataclass
 class _Way:
-    """Running sums over an engine's steps with (or without) drafts. Later steps weigh more."""
+    """Running sums over an engine's steps with drafts, or without. Later steps weigh more."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -75,7 +75,7 @@ class _Way:
 
 
 class _Load:
-    """Chooses whether to use drafts (way) for about the same number of rows; at first not."""
+    """Chooses whether to use drafts for about the same number of sequences; at first not."""
 
     def __init__(self) -> None:
         self._ways = {False: _Way(), True: _Way()}
@@ -85,7 +85,8 @@ class _Load:
         self._lost_s = self._loss_s = 0.0  # the seconds lost in all trials, and in the current one
 
     def add(self, way: bool, seconds: float, tokens: int) -> None:
-        """Counts a step of the engine, which took `seconds`. way: whether drafts were used."""
+        """Counts a step of the engine: its seconds, the emitted tokens, and whether (way) it used
+        drafts."""
         best = self._ways[self._best]
         trying = self.way != self._best
         self._elapsed_s += seconds
@@ -135,7 +136,7 @@ class DraftSwitch:
 
 
 class _Sequence(NamedTuple):
-    """A sequence of the draft process. drafted: the tokens that the process drafted last."""
+    """A sequence as the draft process knows it. drafted: its last drafted tokens."""
 
     id: int
     tokens: Ints
@@ -158,8 +159,9 @@ class DraftClient:
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
         """where: the path of a draft process's socket; or, to start a process that ends with this
-        one, a command or the flags of `mpissd draft`. lookahead: K. patience_s: the longest wait of
-        a call. batch, longest: the most sequences, and tokens of one, of a started process."""
+        one, a command or the flags of `mpissd draft`. lookahead: the number of drafted tokens.
+        patience_s: the longest wait of a call. batch, longest: the most sequences, and tokens of
+        one, of a started process."""
         self._where = where
         self._lookahead = lookahead
         self._patience_s = patience_s
@@ -183,7 +185,7 @@ class DraftClient:
         try:
             link = (self._link or self._open()) if rows else None
             pays = self._switch.choose(start, len(rows), length, added, link is not None)
-            if link and self._pending:  # drops the late answer of an earlier call
+            if link and self._pending:  # drops an earlier call's late answer
                 self._answer(link, 0.0)
             if link and not (pays or self._always):
                 self.counts["off"] += 1

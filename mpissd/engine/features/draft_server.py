@@ -50,7 +50,7 @@ class CheckedEnd(DraftEnd):
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for the client's next outcome, without a deadline and without using the CPU.
-        Returns (outcome, whether to stop). Raises ProtocolError if the outcome is impossible."""
+        Returns (outcome, whether to stop). Raises ProtocolError for an outcome that cannot be."""
         self._idle.until(self.outcome_arrived, "outcome")
         try:
             outcome, stop = super().outcome(round_)
@@ -97,8 +97,8 @@ def draft(config: DraftConfig) -> int:
 
 
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
-    """Returns the sockets of the clients that connect to the path `where`, or the open socket N of
-    where="fd:N". Raises ConfigError if a process listens at the path, or it cannot be a socket."""
+    """Yields the sockets of the clients that connect to the path `where`, or the open socket N of
+    where="fd:N". Raises ConfigError if a process listens there, or no socket can be made."""
     kind, _, number = where.partition(":")
     if kind == "fd":
         return iter([socket.socket(fileno=int(number))])
@@ -110,7 +110,7 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
                 is_free = probe.connect_ex(where) == errno.ECONNREFUSED
             if not is_free:
                 raise ConfigError(f"socket={where}: another process listens: allowed: another path")
-            os.unlink(where)  # left by a process that has ended
+            os.unlink(where)  # The socket was left by a process that has ended.
         listener.bind(where)
         os.chmod(where, 0o600)
         listener.listen()

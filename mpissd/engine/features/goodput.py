@@ -15,10 +15,10 @@ working draft slows. In SSD, rounds in which all sequences hit the cache count s
 rest of the nearest measured K. In other rounds the rest is a straight line in the number of draft
 forwards, fitted to the measured K.
 
-A draft on the lead's device stores nothing in its KV cache while K = 0, and all lacking tokens
-before it drafts again; the mean seconds of that count as a cost of drafting. The choice reads
-counts and clocks, never the drafted tokens, so that decoding stays lossless (docs/ssd.md,
-"Sampling").
+A draft on the target's own device stores nothing in its KV cache while K = 0, and all lacking
+tokens before it drafts again; the mean seconds of storing them count as a cost of drafting. The
+choice reads counts and clocks, never the drafted tokens, so that decoding stays lossless
+(docs/ssd.md, "Sampling").
 
 Means are kept by the number of sequences, the *load*. At a load that was not measured, a way is
 assumed to cost as much as at the nearest larger load, in proportion; that is optimistic, so that
@@ -64,7 +64,7 @@ _GROWTH = 0.3  # the share of its seconds by which stored prompts may lengthen a
 _APART = 10  # at most one round in 11 exceeds _GROWTH, so that 90% of the rounds keep to it
 
 Floats = NDArray[np.float64]
-Point = tuple[int, float, int]  # (K or its number of draft forwards, rest of a round in s, weight)
+Point = tuple[int, float, int]  # (K or its draft forwards, seconds beyond the forward, weight)
 
 
 class ForwardTimes:
@@ -89,7 +89,7 @@ class ForwardTimes:
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
         self._first: dict[int, list[float]] = {}  # {rows: samples}, if fewer than 4
-        self._asked: dict[int, float] = {}  # {rows: seconds}, a cache of answers
+        self._asked: dict[int, float] = {}  # {rows: seconds}, a cache of `seconds`
         self._saved_s = self._step_s = 0.0
         self._within = 0
 
@@ -156,7 +156,7 @@ class ForwardTimes:
 
     def prefill_rows(self, rows: int, limit: int, lookahead: int = 0) -> int:
         """Returns how many rows (tokens) of prompts the next forward stores beside the `rows` rows
-        that it verifies. limit: the most rows of a forward. lookahead: K of the round."""
+        that it verifies. limit: the most rows of a forward. lookahead: K, its drafted tokens."""
         if not rows:
             return limit
         plain_s = self.seconds(rows)
@@ -174,8 +174,8 @@ class ForwardTimes:
         return total - rows
 
     def room(self, rows: int, limit: int, lookahead: int = 0) -> int:
-        """Returns the most rows of prompts that lengthen a round which verifies `rows` rows by at
-        most 30%. limit: the most rows of a forward. lookahead: K of the round."""
+        """Returns the most rows (tokens) of prompts that lengthen a round which verifies `rows`
+        rows by at most 30%. limit: the most rows of a forward. lookahead: K, its drafted tokens."""
         plain_s = self.seconds(rows)
         round_s = plain_s + self.steps(lookahead) * self._step_s
         grown_s = plain_s + _GROWTH * round_s
@@ -204,8 +204,9 @@ def _mean(before: float, new: float, count: int = _KNOWN + 1) -> float:
 
 
 class Way(NamedTuple):
-    """A way to decode a round. lookahead: K. width: the most bonus candidates that get a branch
-    after each number of accepted tokens (None: as many as the job's fan-out says; 0: none, SD)."""
+    """A way to decode a round. lookahead: K, the tokens to draft. width: the most bonus candidates
+    that get a branch after each number of accepted tokens (None: as many as the job's fan-out says;
+    0: none, SD)."""
 
     lookahead: int
     width: int | None = 0
@@ -263,13 +264,13 @@ class ByLoad:
 
 
 class Goodput:
-    """Chooses for a server how to decode each round, by the most expected tokens per second. The
+    """Chooses for a server how to decode each round, for the most expected tokens per second. The
     server calls `choose` before a round and `observe` after it. way: the way to decode (K, width)
     of the next round. rounds_by: {mode: number of rounds}."""
 
     def __init__(self, lookahead: int, widths: Sequence[int | None], times: ForwardTimes) -> None:
-        """lookahead: the largest K. widths: the limits of bonus candidates that SSD may choose
-        (empty: only AR and SD). times: estimates the seconds of the target's forwards."""
+        """lookahead: the most drafted tokens. widths: the limits of bonus candidates that SSD may
+        choose (empty: only AR and SD). times: estimates the seconds of the target's forwards."""
         self._lookahead = lookahead
         self._times = times
         self.ways = [AR, *(Way(k, w) for w in (0, *widths) for k in range(1, lookahead + 1))]
@@ -278,19 +279,19 @@ class Goodput:
         self._rest = defaultdict[tuple[Way, bool], ByLoad](ByLoad)
         # {width: (cache hits, drafts)}, with assumed counts at first
         self._hits = defaultdict[int | None, Floats](_HITS.copy, {0: _HITS * (0, 1)})
-        # {(way, load): the number of the last round decoded in this way, of the rounds at the load}
+        # {(way, load): the last round at this load, by its number, that was decoded in this way}
         self._seen: dict[tuple[Way, int], int] = {}
         self._rounds: Counter[int] = Counter()  # by load
         self._elapsed_s = self._lost_s = 0.0
-        # {load: mean seconds a round in which a draft on the lead's device stores lacking tokens}
+        # {load: mean seconds a round of storing lacking tokens, by a draft on the target's device}
         self._stored_s: defaultdict[int, float] = defaultdict(float)
         self._return_s = ByLoad()  # seconds of storing lacking tokens in the first round after AR
         self.way = self._best = self._last = Way(lookahead, widths[0] if widths else 0)
         self.rounds_by = {"ar": 0, "sd": 0, "ssd": 0}
 
     def time(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts the cache hits, and the seconds beyond the target's forward, of a round that took
-        round_s seconds. way: how it was decoded."""
+        """Counts the cache hits of a round, and its seconds beyond the target's forward. way: how
+        it was decoded. round_s: its seconds."""
         served = result.speculation
         count = len(served.rows)
         if way.lookahead and not served.num_draft.any():
@@ -305,7 +306,7 @@ class Goodput:
             self._hits[way.width] = keep * self._hits[way.width] + (hit.sum(), len(hit))
 
     def observe(self, way: Way, result: RoundResult, round_s: float) -> None:
-        """Counts a round, decoded by `way`. round_s: the seconds until the next round began."""
+        """Counts tokens and times of a round, decoded by `way`, which lasted round_s seconds."""
         served = result.speculation
         count = len(served.rows)
         if not count:
@@ -320,7 +321,7 @@ class Goodput:
         self._last = way
         if not self._best.lookahead:  # the cost of a trial
             self._lost_s += result.stored_s
-        elif way.lookahead:  # limited, because much is stored once after AR
+        elif way.lookahead:  # limited: after AR, one round stores much
             stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:
@@ -334,11 +335,11 @@ class Goodput:
 
     @property
     def is_trying(self) -> bool:
-        """Whether the next round tries a way to decode that does not seem to be the fastest."""
+        """Whether the next round tries a way that does not seem to be the fastest to decode."""
         return self.way != self._best
 
     def choose(self, tasks: Sequence[Task]) -> Way:
-        """Returns the way to decode the next round of the live sequences (tasks)."""
+        """Returns the way (K and width) to decode the next round of the live sequences `tasks`."""
         count = len(tasks)
         if not count:
             return self.way
@@ -354,12 +355,12 @@ class Goodput:
                     rates[way] = tokens / seconds[way]
         best = max(rates, key=rates.__getitem__)
         margin = _MARGIN
-        if best.lookahead and not self._best.lookahead:  # after AR, lacking tokens must be stored
+        if best.lookahead and not self._best.lookahead:  # after AR, lacking tokens are stored first
             margin += self._return_s.at(count, 0.0) / (_STALE_ROUNDS * seconds[best])
         if rates[best] < margin * rates[self._best]:
             best = self._best
         self._best = self.way = best
-        # Tries a way that was not used for long, if the trial costs little time.
+        # Tries a way to decode that was not used for long, if the trial costs little time.
         limit = self._rounds[load] - _STALE_ROUNDS
         tried = {self._kind(way) for (way, at), n in self._seen.items() if at == load and n > limit}
         if stale := [way for way in rates if self._kind(way) not in {*tried, self._kind(best)}]:
@@ -373,8 +374,8 @@ class Goodput:
 
     def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
         """Returns the group that `way` belongs to; only the best way of a group is tried. The
-        largest K of the current width is a group, because it shows how long a draft forward takes.
-        """
+        largest K of the current width is its own group, because it best shows the seconds of a
+        draft forward."""
         is_most = way.lookahead == self._lookahead and way.width == self._best.width
         return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
 
@@ -383,7 +384,7 @@ class Goodput:
         ar_s = self._rest[AR, True].at(count, 0.0)
         rest = {AR: ar_s}
         steps = self._times.steps
-        line = (0.0, ar_s, 0.0)  # for a width without a miss: the line of SD
+        line = (0.0, ar_s, 0.0)  # without a miss at this width: the line of SD
         for width in dict.fromkeys(way.width for way in self.ways):
             hit = self._points(width, count, all_hit=True)
             if missed := self._points(width, count, all_hit=False):
@@ -411,7 +412,7 @@ class Goodput:
         ]
 
     def _expected(self, tasks: Sequence[Task]) -> list[tuple[float, int]]:
-        """Returns, for K = 0, 1, …, (expected tokens that a round commits, rows to verify)."""
+        """Returns, for K = 0, 1, … drafted tokens, (expected committed tokens, rows to verify)."""
         accepted_sum = self._accepted.sum() + _PRIOR_WEIGHT * _PRIOR
         mean = float(accepted_sum / (self._reached.sum() + _PRIOR_WEIGHT))
         hazards = (self._accepted + _LIKE_OTHERS * mean) / (self._reached + _LIKE_OTHERS)
@@ -427,9 +428,9 @@ class Goodput:
 
 
 def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
-    """Fits a straight line, seconds over draft forwards, to weighted points. Returns (mean number
-    of forwards, mean seconds, seconds of a forward). If all points have the same number of
-    forwards, the line also goes through ar_s, the seconds of AR, at 0 forwards."""
+    """Fits a straight line, seconds over the number of draft forwards, to weighted points. Returns
+    (mean number of forwards, mean seconds, slope: seconds a forward). If all points have the same
+    number of forwards, the line goes through ar_s, the seconds of AR, at 0 forwards."""
     steps, seconds, weights = np.array(points, np.float64).T
     weights = weights / weights.sum()
     mean_steps = float(weights @ steps)

@@ -1,9 +1,9 @@
-"""Online learning during decoding: the lead sends training examples to a learner rank, and the
-draft loads the newer weights that the learner sends.
+"""Online learning during decoding: the target's rank 0 sends training examples to a learner rank,
+and the draft loads the newer weights that the learner sends.
 
-In each round the lead sends the part of each sequence's training example that the round adds. The
+In each round rank 0 sends the part of each sequence's training example that the round adds. The
 learner sends each version of the draft's weights in pieces of up to 1 MiB, so that no piece delays
-a round for long. A message without bytes ends the stream.
+a round for long. A message without bytes says that no more weights follow.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[np.uint8]
 _HEADER = Struct("=2q")  # a piece begins with (version, number of bytes of the whole version)
-PIECE_BYTES = _HEADER.size + (1 << 20)  # the bytes of a message, which takes some 0.3 ms
+PIECE_BYTES = _HEADER.size + (1 << 20)  # the most bytes of a message, which takes 0.3 ms
 _DONE = object()
-_PATIENCE = 3  # after so many versions with non-finite logits, a draft loads no more
+_PATIENCE = 3  # after so many versions with non-finite logits, no more are loaded
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ExampleSender(RoundObserver):
             first += len(sequence.served) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the mean cost of a round's message, for the result row."""
+        """Returns the mean size and time of a round's message, and the dropped rounds."""
         rounds = max(1, self.rounds)
         return {
             "rows_per_round": round(self.rows / rounds, 3),
@@ -156,9 +156,9 @@ class Updates:
         self._stepper = stepper
         self._data = bytearray()  # the bytes so far of the version whose pieces arrive
         self._packing: Iterator[None] | None = None
-        self._leaving: Iterator[None] | None = None  # packs the weights of the start again
+        self._leaving: Iterator[None] | None = None  # its steps pack the first weights again
         self._longest_s = 0.0
-        self._newest = self._num_bytes = 0  # number and bytes of the last version
+        self._newest = self._num_bytes = 0  # the last version's number and its bytes
         self._diverged = 0  # the number of versions with non-finite logits
         self.report: dict[str, list[Any]] = {"swaps": [], "refused_versions": []}
 
@@ -194,7 +194,7 @@ class Updates:
         if message is None:
             return False
         if self._diverged >= _PATIENCE:
-            return True  # received and dropped, so that the sender can end
+            return True  # takes and drops a piece, so that the sender can end
         version, total = _HEADER.unpack_from(message.data)
         self._data += message[_HEADER.size :].data
         if len(self._data) < total:
@@ -209,8 +209,8 @@ class Updates:
         return True
 
     def _steps(self, version: int, data: memoryview | None) -> Iterator[None]:
-        """Packs weights, one unit of work a step, and lets the drafter use them. data: the weights'
-        bytes (None: the weights of the start)."""
+        """Packs weights, one unit of work a step of this iterator; the last step lets the drafter
+        use them. data: the weights' bytes (None: the weights of the start)."""
         arrays = None
         if data is not None:
             arrays = unpacked(data)

@@ -40,7 +40,7 @@ class GroupWaiter(Waiter):
         self._has_paused = Semaphore(0)
 
     def until(self, test: Callable[[], bool], what: str) -> None:
-        """Returns once test() is true. The threads of other target groups run meanwhile."""
+        """Waits until test() is true, and lets the threads of other target groups run meanwhile."""
         if not test():
             self.pause(test)
 
@@ -85,7 +85,7 @@ class GroupWaiter(Waiter):
             raise self._error
 
     def abandon(self) -> None:
-        """Ends the paused thread."""
+        """Ends the paused thread, whose rounds are not finished."""
         if not self.is_over:
             self._is_abandoned = True
             self._may_run.release()
@@ -94,9 +94,10 @@ class GroupWaiter(Waiter):
 def serve_groups(
     ends: Sequence[tuple[DraftEnd, Drafter]], forwards: SharedForwards, waiter: Waiter
 ) -> None:
-    """Runs a draft's rounds for all target groups until their lead ranks stop them. ends: for each
-    group, (its message channel, its Drafter), which wait by the same GroupWaiter. forwards: runs
-    the forwards of all groups. waiter: waits for a forward, and for a message of any group."""
+    """Runs a draft's rounds for all target groups until each group's first rank ends its rounds.
+    ends: for each group, (its message channel, its Drafter), which wait by the same GroupWaiter.
+    forwards: runs the forwards of all groups. waiter: waits for a forward, and for a message of any
+    group."""
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
@@ -129,8 +130,9 @@ def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
 
 
 class SharedForwards:
-    """A draft model that several target groups share; the forwards that groups have launched run as
-    one. groups: each group's view of the model. launched: the views with a launched forward."""
+    """A draft model that several target groups share. Forwards that several groups have launched
+    run as one. groups: each group's view of the model. launched: the views with a launched forward.
+    """
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 
@@ -179,7 +181,7 @@ class GroupForwards(Forwards):
         self.lists = False
         self._first_slot = first_slot
         self._first_lane = first_lane
-        self._part: tuple[int, Ints, Places | None] | None = None  # uploaded but not run yet
+        self._part: tuple[int, Ints, Places | None] | None = None  # (rows, tokens, places) to run
         self._window = slice(0, 0)  # the rows of this group in the last forward
 
     @property
@@ -204,7 +206,7 @@ class GroupForwards(Forwards):
         self, start: int, rows: int, tokens: list[Ints], places: list[Places]
     ) -> tuple[int, int]:
         """Appends the group's uploaded rows to the lists `tokens` and `places` of a shared forward,
-        which has `start` tokens and (padded) `rows` rows. Returns the new numbers of both."""
+        which has `start` tokens and (with padding) `rows` rows so far. Returns the new numbers."""
         assert self._part is not None, "launched without rows"
         own_rows, own_tokens, own_places = self._part
         self._part = None
