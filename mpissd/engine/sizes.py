@@ -20,7 +20,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
 
-_LONGEST_WINDOW = 8192  # the KV positions of a sequence without a prompt, which it reuses cyclically
+_LONGEST_WINDOW = 8192  # the KV positions that a sequence without a prompt uses cyclically
 WARM_TOKENS = 8  # the length in tokens of the prompts that are decoded only for warm-up
 _TEXT_CONTEXT = 2048  # tokens of a prompt and its answer together: --context's default for text
 

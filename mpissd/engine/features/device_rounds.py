@@ -163,7 +163,7 @@ class DeviceTarget(TargetWorker):
         self._starting = start
         self._batch: Batch
         self._speculation: Speculation
-        self._imposed: tuple[Ints, Ints] | None = None  # (accepted, bonus) if no model decides
+        self._imposed: tuple[Ints, Ints] | None = None  # (accepted, bonus) if tokens are imposed
         self._decision: Ints  # the outcome that the GPU decided, a row a sequence
         self._was_ahead = False
 
@@ -206,7 +206,7 @@ class DeviceTarget(TargetWorker):
         _count_stored(self._batch, forwards.stored + 1, has_leaves=True)
         if self._draft is not None:
             self._draft.launched()
-        if forwards.goes_ahead:  # begins the next round before this one is over
+        if forwards.goes_ahead:  # starts the next round early
             self._start(round_ + 1, last + 2 * ahead + 1, lambda: self._next_forced(branches))
 
     def _start(self, round_: int, last: Index, forced: Callable[[], Ints | None]) -> None:
@@ -223,8 +223,8 @@ class DeviceTarget(TargetWorker):
         batch = self._batch
         forwards = self._forwards
         self._imposed = None
-        emitted = batch.lengths.copy()  # the least lengths after this round
-        if not self.oracle.reads_forwards:  # no model decides: the outcome is known
+        emitted = batch.lengths.copy()  # the least lengths of sequences after this round
+        if not self.oracle.reads_forwards:  # imposed tokens: the outcome is known
             drafted = Speculation.empty(0, len(batch), forwards.nodes)
             if branches is not None:
                 drafted.num_draft[...] = forwards.nodes

@@ -41,13 +41,13 @@ from mpissd.engine.comm.link import (
 
 LOG = logging.getLogger("vllm.mpissd")  # a child of vLLM's logger, so that vLLM shows its lines
 _START_S = 600.0  # the longest wait, in seconds, for the first message of a draft process
-_SILENT_S = 30.0  # the longest wait, in seconds, for an answer, before the connection is closed
-_RETRY_S = 1.0  # the seconds from a first failure to the next connection
+_SILENT_S = 30.0  # the seconds without an answer after which the connection is closed
+_RETRY_S = 1.0  # the seconds from the first failure to a new try to connect
 _LONGEST_RETRY_S = 60.0
 Row = tuple[Ints, int]  # (all tokens of a sequence, how many of them are new since the last call)
 EXPLORE = 0.005  # the largest share of time that is spent on trying the slower choice
 _TRIAL = 32  # the number of engine steps in a trial, and the least number between two trials
-_SETTLE = 2  # the number of first steps of a trial that do not count, since the draft catches up
+_SETTLE = 2  # how many first steps of a trial do not count, since the draft still catches up
 _MEMORY = 1 / 128  # the share of its sums that a running mean forgets at each step
 _FEW = 8.0  # the number of steps after which an outlier is limited to _FAR times the mean
 _FAR = 4.0
@@ -63,7 +63,7 @@ class _Way:
     tokens: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        if self.steps > _FEW:  # A pause, or a compiler's work, counts less.
+        if self.steps > _FEW:  # Limits pauses and a compiler's work.
             seconds = min(seconds, _FAR * self.seconds / self.steps)
         self.steps += 1 - _MEMORY * self.steps
         self.seconds += seconds - _MEMORY * self.seconds
@@ -81,8 +81,8 @@ class _Load:
         self._ways = {False: _Way(), True: _Way()}
         self._best = self.way = False
         self._left = _TRIAL
-        self._elapsed_s = 0.0  # the seconds of all steps
-        self._lost_s = self._loss_s = 0.0  # the seconds lost in all trials, and in the current one
+        self._elapsed_s = 0.0  # the seconds of all engine steps
+        self._lost_s = self._loss_s = 0.0  # seconds lost in all trials; in the current one
 
     def add(self, way: bool, seconds: float, tokens: int) -> None:
         """Counts a step of the engine: its seconds, the emitted tokens, and whether (way) it used
@@ -172,7 +172,7 @@ class DraftClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._link: LeadEnd | None = None
-        self._since = self._retry_at = 0.0  # when a wait began; when to connect again
+        self._since = self._retry_at = 0.0  # the times when a wait began, and when to connect again
         self._retry_s = _RETRY_S
 
     def drafts(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -239,7 +239,7 @@ class DraftClient:
         given = {word.partition("=")[0] for word in command}
         program = [sys.executable, "-m", "mpissd", "draft"] * self._where.startswith("-")
         sizes = [f"--{name}={n}" for name, n in self._sizes.items() if f"--{name}" not in given]
-        with theirs:  # Popen, because multiprocessing refuses vLLM's daemonic workers
+        with theirs:  # uses Popen, as vLLM's daemonic workers may not use multiprocessing
             self._process = subprocess.Popen(
                 [*program, *command, *sizes, f"--socket=fd:{theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
@@ -279,7 +279,7 @@ class DraftClient:
         prompts = {}
         size = 0
         for place, sequence in enumerate(self._live):
-            for number in (place, *left):  # first where it was: rows seldom move
+            for number in (place, *left):  # `place` first, because rows seldom move
                 if number in left and (k := sequence.accepted(*rows[number])) is not None:
                     tokens = rows[number][0]
                     outcome.append((sequence.id, 0, int(Event.COMMIT), k, int(tokens[-1])))

@@ -110,7 +110,7 @@ def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
                 is_free = probe.connect_ex(where) == errno.ECONNREFUSED
             if not is_free:
                 raise ConfigError(f"socket={where}: another process listens: allowed: another path")
-            os.unlink(where)  # The socket was left by a process that has ended.
+            os.unlink(where)  # left by a process that has ended
         listener.bind(where)
         os.chmod(where, 0o600)
         listener.listen()

@@ -45,20 +45,20 @@ from mpissd.engine.round.target import RoundResult
 EXPLORE = 0.003  # the largest share of time spent on trying ways to decode that seem slower
 _STALE_ROUNDS = 100
 _MARGIN = 1.01  # a way to decode replaces the current one if its goodput is larger by this factor
-_OWN = 24.0  # a sequence's acceptance rate begins as the mean rate, with the weight of 24 tokens
-_PRIOR = 0.7  # the acceptance rate that is assumed before the first outcome
+_OWN = 24.0  # a new sequence's acceptance rate is the mean rate, with the weight of 24 tokens
+_PRIOR = 0.7  # the acceptance rate that is assumed before the first round
 _PRIOR_WEIGHT = 8.0  # the weight of the assumed acceptance rate, as a number of tokens
 _LIKE_OTHERS = 8.0  # the n-th token's rate begins as the mean rate, with the weight of 8 tokens
 _MEMORY = 1 / 512  # the share of the acceptance counts that each round of a sequence forgets
 _SAMPLE = 1 / 64  # the least weight of a new duration in a running mean
 _MOST_SAMPLES = 16  # the largest weight, in samples, of one measured K in the fitted line
 _STORED = 1 / 64  # the weight of a new round in the mean seconds of storing tokens for the draft
-_HITS = np.array([5.6, 8.0])  # assumed counts of (cache hits, drafts) before the first outcome
+_HITS = np.array([5.6, 8.0])  # assumed counts of (cache hits, drafts) before the first round
 _LEAST = 3  # the number of samples from which a mean counts as known
 _RECENT = 5  # the number of last samples whose median is the usual sample
 _FAR = 4.0  # a sample more than 4 times as large as the usual sample counts as the usual one
 _WEIGHT = 1 / 32  # the least weight of a new sample in the mean seconds of a forward
-_KNOWN = 4  # after this number of samples, one sample changes the mean seconds less
+_KNOWN = 4  # the number of samples after which one sample changes the mean seconds less
 _SHIFT = 0.5  # a later sample counts as at most this share of the mean away from the mean
 _GROWTH = 0.3  # the share of its seconds by which stored prompts may lengthen a round
 _APART = 10  # at most one round in 11 exceeds _GROWTH, so that 90% of the rounds keep to it
@@ -88,8 +88,8 @@ class ForwardTimes:
         self._rows: list[int] = []  # the measured numbers of rows, rising
         self._seconds: dict[int, float] = {}
         self._samples: dict[int, int] = {}
-        self._first: dict[int, list[float]] = {}  # {rows: samples}, if fewer than 4
-        self._asked: dict[int, float] = {}  # {rows: seconds}, a cache of `seconds`
+        self._first: dict[int, list[float]] = {}  # {rows: seconds}, if fewer than 4 samples
+        self._asked: dict[int, float] = {}  # {rows: seconds}, the cached results of `seconds`
         self._saved_s = self._step_s = 0.0
         self._within = 0
 
@@ -275,7 +275,7 @@ class Goodput:
         self._times = times
         self.ways = [AR, *(Way(k, w) for w in (0, *widths) for k in range(1, lookahead + 1))]
         self._reached, self._accepted = np.zeros((2, lookahead))
-        # {(way, whether all sequences hit; True in AR, False in SD): seconds beyond the forward}
+        # {(way to decode, whether all sequences hit the cache): seconds beyond the forward}
         self._rest = defaultdict[tuple[Way, bool], ByLoad](ByLoad)
         # {width: (cache hits, drafts)}, with assumed counts at first
         self._hits = defaultdict[int | None, Floats](_HITS.copy, {0: _HITS * (0, 1)})
@@ -321,7 +321,7 @@ class Goodput:
         self._last = way
         if not self._best.lookahead:  # the cost of a trial
             self._lost_s += result.stored_s
-        elif way.lookahead:  # limited: after AR, one round stores much
+        elif way.lookahead:  # limits the first round after AR, which stores much
             stored_s = min(result.stored_s, result.t_target_s)
             self._stored_s[load] += _STORED * (stored_s - self._stored_s[load])
         if served.num_draft.any() and not served.is_lost:

@@ -102,7 +102,7 @@ class ExampleSender(RoundObserver):
 
     def _parts(self, batch: Batch, accepted: Ints, bonus: Ints) -> Iterator[ExamplePart]:
         """Yields each sequence's example part, with the logits of its accepted and bonus tokens."""
-        first = 0  # the sequence's first row in the forward
+        first = 0  # the sequence's first row in the target's forward
         for row, sequence in enumerate(batch.sequences):
             k = int(accepted[row])
             start = self._sent.get(sequence.name, 0)

@@ -118,7 +118,7 @@ def serve_groups(
             elif groups:
                 waiter.until(lambda: any(group.may_go_on for group in groups), "target: outcome")
             if len(groups) > 1:
-                groups.append(groups.pop(0))  # so that each group comes first in turn
+                groups.append(groups.pop(0))  # each group is first in turn
     finally:
         for group in groups:
             group.abandon()
@@ -143,7 +143,7 @@ class SharedForwards:
         self.most_rows = stepper.most_rows // groups
         self.groups = [GroupForwards(self, n * slots, n * lanes) for n in range(groups)]
         self.launched: list[GroupForwards] = []
-        self._log = array("q")  # a flat array of COLUMNS, forward after forward
+        self._log = array("q")  # the numbers of `log`, forward after forward
 
     def run(self, waiter: Waiter) -> None:
         """Runs all launched forwards as one forward, and waits until it is over."""

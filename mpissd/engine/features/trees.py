@@ -29,7 +29,7 @@ class TreeBatch(Batch):
         self.layout = layout
         self._masks = () if self.placement is None else self.placement.masks
         self._has_leaves = False  # whether the last round stored nodes without children
-        self._moves_itself = False  # whether the GPU itself copied the last accepted paths
+        self._moves_itself = False  # whether the GPU itself moved the accepted paths' K and V
 
     def leave_moves(self, *, has_leaves: bool) -> None:
         """Tells the batch that the GPU itself copies K and V of this round's accepted paths from
@@ -41,7 +41,7 @@ class TreeBatch(Batch):
         nodes = self.layout or self.shape
         moves = list[tuple[int, Gap]]()
         if self._masks and not self._has_leaves:
-            return moves  # the last forward computed mask tokens, not drafted tokens
+            return moves  # the last forward stored mask tokens, not drafted ones
         places = zip(self.slots.tolist(), self.last().tolist(), outcome.rows.tolist(), strict=False)
         for slot, last, (_, _, event, node, _) in places:
             if event == Event.COMMIT and nodes.lanes[node] >= 0:

@@ -108,7 +108,7 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
         if lookahead and len(rates) != lookahead:
             raise ConfigError(f"{what} has {len(rates)} values: allowed: lookahead = {lookahead}")
         rates = [_probability(what, rate) for rate in rates][:lookahead]
-        if kind == "marginal":  # a_i = m_i / m_{i−1}, with m_0 = 1; 0 after a 0
+        if kind == "marginal":  # rate i = m_i / m_{i−1}, with m_0 = 1; 0 after a 0
             if any(rate > before for before, rate in pairwise(rates)):
                 raise ConfigError(f"{what}: allowed: rates that never rise")
             rates = [m / p if p else 0.0 for p, m in pairwise([1.0, *rates])]

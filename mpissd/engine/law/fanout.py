@@ -27,7 +27,7 @@ from mpissd.engine.law.tree import Shape, positional
 
 # the largest allowed number of branches of a sequence, which is still optimized within 0.1 s
 MAX_BRANCHES = 4096
-MOST_CANDIDATES = 64  # the most candidates that the forward's top-k returns for a row of logits
+MOST_CANDIDATES = 64  # the most candidates (top-k) that a forward returns for a row of logits
 # Miss probabilities that differ by less count as equal, so that rounding errors decide nothing.
 _TIE = 1e-12
 
@@ -140,10 +140,10 @@ def key_chances(
 
 def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, ...]:
     """Returns the whole numbers n_k with Σn_k ≤ budget whose cost Σ_k costs[k][n_k] is least."""
-    best = np.zeros(budget + 1)  # best[s]: the least cost so far with Σn_k = s
+    best = np.zeros(budget + 1)  # best[s]: the least cost of numbers with sum s
     choices: list[NDArray[np.intp]] = []
     for cost in costs:
-        # total[s] = min_e best[s−e] + cost[e]; chosen[s] is the e that attains the minimum
+        # total[s] is the least best[s − e] + cost[e] of all e; chosen[s] is this e.
         total = best + cost[0]
         chosen = np.zeros(len(best), np.intp)
         for extra in range(1, len(cost)):

@@ -46,9 +46,9 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         worst = int(np.argmax((ranks < 0) | (ranks > limits)))
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
     rank, hits = _tally(ranks)  # each observed rank, and how often it occurred
-    limit, misses = _tally(limits[ranks == 0])  # each limit that missed, and how often
+    limit, misses = _tally(limits[ranks == 0])  # each number F that missed, its count
     first = int(rank[0]) if len(rank) else 1  # the smallest observed rank
-    # Without `further` the best r is infinite; without an observed rank above `first` it is 0.
+    # If `further` is False, the best r is infinite; if all observed ranks are equal, it is 0.
     further = (rank > first + 1).any() or (limit > first).any()
     if np.count_nonzero(limits) < LEAST_COUNT or not (further and (rank > first).any()):
         return None
@@ -66,7 +66,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         """Returns, for each exponent r, the ranks' log-likelihood with the best factor A."""
         log_a = best_log_a(r)[:, None]
         slope = r[:, None]
-        # A rank of 1 has log(rank − 1) = −∞, for which the minimum gives log miss(0) = log 1.
+        # For rank 1, log(rank − 1) = −∞; the minimum then gives log miss(0) = log 1 = 0.
         before = np.minimum(0.0, log_a - slope * log_before)
         beyond = np.minimum(0.0, log_a - slope * log_rank)
         kept = np.minimum(0.0, log_a - slope * log_limit)

@@ -63,7 +63,7 @@ class PromptLookup(Lookup):
 
     def __init__(self, longest: int = LONGEST) -> None:
         super().__init__(longest)
-        # _latest[n − 1] maps each n-gram to the index after its latest occurrence.
+        # _latest[n − 1] maps each n tokens in a row to the index after their last occurrence.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         # _before[n − 1] is the index after the previous occurrence of the last n tokens.
         self._before: list[int | None] = [None] * longest
@@ -107,7 +107,7 @@ class SuffixLookup(Lookup):
         self._last = new
         above = self._link[new]
         self._found = self._end[above] if above else 0
-        for _ in range(_DEEPEST):  # These states' substrings have just occurred again.
+        for _ in range(_DEEPEST):  # states whose suffixes just occurred again
             if above <= 0:
                 break
             self._end[above] = len(self.tokens)

@@ -119,7 +119,7 @@ class TokenStream(Stream):
         self._reach = 2 * lookahead + 4  # how many positions after the current one a round may read
         self._window = max(window, 4 * self._reach)
         self._request = np.full(capacity, -1, np.int64)
-        # By slot: the table index of position 0, and the length from which a refill is needed.
+        # By slot: the table index of position 0, and the sequence length that needs a refill.
         self._base, self._limit = np.zeros((2, capacity), np.int64)
         self._true = np.zeros((capacity, self._window), np.int32)
         self._table = self._true.reshape(-1)
@@ -143,7 +143,7 @@ class TokenStream(Stream):
             for view, saved in zip(self._views(slot), prepared, strict=True):
                 view[...] = saved
             self._place(slot, 0)
-        self._safe_rounds -= 1  # while it is ≥ 0, no table has to be refilled
+        self._safe_rounds -= 1  # while it is ≥ 0, no sequence needs a refill
         if started or self._safe_rounds < 0:
             for row in np.flatnonzero(batch.lengths >= self._limit[batch.slots]):
                 self._fill(int(batch.slots[row]), max(0, int(batch.lengths[row]) - _MARGIN))
@@ -207,9 +207,9 @@ class DraftStream(TokenStream):
         self._run = np.zeros((len(Source), capacity, self._window), np.int32)
         self._flat_run = self._run.reshape(-1)
         self._source_plane = plane
-        # Candidates by rank. Plane 0: only wrong tokens, for numbers k that do not come true.
-        # Planes 1 (and 2, after K accepted tokens): with the target's token at its drawn rank.
-        # Planes from _first_level on, one for each tree level: the token at a measured rank.
+        # Candidates by rank. Plane 0 has only wrong tokens, for any k that is not accepted.
+        # Planes 1 (and 2, after K accepted tokens) have the target's token at its drawn rank.
+        # Planes from _first_level on, one a tree level, have it at a rank drawn as measured.
         self._levels = acceptance[Source.JIT].levels[:lookahead]
         self._first_level = 1 + len(hit_law.ends)
         planes = self._first_level + len(self._levels)
@@ -228,8 +228,8 @@ class DraftStream(TokenStream):
     def grown(
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
-        # All candidates are wrong, except after exactly the k tokens that will be accepted.
-        # There the candidate at the drawn rank is the target's token.
+        # Candidates after any other number of tokens than will be accepted are all wrong.
+        # After that number, the candidate at the drawn rank is the target's token.
         chosen = slice(None) if rows is None else rows
         source = speculation.source[chosen]
         num_draft = speculation.num_draft[chosen]
@@ -264,14 +264,14 @@ class DraftStream(TokenStream):
         ahead: Index | int = 0,
         planes: Index | int = 1,
     ) -> Ints:
-        # At depth K, where no token is drafted, the token of rank 0 is a bonus candidate.
+        # After all K drafted tokens no drafted one follows, so that all ranks are candidates.
         origin = (self._origin[rows] + ahead)[:, None]
         is_end = depths == self.lookahead
         level = np.minimum(depths, self.lookahead - 1)
         firsts = self._flat_drafts[Source.JIT].take(origin + self._places[level])
         is_first = firsts == self._table.take(origin + level)
         later = np.where(is_end, ranks, np.maximum(ranks - 1, 0))
-        # The plane of candidates: after K accepted tokens, without the target's token, or with it.
+        # Chooses the plane: after K accepted tokens, without the target's token, or with it.
         plane = np.where(is_end, self._first_level - 1, np.where(is_first, 0, planes))
         index = (origin + depths) * self._widest + later + plane * self._decoys[0].size
         return np.where(is_end | (ranks > 0), self._flat_decoys.take(index), firsts)
@@ -291,7 +291,7 @@ class DraftStream(TokenStream):
                 table[i, slot] = np.where(coin < rate, true, wrong)
         for source, table in self._by_source.items():
             self._run[source, slot] = leading(table[:, slot] == true)
-        # Wrong candidates are the ids after the target's, without the one that may be drafted.
+        # Wrong candidates are the ids after the target's, without the wrong drafted token.
         place = np.arange(self._widest)
         gap = (wrong - true - 1) % self.vocab
         shift = place + (place >= gap[:, None])
@@ -352,7 +352,7 @@ class ImposedTarget(Imposed, TargetOracle):
         token), int32 [b]."""
         shape = self.shape
         drafts = speculation.tokens
-        if len(batch) == 1:  # plain Python saves 12 to 18 µs in every round
+        if len(batch) == 1:  # without NumPy, which saves 12 to 18 µs
             tokens = self._stream.row(len(self._ahead))
             count = int(speculation.num_draft[0])
             node = shape.walk(drafts[0].tolist(), tokens, shape.levels, count)

@@ -306,13 +306,13 @@ class LogitsDraft(SampledDraft):
         num_heads, num_rows, width = results.ids.shape
         all_best = results.ids.reshape(-1, width)
         for level in range(self._levels):
-            # Finds the row of the forward whose logits give the children of each node of a level.
+            # Finds, for each node of a level, the row of the forward that gives its children.
             # If there are several heads, the rows of head 0 come first, then those of head 1, ….
             start = first_row + level * num_rows * (num_heads > 1)
             parts = list[Ints]()
             for branches in grown:
                 nodes = len(branches.shape.inner[branches.steps])
-                if self._masks:  # A branch has one row for each level.
+                if self._masks:  # a forward has a row for each level
                     of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
                     parts.append(np.repeat(of_branch, nodes))
                     start += len(branches) * (1 + self._masks)
@@ -421,7 +421,7 @@ class TextEndings(Endings):
         self._texts: dict[int, AnswerText] = {}
 
     def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
-        if self._tokenizer is None or not self._strings:  # then no text is needed
+        if self._tokenizer is None or not self._strings:  # no text is needed
             return super()._stopped(request_id, tokens)
         text = self._texts.get(request_id)
         if text is None:

@@ -165,7 +165,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
         header = json.loads(archive["header"].tobytes())
         arrays = {name: archive[name] for name in _ARRAYS}
         draft_ids = archive.get("known")
-        marginals = archive.get("marginals")  # missing in files of schema 1
+        marginals = archive.get("marginals")  # None in files of schema 1
     if header.get("schema") not in (1, SCHEMA):
         raise ValueError(f"schema {header.get('schema')}: allowed: 1, {SCHEMA}")
     ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
@@ -230,7 +230,7 @@ class RecordedStream(Stream):
         self._starts = np.cumsum([0, *counts])
         self._size = int(self._starts[-1])
         self._table = self._tabled([part.tokens for part in recording.sequences])
-        # By KV cache slot: the table index of the answer's first token, minus 1.
+        # By KV cache slot, the table index before that of the answer's first token.
         self._base = np.zeros(capacity, np.int64)
 
     def _tabled(self, parts: Sequence[Ids]) -> Ints:
@@ -292,14 +292,14 @@ class RecordedDraft(RecordedStream):
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
         # Candidates after k accepted tokens: the draft's likeliest tokens, without the drafted one.
-        # Their continuations are those recorded after k + 1 tokens of the target's answer.
+        # The tokens after a candidate are those recorded after k + 1 tokens of the answer.
         chosen = slice(None) if rows is None else rows
         origin = self._origin[chosen]
         if fan_out not in self._lanes:
             lane_k, lane_place = lanes_of(fan_out)
             self._lanes[fan_out] = lane_k.astype(np.int64), lane_place.astype(np.int64)
         k, place = self._lanes[fan_out]
-        # ranks [n, K+1]: the rank, from 0, of each verified token among the likeliest ones there.
+        # ranks, [n, K + 1]: the rank of each verified token among the draft's likeliest ones.
         served = np.full((len(origin), self.lookahead + 1), -1, np.int32)
         served[:, :-1] = speculation.tokens[chosen]
         served[self._trunk >= speculation.num_draft[chosen][:, None]] = -1
@@ -332,7 +332,7 @@ class RecordedDraft(RecordedStream):
     ) -> Ints:
         if self._levels is None:
             return super().after(speculation, shape, rows, nodes, ranks)
-        # The children of a node come from marginals; its candidates come from `top` without them.
+        # A node's candidates are the tokens of `top` that are not among the node's children.
         children = np.full((len(nodes), shape.width), -1)
         for n, node in enumerate(nodes.tolist()):
             children[n, : len(shape.children[node])] = shape.children[node]

@@ -117,7 +117,7 @@ class SampledDraft(DraftOracle):
     samples = True  # False: each drafted token is the likeliest one
     # A fast backup's lookup: its kind, the most tokens it compares, the filler (None: last token)
     copies: tuple[str, int, int | None] = ("prompt", LONGEST, None)
-    _ids: Ints | None = None  # the token of each entry of the draft's distributions; None: entry n
+    _ids: Ints | None = None  # the token id of each element of q's distributions; None: n
 
     def __init__(self, seed: int, lookahead: int, fan_outs: FanOuts, shape: Shape = CHAIN) -> None:
         super().__init__(lookahead, shape)
@@ -177,7 +177,7 @@ class SampledDraft(DraftOracle):
         if not self.samples:
             return None
         fan_out = self._fan_outs.after_miss if nodes is None else self._fan_outs.after_hit
-        if fan_out and not self.shape.is_chain:  # indexed by drafted token instead of by node
+        if fan_out and not self.shape.is_chain:  # from one number a node to one a token
             fan_out = tuple(fan_out[parent] for parent in self.shape.parents)
         states = []
         for branch, row in enumerate(rows.tolist()):
@@ -302,7 +302,7 @@ class SampledTarget(TargetOracle):
     greedy decoding. A subclass provides the target's distributions."""
 
     reads_tokens = True
-    # the token id of each entry of the draft's distributions, rising (None: entry t is token t)
+    # the token ids of a draft's distributions, rising (None: element t is token t)
     _draft_ids: Ints | None = None
 
     def __init__(self, seed: int, shape: Shape = CHAIN) -> None:
@@ -330,7 +330,7 @@ class SampledTarget(TargetOracle):
             else:
                 q = speculation.q[row, :count].tolist() if speculation.sampled else [1.0] * count
                 if speculation.is_lost and min(q, default=1.0) < 1:
-                    q = []  # The drafted tokens are dropped.
+                    q = []  # drops the drafted tokens
                 coins = self._draws(Purpose.ACCEPT, sequence, len(q))
                 (u,) = self._draws(Purpose.BONUS, sequence, 1)
                 proposal = partial(_proposal, proposals, row, q)

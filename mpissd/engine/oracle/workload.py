@@ -14,7 +14,7 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.scheduler import UNLIMITED, Capacity, Endings, Scheduler, Task
 from mpissd.engine.sizes import Sizes
 
-# the keys of a result row that workloads fill; each workload leaves some of the values null
+# the keys of a result row that workloads fill; a workload leaves other workloads' keys null
 ROW_FIELDS = (
     "acceptance acceptance_fast hit_law laws temperature vocab order divergence saguaro_c "
     "prompt_tokens top_p stop grammar num_prompts prompts_sha256 recording lookup"

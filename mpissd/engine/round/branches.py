@@ -120,7 +120,7 @@ class Branches:
             distributions += [None] * len(ranks)
         self.steps += 1
         if self.states and shape.width > 1 and self.steps < shape.depth:
-            firsts = self.states[:: len(shape.inner[level])]  # one state for each branch
+            firsts = self.states[:: len(shape.inner[level])]  # one state of each branch
             self.states = [state for state in firsts for _ in shape.inner[self.steps]]
 
     def record(

@@ -47,7 +47,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
         if stop:
             drafter.leave()
             return
-        # The answer is the branch in the cache for the outcome, or after a miss a new draft.
+        # Answers by the branch grown for the outcome (a hit), or after a miss by a new draft.
         answer = drafter.answer(outcome)
         if drafter.is_asked:
             link.send_speculation(answer)
@@ -121,7 +121,7 @@ class Drafter:
         self.version = 0
         self.divergence: str | None = None
         self._control = Control()  # limits of the coming round, set by the target's rank 0
-        self._due = 0  # prompt rows that the target has stored since this draft last stored some
+        self._due = 0  # how many tokens of prompts the target has stored and the draft has not
 
     @property
     def levels(self) -> int:
@@ -161,7 +161,7 @@ class Drafter:
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
                 found[row] = None
-        for row, tokens in self.batch.forced.items():  # a branch must also begin with these tokens
+        for row, tokens in self.batch.forced.items():  # a hit must begin with these tokens
             if len(tokens) >= self.levels or not self.batch.shape.is_chain:
                 found[row] = None
         if self.log.ranks is not None:
@@ -246,7 +246,7 @@ class Drafter:
             nodes = ends[min(branches.steps, self.levels)]
             numbers = branches.rows.tolist()
             after_forced = self._skip_forced(branches, nodes) if is_hit else {}
-            # A slice if the branches cover all rows in order.
+            # A slice, which is faster, if the branches cover all rows in order.
             rows = slice(None) if len(branches) == count else branches.rows
             table[rows, :head] = source, int(is_hit), nodes
             table[rows, head : head + nodes] = branches.tokens[:, :nodes]

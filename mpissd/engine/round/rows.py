@@ -76,7 +76,7 @@ class Worker(Generic[AnyOracle]):
             pages = self._kept_pages
             self._free(change.left)
             if pages is not None:
-                for sequence in change.started:  # its stored prompt can be shared now
+                for sequence in change.started:  # later ones can share its prompt's K, V
                     pages.keep(sequence.slot, batch.stored_of(sequence))
                 self.adopted = {
                     sequence.request.request_id: pages.adopt(sequence.slot, sequence.tokens[:-1])

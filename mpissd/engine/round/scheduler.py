@@ -192,7 +192,7 @@ class Scheduler:
         self._running: dict[int, Task] = {}
         self._leaving: list[int] = []  # ids of sequences that leave before the next round
         self._ended: list[Emitted] = []
-        self._can_end = endings is not None  # False: no request can end, so `step` saves the check
+        self._can_end = endings is not None  # False: no request can end, so `step` skips `take`
         self._deadlines: list[tuple[float, int]] = []  # (time, request id) of each, rising by time
         self.num_preempted = self.num_rounds = 0
 

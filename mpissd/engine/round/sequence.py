@@ -32,9 +32,9 @@ from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 
 Index = NDArray[np.int64]
 Prompt = Callable[[Request], Sequence[int]]  # maps a request to its prompt's tokens
-_DRAWS = 512  # random draws reserved for each round, which has at most 256 drafted tokens
-_ROUNDS = 1 << 32  # rounds whose draws are reserved between two preemptions; more than any run has
-_ALL = 1 << 30  # a number of tokens larger than any prompt has
+_DRAWS = 512  # random numbers reserved for each round, which has at most 256 drafted tokens
+_ROUNDS = 1 << 32  # more rounds than any run has; spaces the draws of two epochs
+_ALL = 1 << 30  # a number of tokens that no prompt reaches
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Batch:
             self.lengths += 1
             self.last_tokens = outcome.bonus
             self._commit(self.sequences, outcome.rows)
-        if self.placement is not None:  # rejected tokens' positions become invalid
+        if self.placement is not None:  # invalidates rejected tokens
             self.filled[self.slots] = np.minimum(self.filled[self.slots], self.last())
         if change is not _UNCHANGED:
             self._force(outcome)
@@ -428,7 +428,7 @@ class Batch:
         slots, last: by row, the sequence's slot and the position of its last committed token.
         nodes: 0 for the row of that token, i for that of the i-th drafted token."""
         positions = last + nodes
-        self.filled[slots] = positions + 1  # For equal slots the last row counts.
+        self.filled[slots] = positions + 1  # The last row of each slot counts.
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
@@ -495,7 +495,7 @@ class Batch:
         positions = starts + steps
         in_trunk = lanes == TRUNK
         self.filled[slots[in_trunk]] = positions[in_trunk] + 1
-        if count := len(self.placement.masks):  # their K and V do not count as stored
+        if count := len(self.placement.masks):  # mask tokens do not count as stored
             ahead = np.tile(np.arange(1 + count), len(slots))
             columns = (slots, starts, lanes, positions)
             slots, starts, lanes, positions = (np.repeat(column, 1 + count) for column in columns)

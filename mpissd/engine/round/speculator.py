@@ -84,7 +84,7 @@ class InlineSpeculator(Speculator):
 
     def _drafted(self) -> Speculation:
         drafter = self._drafter
-        drafter.log.ledger.restart()  # the lead's other work is no draft time
+        drafter.log.ledger.restart()  # the target's work is no draft time
         self._answer = drafter.answer(self._outcome)
         self.stored_s = drafter.log.stored_s
         drafter.start_round(self._answer)

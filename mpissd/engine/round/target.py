@@ -102,7 +102,7 @@ class TargetLoop:
         self._unobserved: tuple[Ints, Ints] | None = None  # (accepted, bonus) not yet observed
         self._decided: Ints = self.batch.identity  # the last outcome, one row per sequence
         self._forced: Mapping[int, list[int]] = {}  # {row: tokens that a grammar forced}
-        # The next outcome lets the sequences in _new join, and those with ids in _leaving end.
+        # Sequences that join with the next outcome, and ids of those that end with it.
         self._new: list[tuple[Event, Request]] = []
         self._leaving: set[int] = set()
 
@@ -132,7 +132,7 @@ class TargetLoop:
             self._publish(outcome, speculation, False)
         mark(LeadPhase.BROADCAST)
         is_short = worker.is_short(self.batch, speculation.num_rows)
-        if is_short or (change.started and not is_alone):  # followers know the round now
+        if is_short or (change.started and not is_alone):  # other target ranks know the round
             self._prefill()
         speculation = self._verified(speculation, outcome.control.prefill_rows)
         accepted, bonus = worker.judge(self.batch, speculation, speculator.proposal)

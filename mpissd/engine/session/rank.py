@@ -134,7 +134,7 @@ class Rank:
                 self._serve(drafters)
                 return None
             assert target is not None, "a target rank without a worker"
-            OWN.bytes[DOING] = int(Doing.VERIFY)  # the activity that the watchdog reports
+            OWN.bytes[DOING] = int(Doing.VERIFY)  # what the watchdog reports if this rank is lost
             speculator = self._speculator(drafters[0] if drafters else None)
             target = self._deciding(target, speculator)
             if self.receiver is not None:
@@ -176,7 +176,7 @@ class Rank:
         loop.stop()
         if loop.draft_lost_round is not None:
             self.draft_lost = True
-            self.lead_link = None  # Closing it would need the lost draft rank.
+            self.lead_link = None  # not closed: that would need the lost draft rank
         self.ledger = loop.ledger
         self.digest = loop.batch.digest
         return result
