@@ -61,7 +61,7 @@ class Sizes:
     target_where: str = ""  # the name of the target's preset, or the path of its files
     draft_where: str = ""
     shape: Shape = CHAIN  # a chain or a tree of K levels, in which tokens are drafted
-    dynamic: Size | None = None  # the size of draft trees that the GPU shapes anew each round
+    dynamic: Size | None = None  # the size of trees that the GPU shapes in each round
     prefill_rows: int = 0  # the rows of a forward over a prompt; 0 if sequences have no prompts
     serving: Serving | None = None  # a server's settings; None for a run
 

@@ -35,7 +35,7 @@ _CLOSE_S = 1.0  # the longest time that `close` waits for enqueued GPU work, in 
 MAX_RANKS = 8
 BLOCKS = 64  # thread blocks in a launch of the kernel `exchange`
 THREADS = 256  # threads of each block
-CAPACITY = 1 << 19  # most words (two float16 each) of one exchange, 2 MiB; larger arrays take more
+CAPACITY = 1 << 19  # the most words (two float16 each) of one exchange; 2 MiB
 TOLERANCE = 2e-3  # the largest relative error that the test sums at start-up may have
 PEERS = np.dtype(  # the layout of struct Peers in kernels/inbox.cu
     [

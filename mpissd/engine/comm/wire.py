@@ -36,7 +36,7 @@ VERSION = 0x5D06
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
 _FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
-# int32 before a prompt's tokens: their count, how many of them are answer, Sampling's size.
+# The int32 before a prompt's tokens: (their number, answer tokens, size of Sampling).
 _PROMPT_HEAD = 3
 
 
@@ -100,7 +100,7 @@ class LinkShape:
 
     @property
     def speculation_width(self) -> int:
-        """The size in int32 of the drafted tokens of one sequence."""
+        """The number of int32 that one sequence's drafted tokens take in a message."""
         return Speculation.width(self.lookahead, self.sampled)
 
     def capacity(self, kind: Kind) -> int:

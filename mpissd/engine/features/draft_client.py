@@ -56,7 +56,8 @@ _MARGIN = 1.01  # the choice changes only if the other one is cheaper by this fa
 
 @dataclass
 class _Way:
-    """Running sums over an engine's steps with drafts, or without. Later steps weigh more."""
+    """Running sums of time and tokens over an engine's steps, for steps of one kind: with drafts,
+    or without. Later steps weigh more."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -82,7 +83,7 @@ class _Load:
         self._best = self.way = False
         self._left = _TRIAL
         self._elapsed_s = 0.0  # the seconds of all engine steps
-        self._lost_s = self._loss_s = 0.0  # seconds lost in all trials; in the current one
+        self._lost_s = self._loss_s = 0.0  # seconds lost by all trials; by this one
 
     def add(self, way: bool, seconds: float, tokens: int) -> None:
         """Counts a step of the engine: its seconds, the emitted tokens, and whether (way) it used

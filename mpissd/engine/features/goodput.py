@@ -223,7 +223,7 @@ AR = Way(0)
 
 
 class ByLoad:
-    """Running means of a duration, kept apart for 1, 2–3, 4–7, … sequences (the load).
+    """Running means of a duration, one for each load: 1, 2–3, 4–7, … sequences.
 
     Rounds that compile a kernel or capture a graph take 10 to 1000 times as long and must not
     count. So a mean is unknown before three samples, is their median before five, and later counts
@@ -444,8 +444,9 @@ def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
 
 
 def widths_of(job: Job) -> list[int | None]:
-    """Returns the limits of bonus candidates after any number of accepted tokens from which a job's
-    controller may choose: None (the job's fan-out) and 1. Empty if nothing is drafted ahead."""
+    """Returns the limits, from which a job's controller may choose, of the number of bonus
+    candidates at any branch point: None (the job's fan-out) and 1. Empty if nothing is drafted
+    ahead."""
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]

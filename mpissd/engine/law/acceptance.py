@@ -198,7 +198,7 @@ class HitLaw:
         return tuple(zip(*powers, strict=True))
 
     def ranks(self, u: NDArray[np.float64], end: bool = False) -> Ints:
-        """Returns a random rank, 1 to NEVER, of the bonus token among the draft's candidates for
+        """Draws ranks, from 1 to NEVER, of the bonus token among the draft's candidates, one by
         each uniform number of `u`, in [0, 1). end: whether all drafted tokens were accepted."""
         if self.p_hit is not None:
             return np.where(u < self.p_hit, 1, NEVER).astype(np.int32)

@@ -194,7 +194,7 @@ class FanOuts:
 
     @property
     def widest_each(self) -> tuple[int, ...]:
-        """For k = 0 … K accepted tokens, the larger F_k: that after a cache hit or after a miss."""
+        """For k = 0 … K accepted tokens, the most bonus candidates, after cache hits or misses."""
         return tuple(map(max, zip(*self.lists, strict=True)))
 
     @property

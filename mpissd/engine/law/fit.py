@@ -46,7 +46,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         worst = int(np.argmax((ranks < 0) | (ranks > limits)))
         raise ConfigError(f"rank {ranks[worst]}: allowed: 0 to its limit, {limits[worst]}")
     rank, hits = _tally(ranks)  # each observed rank, and how often it occurred
-    limit, misses = _tally(limits[ranks == 0])  # each number F that missed, its count
+    limit, misses = _tally(limits[ranks == 0])  # each F of a miss, how often
     first = int(rank[0]) if len(rank) else 1  # the smallest observed rank
     # If `further` is False, the best r is infinite; if all observed ranks are equal, it is 0.
     further = (rank > first + 1).any() or (limit > first).any()
@@ -66,7 +66,7 @@ def most_likely(ranks: Ranks, limits: Ranks) -> tuple[float, float] | None:
         """Returns, for each exponent r, the ranks' log-likelihood with the best factor A."""
         log_a = best_log_a(r)[:, None]
         slope = r[:, None]
-        # For rank 1, log(rank − 1) = −∞; the minimum then gives log miss(0) = log 1 = 0.
+        # For rank 1, log(rank − 1) is −∞, and the minimum 0 is the log of miss(0) = 1.
         before = np.minimum(0.0, log_a - slope * log_before)
         beyond = np.minimum(0.0, log_a - slope * log_rank)
         kept = np.minimum(0.0, log_a - slope * log_limit)

@@ -28,7 +28,7 @@ from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOra
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
 WINDOW = 4096  # the positions of a sequence that are drawn at a time, in about a millisecond
-_CANDIDATES = 1 << 18  # the most bonus candidates drawn at a time for a sequence; limits the window
+_CANDIDATES = 1 << 18  # the most bonus candidates drawn at a time for a sequence
 _MARGIN = 4  # the number of positions before the current one that newly drawn tables still hold
 
 
@@ -193,7 +193,7 @@ class DraftStream(TokenStream):
         super().__init__(seed, vocab, capacity, lookahead, window)
         self._hit_law = hit_law
         plane = capacity * self._window
-        # Maps acceptance rates to a table of drafted tokens [place in the draft, slot, position].
+        # {acceptance rates: table of drafted tokens, [place in the draft, slot, position]}
         laws = {law.hazards for law in acceptance.values()}
         self._drafts = {
             law: np.zeros((lookahead, capacity, self._window), np.int32) for law in laws
@@ -264,7 +264,7 @@ class DraftStream(TokenStream):
         ahead: Index | int = 0,
         planes: Index | int = 1,
     ) -> Ints:
-        # After all K drafted tokens no drafted one follows, so that all ranks are candidates.
+        # At depth K nothing is drafted, so that even the likeliest token is a bonus candidate.
         origin = (self._origin[rows] + ahead)[:, None]
         is_end = depths == self.lookahead
         level = np.minimum(depths, self.lookahead - 1)

@@ -72,7 +72,7 @@ class LogitsTarget(SampledTarget):
 
         stepper: runs the rank's forwards. seed: the job's seed of random draws. samples: whether
         requests may have a temperature above 0. draft_ids: the ids of the tokens that the draft
-        knows (None: all). widths: by target rank, its number of columns of the LM head.
+        knows (None: all). widths: for each target rank, how many tokens' logits it computes.
         keeps_logits: whether a learner reads the logits. gather: collects the logits of all target
         ranks on rank 0 (None: there is one rank). grammars: makes the grammars of sequences.
         """

@@ -65,7 +65,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def law(self) -> str:
-        """A text for a run's printed summary that says how accepted tokens are decided."""
+        """A text for a run's printed summary, which says how drafted tokens are accepted."""
 
     @abstractmethod
     def target_oracle(self, stepper: Forwards) -> TargetOracle:

@@ -127,7 +127,7 @@ class Branches:
         self, branch: int, column: int, token: int, q: float, row: Distribution | None
     ) -> None:
         """Stores a token, drawn with probability q from the distribution `row`, in its branch.
-        column: the token's place among the branch's N tokens."""
+        branch: its index. column: the token's place among the branch's tokens."""
         assert self.q is not None, "branches without draws"
         self.tokens[branch, column] = token
         self.q[branch, column] = q

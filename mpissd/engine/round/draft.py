@@ -161,7 +161,7 @@ class Drafter:
         for row, sequence in enumerate(self.batch.sequences):
             if sequence.request.sampling.lookahead == 0:
                 found[row] = None
-        for row, tokens in self.batch.forced.items():  # a hit must begin with these tokens
+        for row, tokens in self.batch.forced.items():  # tokens that a grammar forces after t*
             if len(tokens) >= self.levels or not self.batch.shape.is_chain:
                 found[row] = None
         if self.log.ranks is not None:

@@ -33,7 +33,7 @@ from mpissd.engine.round.branches import TRUNK, Branches, BranchPlaces
 Index = NDArray[np.int64]
 Prompt = Callable[[Request], Sequence[int]]  # maps a request to its prompt's tokens
 _DRAWS = 512  # random numbers reserved for each round, which has at most 256 drafted tokens
-_ROUNDS = 1 << 32  # more rounds than any run has; spaces the draws of two epochs
+_ROUNDS = 1 << 32  # more rounds than a run has; keeps random numbers of two epochs apart
 _ALL = 1 << 30  # a number of tokens that no prompt reaches
 
 
