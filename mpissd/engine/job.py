@@ -296,7 +296,7 @@ def _models(
     elif draft is not None and draft_where is not None:
         if config.is_text and config.mode != "ar":
             check_vocabularies(where, draft_where)
-        # A draft that reads the target's hidden states has a `kind`, and always comes from a file.
+        # Only the file of a draft that reads the target's hidden states states a `kind`.
         kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
         if kind:
             refuse(exclusions.STATES, config=config, tp=tp, draft=draft, kind=kind)

@@ -143,7 +143,7 @@ def _cheapest(costs: Sequence[NDArray[np.float64]], budget: int) -> tuple[int, .
     best = np.zeros(budget + 1)  # best[s]: the least cost of numbers with sum s
     choices: list[NDArray[np.intp]] = []
     for cost in costs:
-        # total[s] is the least best[s − e] + cost[e] of all e; chosen[s] is this e.
+        # total[s] is the minimum over e of best[s − e] + cost[e]; chosen[s] is the best e.
         total = best + cost[0]
         chosen = np.zeros(len(best), np.intp)
         for extra in range(1, len(cost)):

@@ -312,7 +312,7 @@ class LogitsDraft(SampledDraft):
             parts = list[Ints]()
             for branches in grown:
                 nodes = len(branches.shape.inner[branches.steps])
-                if self._masks:  # a forward has a row for each level
+                if self._masks:  # each level has a row of its own
                     of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
                     parts.append(np.repeat(of_branch, nodes))
                     start += len(branches) * (1 + self._masks)

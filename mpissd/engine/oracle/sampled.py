@@ -48,8 +48,8 @@ class DrawState:
 
     seed, sequence: the keys of the random draws. first_draw: the index of the first draw of the
     round that will verify the tokens. context: the last tokens that a `markov` model reads, or,
-    with a grammar, the answer with the branch's tokens. fan_out: by place in the draft, how many of
-    the likeliest tokens Saguaro's sampling makes rarer. settings: the request's sampling options.
+    with a grammar, the answer with the branch's tokens. fan_out: for each place in the draft, how
+    many likeliest tokens Saguaro's sampling makes rarer. settings: the request's sampling options.
     logits: the draft's logits [V] after the branch, if read. grammar: what the answer must match.
     """
 
@@ -231,9 +231,9 @@ class SampledDraft(DraftOracle):
         self, branches: Branches, firsts: Sequence[Proposal], drawn: Draws, ranked: Ranked
     ) -> None:
         """Stores the tokens of a draft forward in the branches. firsts: the token that each row has
-        drafted. ranked: returns the likeliest tokens of a row. In a tree a row's node may have more
-        children. These are drawn without replacement, or, if the first child was not drawn (q = 1),
-        are the likeliest other tokens."""
+        drafted. ranked: returns the likeliest tokens of a row. In a tree the node of a row may need
+        further children: they are drawn without replacement, or, if the first child was not drawn
+        (q = 1), are the next likeliest tokens."""
         shape = branches.shape
         nodes = shape.inner[branches.steps].tolist()
         following = list[DrawState]()

@@ -365,7 +365,7 @@ def opened_machine(
         yield machine
         guard.stage(Stage.TEARDOWN)  # skipped by an error, which is reported with its stage
     except FaultError:
-        machine.group.abort()  # else a sum that waits for a dead rank blocks the device
+        machine.group.abort()  # An all-reduce with a dead rank would block the device.
         raise
     finally:
         with within(config.deadline_s, f"rank {machine.topology.world.rank}: teardown"):
