@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from mpissd.common.config import RunConfig
 from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
+from mpissd.common.shapes import MOST_MASKS
 from mpissd.common.workloads import class_of
 from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw
@@ -119,9 +120,10 @@ class Sizes:
 
     @property
     def most_masks(self) -> int:
-        """The number of mask tokens that the draft model has; 0 if it is no parallel draft."""
+        """The number of mask tokens that the draft model has; 0 if it is no parallel draft. Bare
+        matrix products are taken to have as many as any draft may have."""
         shard = self.draft_shard
-        return shard.config.masks if isinstance(shard, TransformerShard) else 0
+        return shard.config.masks if isinstance(shard, TransformerShard) else MOST_MASKS
 
     @property
     def mask_ids(self) -> range:

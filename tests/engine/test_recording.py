@@ -22,7 +22,7 @@ from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
 from mpissd.engine.oracle.replay import Recording, load, save
 from tests.loop.recorded import recording_of
 from tests.text_config import finished
-from tests.tiny_pair import TinyPair
+from tests.tiny_pair import TinyPair, tiny_pair
 
 ROOT = Path(__file__).parents[2]
 LAWS = MarkovLaws(MarkovModel(12, 2, 0), MarkovModel(12, 2, 0, 0.3), 0.0, 0, prompt_tokens=3)
@@ -108,7 +108,8 @@ def test_contradictions_are_refused(path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"header": header_of(path, schema=3)}, "schema 3: allowed: 1, 2"),
         ({"marginals": np.zeros((2, 3, 5), np.uint16)}, "marginals has 2 rows"),
-        ({"marginals": np.zeros((len(found["top"]), 4, 5))}, r"marginals \(.*allowed: .* 1..3, R"),
+        ({"marginals": np.zeros((len(found["top"]), 4, 5))}, r"marginals \(.*allowed: .* 1..3, 1"),
+        ({"marginals": np.zeros((len(found["top"]), 3, 7))}, r"marginals \(.*allowed: .*, 1..6"),
         ({"marginals": np.full((len(found["top"]), 3, 5), 12)}, "marginals holds a token beyond"),
         ({"header": np.frombuffer(b"[1]", np.uint8)}, "list"),
         ({"header": header_of(path, vocab="many")}, "int"),
@@ -199,6 +200,13 @@ def test_a_replay_has_its_run_s_rows(flags: dict[str, Any], pair: TinyPair, reco
     assert replay.tokens == cut and len(cut) == COUNT
     if flags["mode"] != "ar":
         assert 0 < rows[:, 3].mean() < flags["lookahead"]
+
+
+def test_masks_are_recorded_up_to_the_rows_of_a_forward(tmp_path: Path) -> None:
+    pair, file = tiny_pair(tmp_path, masks=63), tmp_path / "pair.npz"
+    words = f"--target={pair.target} --draft={pair.draft} --lookahead=40 --num_tokens=3"
+    made = main(["pair", *words.split(), f"--out={file}", "--prompt_ids=1", "--backend=numpy"])
+    assert made == 0 and load(str(file)).at_once == (33, 8)
 
 
 def test_a_replay_runs_over_a_transformer(pair: TinyPair, recorded: Path) -> None:

@@ -125,6 +125,7 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
         (lambda text: text.replace('"schema": 1', '"schema": 2'), "schema 2"),
         (lambda text: text.replace('"kind": "laws"', '"kind": "row"'), "of row"),
         (lambda text: text.replace('"accepted": [', '"accepted": [-1, '), "counts"),
+        (lambda text: text.replace('"levels": []', '"levels": [[2]]'), r"levels of \(1, 1\)"),
         (lambda text: "[]", "TypeError"),
     ],
 )

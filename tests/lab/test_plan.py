@@ -281,6 +281,8 @@ def test_a_draft_of_one_forward_is_offered_where_its_acceptance_is_measured(
     used = {choice.family.mode for choice in plans[1].judged if choice.parallel}
     assert used == {"sd", "ssd"} and "in one forward" in str(plans[1].best)
     flags = "--profile=h200", "--gpus=2", "--pair=8b/1b", "--measured=none"
+    assert main(["plan", *flags, f"--acceptance=laws:{laws[1]}"]) == 0
+    assert "in one forward" in capsys.readouterr().out
     assert main(["plan", *flags, f"--laws={laws[1]}"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert len(lines) < 24 and max(map(len, lines)) <= 100
@@ -290,9 +292,13 @@ def test_a_draft_of_one_forward_is_offered_where_its_acceptance_is_measured(
     assert main([*words, *emulated]) == 0 and json.loads(last)["best"]["parallel"]
 
 
-def test_trees_of_one_forward_accept_as_often_as_the_measured_ranks_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "lookahead"), [(12, 5), (8, 1)])  # 8 tokens at 3 known ranks
+def test_trees_of_one_forward_accept_as_often_as_the_measured_ranks_say(
+    nodes: int, lookahead: int, tmp_path: Path
+) -> None:
     laws = pair_of(tmp_path / "laws.json", [0.7] * 20, 0.85)
-    flags: dict[str, Any] = {"laws": laws, "tree": 12, "lookahead": 5, "parallel_drafting": True}
+    flags: dict[str, Any] = {"laws": laws, "tree": nodes, "lookahead": lookahead}
+    flags["parallel_drafting"] = True
     run = RunConfig("sd", 0, backend="emulated", pair="8b/1b", rounds=200, batch_size=32, **flags)
     rates = resolve(run, 1, backend="emulated", memory_bytes=None).rates(Source.JIT)
     accepted = finished(run, 200).records.sequences()[:, 3]

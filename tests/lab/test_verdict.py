@@ -178,6 +178,18 @@ def test_rivals_have_the_k_that_is_fastest_here(
     assert (verdict["use"], verdict["turns"]) == ("SD inline K=3 on 1 core", 3)
 
 
+def test_bare_products_in_one_forward_are_compared_with_others_of_one_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "fastest", lambda job, *_: (3, job.config.fan_out))
+    monkeypatch.setattr(beside, "_LATE_S", 0.0)  # one turn
+    flags: dict[str, Any] = {"mode": "sd", "num_drafts": 0, "lookahead": 2, "backend": "numpy"}
+    flags |= {"alpha": 0.6, "parallel_drafting": True, "beside": "all", "progress": "off"}
+    assert run.execute(RunConfig(**flags, rounds=30, beside_s=0, out=str(tmp_path))) == 0
+    rows = load_rows([tmp_path / "beside"])
+    assert {row.lookahead for row in rows if row.parallel_drafting} == {2, 3}
+
+
 def test_a_draft_with_masks_is_also_tried_in_one_forward(
     tmp_path: Path,
     pair: TinyPair,

@@ -392,7 +392,8 @@ def _laws_at(read: Mapping[str, Any]) -> LawsAt:
         for fit in fits
     )
     counts = np.array(read.get("levels") or np.zeros((0, 2)), np.float64)
-    if counts.ndim != 2 or len(counts) not in (0, lookahead) or (counts < 0).any():
+    is_table = counts.ndim == 2 and counts.shape[1] > 1 and len(counts) in (0, lookahead)
+    if not is_table or (counts < 0).any():
         raise ValueError(f"levels of {counts.shape} counts with K = {lookahead}")
     shares = counts[:, :-1] / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     levels = tuple(tuple(round(share, 4) for share in row) for row in shares.tolist())

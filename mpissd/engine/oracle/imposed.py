@@ -303,6 +303,7 @@ class DraftStream(TokenStream):
             self._decoys[plane, slot] = np.where(place == rank[:, None] - 1, true[:, None], decoys)
         for plane, (first, *later) in enumerate(self._levels, self._first_level):
             place_of = np.searchsorted(np.cumsum(later), uniform * (1 - first), side="right")
+            place_of[place_of == len(later)] = -1  # a token of no measured rank is no candidate
             self._decoys[plane, slot] = np.where(place == place_of[:, None], true[:, None], decoys)
 
 

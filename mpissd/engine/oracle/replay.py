@@ -181,10 +181,10 @@ def _load(path: str, changed: int, size: int) -> Recording:
     if marginals is not None:
         arrays["marginals"] = marginals
         wanted["marginals"] = rows
-        if marginals.ndim != 3 or not 0 < marginals.shape[1] < lookahead or not marginals.size:
-            raise ValueError(
-                f"marginals {marginals.shape}: allowed: [{rows}, 1..{lookahead - 1}, R]"
-            )
+        sizes = f"[{rows}, 1..{lookahead - 1}, 1..{arrays['top'].shape[1]}]"
+        is_table = marginals.ndim == 3 and 0 < marginals.shape[1] < lookahead
+        if not (is_table and 0 < marginals.shape[2] <= arrays["top"].shape[1]):
+            raise ValueError(f"marginals {marginals.shape}: allowed: {sizes}")
     for name, count in wanted.items():
         if len(arrays[name]) != count:
             raise ValueError(f"{name} has {len(arrays[name])} rows, {count} are meant")

@@ -99,7 +99,7 @@ def make(config: PairConfig) -> Recording:
     source = ModelSource(draft, target)
     rows = _CHUNK[choose(config.backend)]
     options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
-    masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1))
+    masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1, rows))
     a_prefix = steps + len(masks)  # number of tokens that the draft computes for one prefix
     count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
     with (

@@ -67,9 +67,10 @@ def ways(run: RunConfig, lookahead: int, *, trees: bool = False) -> tuple[bool, 
     """Returns in which ways K = lookahead tokens may be drafted: one after the other (False), or
     all in one forward of the draft model (True). True is included only if the --laws file has
     acceptance rates of such drafts. trees: whether draft trees of K levels are meant."""
-    if lookahead == 1 or not run.acceptance_text.startswith("laws:"):
+    kind, _, path = run.acceptance_text.strip().partition(":")
+    if lookahead == 1 or kind != "laws":
         return (False,)
-    laws = load_laws(str(run.laws)).behind(lookahead)
+    laws = load_laws(path).behind(lookahead)
     known = bool(laws.levels) if trees else PARALLEL in laws.fast
     return (False, True) if known else (False,)
 

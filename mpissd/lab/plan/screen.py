@@ -391,16 +391,17 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
     """Returns the text's first line: models, GPUs, batch size, context length, acceptance rate."""
     pair = run.pair or "/".join(Path(str(name)).name for name in (run.target, run.draft))
     accepted = run.acceptance_text
-    if accepted.startswith("laws:"):
-        counts = np.array(load_laws(str(run.laws)).at[-1].accepted)
+    kind, _, path = accepted.partition(":")
+    if kind == "laws":
+        counts = np.array(load_laws(path).at[-1].accepted)
         right = counts @ np.arange(len(counts))
         alpha = right / (right + counts[:-1].sum())
-        accepted = f"alpha {number(alpha)} of {Path(str(run.laws)).name}"
-    elif accepted.startswith("alpha:"):
+        accepted = f"alpha {number(alpha)} of {Path(path).name}"
+    elif kind == "alpha":
         assumed = " assumed" * is_assumed(run)
         accepted = f"alpha {number(float(accepted[6:]))}{assumed}"
     else:
-        accepted = f"acceptance {accepted.partition(':')[0]} as given"
+        accepted = f"acceptance {kind} as given"
     work = "whole transformers" if run.is_transformer else "matrix products only"
     sequences = f"{run.batch_size:,} sequence{'s' * (run.batch_size > 1)}"
     terms = [sequences, work, f"context {run.context}", accepted]
