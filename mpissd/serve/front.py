@@ -87,6 +87,7 @@ async def _serve(
         "num_drafts": config.num_drafts,
         "world_size": config.num_ranks,
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
+        "forwards": " in one forward" if run.parallel_drafting and run.mode != "ar" else "",
     }
     member = None  # an object that keeps this server's address in the shared folder
     if config.register is not None:
@@ -144,9 +145,9 @@ async def _serve(
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            how = (
-                f"{about['mode']}, K={about['lookahead']}" if about["lookahead"] else about["mode"]
-            )
+            how = f"{about['mode']}"
+            if about["lookahead"]:
+                how = f"{how}, K={about['lookahead']}{about['forwards']}"
             line = f"{url} serves {lead.check().model}{with_draft} ({how})"
             sys.stdout.write(f"{line}; Ctrl-C ends it\n")
             sys.stdout.flush()

@@ -117,8 +117,9 @@ def resolve_acceptance(text: str, lookahead: int) -> AcceptanceLaw:
         measured = load_laws(values).behind(lookahead)
         counts = measured.accepted if kind == "laws" else measured.fast.get(kind)
         if counts is None and kind == PARALLEL:
-            what = f"laws={values} at K = {lookahead}: no draft of several tokens a forward"
-            raise ConfigError(f"{what}: allowed: of a recording of one with mask tokens")
+            what = f"parallel_drafting with laws={values}: it has no rounds of one draft forward"
+            allowed = "allowed: laws of recordings whose draft has mask tokens"
+            raise ConfigError(f"{what} at lookahead={lookahead}: {allowed}")
         if counts is None:
             return resolve_acceptance(DEFAULT_FAST, lookahead)
         hazards = tuple(round(rate, 4) for rate in hazards_of_counts(list(counts), lookahead))

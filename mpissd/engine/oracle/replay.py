@@ -424,7 +424,7 @@ class ReplayWorkload(Workload):
                     f"parallel_drafting with recording={job.config.recording}: its draft has no "
                     "mask tokens: allowed: a recording of one that has"
                 )
-            wanted[0] = (f"lookahead={job.lookahead}", job.lookahead, most)
+            wanted[0] = (f"lookahead={job.lookahead} in one forward", job.lookahead, most)
             wanted.append((asked, job.shape.width, children))
         for name, value, limit in wanted:
             if value > limit:

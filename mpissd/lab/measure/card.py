@@ -31,6 +31,8 @@ def print_card(session: Session) -> None:
     mode = "AR (K=0)" if config.mode == "ar" else f"SD, K={job.lookahead}"
     if config.tree and job.lookahead:
         mode += f", a {'dynamic ' * (job.dynamic is not None)}tree of {job.verified} tokens"
+    if job.masks:
+        mode += ", all from one forward of the draft"
     if job.fan_out:
         fan_out = ",".join(str(f) for f in job.fan_out)
         mode = f"S{mode}, fan-out {fan_out} ({sum(job.fan_out)} branches)"
@@ -171,7 +173,9 @@ def print_summary(row: Row, out: str = "", busy: Iterable[str] = ()) -> None:
     ]
     if row.t_draft_s is not None:
         ratio = "" if row.T_SD is None else f"   T_SD {row.T_SD:.3f}"
-        lines.append(("draft", f"{us(row.t_draft_s * 1e6)} for K={row.lookahead}{ratio}"))
+        forwards = " in one forward" if row.parallel_drafting else ""
+        text = f"{us(row.t_draft_s * 1e6)} for K={row.lookahead}{forwards}{ratio}"
+        lines.append(("draft", text))
     if (learner := row.learner) is not None:
         text = f"{row.learner_state}: {learner.get('steps', 0)} steps, {row.draft_versions} "
         text += "versions taken over"
