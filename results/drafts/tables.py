@@ -1,6 +1,6 @@
 """Prints a table of docs/drafts.md from rows in this folder: python -m results.drafts.tables NAME
 
-before.json is the report of the draft that was shipped before (results/drafts/README.md).
+before.json and single.json are the reports of the two drafts that were shipped before.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Row = dict[str, Any]
 SHIPPED = ROOT / "mpissd/engine/model/shipped/smollm2_draft/report.json"
 DITTO = '"'
 KINDS = ("chat", "humaneval")
+ONE_FORWARD = ("chains", "4"), ("trees", "15")
 
 
 def rows(name: str) -> list[Row]:
@@ -51,20 +52,18 @@ def tokens(row: Row, kind: str, lookahead: int) -> float:
 
 def shipped() -> Lines:
     """Yields the table that compares the shipped draft model with the one shipped before."""
-    drafts = {"four layers": report(HERE / "before.json"), "six layers": report(SHIPPED)}
-    names = ("prompts", "draft", "greedy agreement", "overlap at T=1")
-    yield from head(*names, "tokens a round, K=4", "K=7")
+    drafts = {"earlier": report(HERE / "single.json"), "both ways": report(SHIPPED)}
+    names = ("prompts", "draft", "greedy agreement", "overlap at T=1", "tokens a round, K=4", "K=7")
+    yield from head(*names, "one forward: chain, K=4", "tree of 15")
     for kind in KINDS:
-        prompts = f"{evaluation(drafts['six layers'], kind)['answers']} {PROMPTS[kind]}"
+        prompts = f"{evaluation(drafts['both ways'], kind)['answers']} {PROMPTS[kind]}"
         for name, draft in drafts.items():
             of = evaluation(draft, kind)
-            cells = [share(of["greedy_agreement"]), share(of["alpha"])]
+            cells = [name, share(of["greedy_agreement"]), share(of["alpha"])]
             cells += [f"{tokens(draft, kind, k):.2f}" for k in (4, 7)]
-            label = f"{name}, {draft['answered']:.1f} M tokens" if kind == "chat" else name
-            cells = [label, *cells]
-            if name == "six layers":
-                cells = [f"**{cell}**" for cell in cells]
-            yield line([prompts if name == "four layers" else "", *cells])
+            told = of.get("parallel")
+            cells += [f"{told[part][size]:.2f}" if told else "" for part, size in ONE_FORWARD]
+            yield line([prompts if name == "earlier" else "", *cells])
 
 
 def recipe() -> Lines:
@@ -190,7 +189,8 @@ def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
 def all_drafts() -> list[Row]:
     """Returns the reports of all drafts that were evaluated on both kinds of prompts."""
     other = read_rows(ROOT / "results/tasks/distilled.jsonl")
-    reports = [report(HERE / "before.json"), report(SHIPPED)]
+    earlier = (report(HERE / name) for name in ("before.json", "single.json"))
+    reports = [*earlier, report(SHIPPED)]
     return [*rows("distilled"), *rows("variants"), *other, *reports]
 
 
