@@ -116,8 +116,9 @@ class Blocks:
         real = slice(tokens.shape[1])
         for w in model.layers:
             q, k, v = (part.transpose(1, 2) for part in self.front(x, w, cos, sin))
-            parts = (part[:, :, real] for part in (q, k, v))
-            a = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+            a = F.scaled_dot_product_attention(
+                q[:, :, real], k[:, :, real], v[:, :, real], is_causal=True, enable_gqa=True
+            )
             if masks is not None:
                 a = torch.cat([a, _attend_seen(q[:, :, real.stop :], k, v, masks.seen)], 2)
             x = self.back(x, a.transpose(1, 2).flatten(-2), w)
