@@ -103,5 +103,6 @@ def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
     with ticking(begun, is_shown=not rank and sys.stderr.isatty()):
         code = Distillation(config, source, log, group, begun).run()
     if config.processes > 1:
+        torch.distributed.barrier()  # A process that leaves early can make another one abort.
         torch.distributed.destroy_process_group()
     return code
