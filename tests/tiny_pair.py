@@ -71,9 +71,11 @@ def tiny_pair(
         ids = np.array(head_ids, np.int32)
         draft["lm_head.weight"] = draft["lm_head.weight"][ids]
         draft["head_ids"] = ids  # type: ignore[assignment]
-    draft[MASKS] = np.random.default_rng(seed).normal(size=(masks, told["hidden_size"]))
-    draft[MASKS] = draft[MASKS].astype(np.float16)
-    with_masks = {**told, "mpissd": {"masks": masks}}
+    with_masks = told
+    if masks:
+        draft[MASKS] = np.random.default_rng(seed).normal(size=(masks, told["hidden_size"]))
+        draft[MASKS] = draft[MASKS].astype(np.float16)
+        with_masks = {**told, "mpissd": {"masks": masks}}
     return TinyPair(
         write_folder(folder / "target", told, target),
         write_folder(folder / "draft", with_masks, draft),

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def test_a_row_tells_its_prompts_and_how_it_sampled(pair: TinyPair, tmp_path: Pa
 
 def test_a_row_doubts_its_draft(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """If not, the run prints it once on stderr; for a plain draft it is unknown."""
-    pair = tiny_pair(tmp_path / "pair")
+    pair = tiny_pair(tmp_path / "pair", masks=0)
     assert answered(pair, tmp_path, mode="sd")["weights"]["draft"]["made_for_target"] is None
     assert "was made for" not in capfd.readouterr().err
     other = tiny_pair(tmp_path / "other", seed=7).target
@@ -108,7 +109,8 @@ def test_rivals_answer_the_same_prompt(
     uses = json.loads(row)["beside"]["uses"]
     names = [use["name"] for use in uses]
     assert names[:2] == ["SD inline K=2 on 1 core", "AR on 1 core"]
-    assert all(name.startswith("SD inline K=") for name in names[2:])  # its best K, if another
+    # Its best K, if another, and its draft with masks.
+    assert all(re.match(r"SD inline (in one forward )?K=", name) for name in names[2:])
     counts = [len(use["speeds"]) for use in uses]  # a slow use is not measured again
     assert counts[1] == max(counts) == 3 and min(counts) >= 2 and min(uses[-1]["speeds"]) > 0
     rows = [flat(json.loads(x)) for x in (tmp_path / "beside/runs.jsonl").read_text().splitlines()]

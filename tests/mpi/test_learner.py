@@ -23,7 +23,7 @@ LEARNING = ["--learners=1", "--learn=publish_s=0", *LONG]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     """A pair with one embedding, and three versions of its draft, the last of them the target."""
-    made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
+    made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3, masks=0)
     share_embedding(made)
     for number, share in enumerate((0.3, 0.7, 1.0)):
         (made.target.parent / f"{number}.version").write_bytes(packed(between(made, share)))

@@ -226,7 +226,7 @@ def test_a_row_says_what_answered(runs: Together) -> None:
 
 def test_rivals_of_ssd_use_one_rank_and_both(tmp_path: Path) -> None:
     """Two divisions of the ranks are open at once; all uses answer with the target's own tokens."""
-    pair = tiny_pair(tmp_path / "pair", vocab=V, heads=10, kv_heads=5, noise=0.1)
+    pair = tiny_pair(tmp_path / "pair", vocab=V, heads=10, kv_heads=5, noise=0.1, masks=0)
     words = [*TEXT.split(), f"--target={pair.target}", f"--draft={pair.draft}", "--beside=all"]
     words += ["--prompt_ids=5,3,8", "--num_tokens=30", f"--out={tmp_path}", "--beside_s=0"]
     done = ended(Started(["launch/local.sh", "2", *words]), tmp_path)
