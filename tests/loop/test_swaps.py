@@ -100,7 +100,7 @@ def drawing(made: TinyPair, count: int, **flags: Any) -> tuple[TextPair, RunConf
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3)
+    made = tiny_pair(tmp_path_factory.mktemp("pair"), noise=0.4, scale=3, masks=0)
     share_embedding(made)
     return made
 
@@ -159,7 +159,7 @@ def test_sampled_answers_follow_the_target_while_versions_come_and_go(
 
     It refuses a draft that draws with the weights in use and sends the q of the next version.
     """
-    made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
+    made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5, masks=0)
     base, config = drawing(made, 1500, **SAMPLED)
     versions = [between(made, share) for share in (0.9, -0.7, 0.3)]
     if is_biased:
@@ -210,7 +210,7 @@ def say_q_of_the_next_version(monkeypatch: pytest.MonkeyPatch, folders: list[str
 
 def test_weights_that_overflow_are_left_and_lose_nothing(tmp_path: Path) -> None:
     """Finite ones, whose logits are not: between good versions, and again, until none is taken."""
-    made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5)
+    made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5, masks=0)
     base, config = drawing(made, 1000, **SAMPLED)
     good = [packed(between(made, share)) for share in (0.9, 0.3)]
     huge = packed(overflowing(between(made, 0.5)))
