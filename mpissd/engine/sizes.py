@@ -140,14 +140,14 @@ class Sizes:
     @property
     def step_rows(self) -> int:
         """The rows that one draft forward computes for a branch: 1, or K with a parallel draft, for
-        its last token and K − 1 mask tokens. Bare matrix products compute no rows for masks."""
-        return 1 + self.masks if self.drafts_by_transformer else 1
+        its last token and K − 1 mask tokens."""
+        return 1 + self.masks
 
     @property
     def catches_up(self) -> bool:
         """Whether a parallel draft's forward also stores the K and V of the tokens, up to K a
         sequence, that were accepted since its last forward. In SSD the scoring forward does so."""
-        return self.step_rows > 1 and not self.fan_out
+        return self.masks > 0 and self.drafts_by_transformer and not self.fan_out
 
     @property
     def window(self) -> int | None:

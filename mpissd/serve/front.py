@@ -87,7 +87,6 @@ async def _serve(
         "num_drafts": config.num_drafts,
         "world_size": config.num_ranks,
         "lookahead": 0 if run.mode == "ar" else run.lookahead,
-        "forwards": " in one forward" if run.parallel_drafting and run.mode != "ar" else "",
     }
     member = None  # an object that keeps this server's address in the shared folder
     if config.register is not None:
@@ -147,7 +146,7 @@ async def _serve(
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             how = f"{about['mode']}"
             if about["lookahead"]:
-                how = f"{how}, K={about['lookahead']}{about['forwards']}"
+                how = f"{how}, K={about['lookahead']}{' in one forward' * run.parallel_drafting}"
             line = f"{url} serves {lead.check().model}{with_draft} ({how})"
             sys.stdout.write(f"{line}; Ctrl-C ends it\n")
             sys.stdout.flush()

@@ -14,7 +14,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import LOOKUP
 from mpissd.common.rng import Purpose, uniforms
 from mpissd.engine.job import DeviceMemory, Job, Serving, resolve
-from tests.loop.harness import Scenario, run, run_stepped
+from tests.loop.harness import CountingForwards, Scenario, run, run_stepped
 from tests.mpi.harness import Together, needs_mpi
 
 GB = 10**9
@@ -72,6 +72,15 @@ def test_a_context_takes_memory() -> None:
 
 TEXT = {"target": "8b", "draft": "1b", "pair": None, "workload": "text", "prompt_ids": "1,2,3"}
 INLINE = {"mode": "sd", "num_drafts": 0, "pair": "8b/1b", "forward": "transformer"}
+
+
+def test_bare_products_compute_a_parallel_draft_s_masks() -> None:
+    """As transformers do: K rows a branch, whether or not the model has a KV cache."""
+    for forward in ("gemm", "transformer"):
+        found = job(pair="8b/1b", backend="emulated", forward=forward, parallel_drafting=True)
+        worker = found.workload.draft_worker(CountingForwards())
+        assert worker.masks == range(found.draft.vocab_size, found.draft.vocab_size + 3)
+        assert found.step_rows == found.lookahead == 4
 
 
 def job_of(memory: int | None, serving: Serving | None = None, **flags: Any) -> Any:

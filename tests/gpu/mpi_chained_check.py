@@ -28,7 +28,7 @@ UNEQUAL = {"heads": 10, "kv_heads": 5, "head_dim": 32}  # shares of two ranks
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
 DYNAMIC = {"tree": 12, "tree_shape": "dynamic", "batch_size": 2}
-REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 30}
+REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 60}
 LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
 SSD = [{}, {"lookahead": 4, "fan_out": "geometric:9"}, {"batch_size": 3, "lookahead": 2}]
 IMPOSED = [{**REPLAY, "batch_size": 4}, {**REPLAY, "mode": "ar"}, LAWS]
@@ -43,7 +43,7 @@ def check(counts: Counter[str], name: str, **flags: Any) -> dict[int, list[int]]
     if COMM.rank == 0:
         assert found.sequences().tolist() == by_host.sequences().tolist(), name
         assert found.tokens() == by_host.tokens(), name
-        is_chained = 0.25 * counts["rounds"] < counts["ahead"] < counts["rounds"]
+        is_chained = 0.3 * counts["rounds"] < counts["ahead"] < counts["rounds"]
         assert is_chained or flags["mode"] == "ssd", (name, counts)
         print(f"pass  {name}: {counts['ahead']} of {counts['rounds']} rounds ahead", flush=True)
     return found.tokens()

@@ -86,7 +86,7 @@ class Workload(ABC):
     def draft_worker(self, stepper: Forwards) -> DraftWorker:
         """Returns the worker that runs a draft's forwards by `stepper`."""
         placement = self.job.placement(drafts=True)
-        return DraftWorker(stepper, self.draft_oracle(stepper), placement)
+        return DraftWorker(stepper, self.draft_oracle(stepper), placement, self.job.mask_ids)
 
     @abstractmethod
     def requests(self, first_id: int, count: int) -> list[Request]:

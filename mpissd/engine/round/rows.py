@@ -214,14 +214,23 @@ class TargetWorker(Worker[TargetOracle]):
 
 
 class DraftWorker(Worker[DraftOracle]):
-    """Runs the whole draft model, on a draft rank or (inline SD) on the target's rank 0."""
+    """Runs the whole draft model, on a draft rank or (inline SD) on the target's rank 0.
+
+    masks: the mask tokens that a parallel draft reads after the last token of a branch; else ().
+    """
 
     _first_row = 0  # the row of the last forward at which the branches' rows begin
 
-    @property
-    def masks(self) -> Sequence[int]:
-        """The mask tokens that a parallel draft reads after the last token of a branch; else ()."""
-        return () if self.placement is None else self.placement.masks
+    def __init__(
+        self,
+        stepper: Forwards,
+        oracle: DraftOracle,
+        placement: Placement | None = None,
+        masks: Sequence[int] = (),
+    ) -> None:
+        """masks: those of a model without a KV cache; with one, `placement` has them."""
+        super().__init__(stepper, oracle, placement)
+        self.masks = masks if placement is None else placement.masks
 
     def launch_scoring(
         self, batch: Batch, speculation: Speculation, fan_outs: FanOuts, levels: int
