@@ -68,7 +68,7 @@ def fan_out(table: pd.DataFrame) -> str:
 
 
 def latency(table: pd.DataFrame) -> str:
-    """Tells the parts of SSD's round of 8B, beside those of a tree's round."""
+    """Tells the parts of SSD's round of 8B, and those of a tree's round."""
     ours = table[table["panel"].str.startswith("8B/1B")]
     ssd = ours[ours["series"].str.match(r"SSD, .*lead")].set_index("part")["ms"]
     tree = ours[ours["series"].str.match(r"tree inline.*lead")].set_index("part")["ms"]

@@ -3,7 +3,7 @@
 
     docs/tables.py [FILE …]        (default: every .md file beside this one, and in results/)
 
-A table stands between two comments, of which the first holds its command, of mpissd or of a module
+A table is between two comments, of which the first holds its command, of mpissd or of a module
 in docs/ or results/:
 
     <!-- python -m mpissd compare results/h200-tables -->

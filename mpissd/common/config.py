@@ -78,7 +78,7 @@ def with_measured(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wants_text(flags: Mapping[str, str]) -> bool:
-    """Returns whether the flags give a prompt, or a target whose name stands for files with
+    """Returns whether the flags give a prompt, or a target whose name is that of files with
     weights, even if these files are not on this machine."""
     if any(name in flags for name in PROMPTS):
         return True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """Returns os.stat of the regular file at a path, or behind the symbolic link there. Raises
+    """Returns os.stat of the regular file at a path, or that the symbolic link there names. Raises
     OSError for a folder, pipe, device or socket."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):

@@ -11,7 +11,6 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Source
 from mpissd.common.shapes import MOST_MASKS
 from mpissd.common.workloads import class_of
-from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, BranchLayout, Shape, positional
@@ -20,6 +19,7 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
 from mpissd.engine.round.sequence import Placement
+from mpissd.engine.trees import TreeBatch
 
 _LONGEST_WINDOW = 8192  # the KV positions that a sequence without a prompt uses cyclically
 WARM_TOKENS = 8  # the length in tokens of the prompts that are decoded only for warm-up
@@ -222,7 +222,7 @@ class Sizes:
 
     @property
     def widest(self) -> int:
-        """How many of a row's likeliest tokens a draft forward must return at most beside the first
+        """How many of a row's likeliest tokens a draft forward must return besides the first
         one, at least 1: bonus candidates, and in a tree the second and later children of a node."""
         if self.dynamic is not None:
             return CHOICES - 1

@@ -52,7 +52,7 @@ INITIAL = 0.02  # standard deviation of randomly initialized weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
 FADING = 0.8  # weight of a step's loss, relative to the step before (2401.10774, section 2.2.1)
 MASK_FADING = 0.85  # weight of a mask token's loss, relative to the mask token before
-MASK_SHARE = 0.8  # share of mask tokens with a loss; the rest is mostly behind an answer's end
+MASK_SHARE = 0.8  # share of mask tokens with a loss; the rest mostly follows an answer's end
 ROWS = {"cpu": 256, "cuda": 8192}  # rows that a step's LM head computes, by device, in a StateDraft
 DECAY = 0.01  # weight decay of AdamW and of Muon
 
@@ -170,7 +170,7 @@ class ModelDraft(_Draft):
 
     def losses(self, samples: Samples, num_rows: int) -> Losses:
         """Returns mean losses over about `num_rows` random positions, those of answers first. For a
-        parallel draft they include mask tokens behind some positions, which weigh less the deeper
+        parallel draft they include mask tokens after some positions, which weigh less the deeper
         they are."""
         tokens = samples.tokens[:, :-1].long()
         length = tokens.shape[1]
@@ -347,7 +347,7 @@ def _chosen(wanted: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def following(answered: Tensor, anchors: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` positions behind each anchor, and whether the answer goes on up to each
+    """Returns the `count` positions after each anchor, and whether the answer goes on up to each
     of them, both [b, a, count]. answered: bool [b, length]. anchors: positions, int64 [b, a]."""
     after = anchors[..., None] + torch.arange(1, count + 1, device=anchors.device)
     inside = F.pad(answered, (0, count)).gather(1, after.flatten(1)).view_as(after)

@@ -46,7 +46,7 @@ class Llama(NamedTuple):
 
 
 class MaskRows(NamedTuple):
-    """Rows of r mask tokens, which a forward computes behind n real tokens. x: embeddings [b, r,
+    """Rows of r mask tokens, which a forward computes after n real tokens. x: embeddings [b, r,
     hidden]. cos, sin: RoPE's values by position, [b, r, 1, d]. seen: which of the n + r rows each
     mask row attends, bool [b, 1, g · r, n + r], repeated for the g query heads of a KV head."""
 

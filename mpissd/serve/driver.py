@@ -1,4 +1,4 @@
-"""Runs decoding rounds on the target's rank 0 (the lead) while requests come and go."""
+"""Runs decoding rounds on the target's rank 0 (the lead) while requests join and leave."""
 
 from __future__ import annotations
 

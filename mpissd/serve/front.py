@@ -140,7 +140,7 @@ async def _serve(
                 sys.stderr.write(f"\x1b[2Kmpissd: serve: loading, {loop.time() - begun:.0f} s\r")
                 sys.stderr.flush()
         if lead.is_serving:
-            shutil.rmtree(folder, ignore_errors=True)  # Now a kill leaves no folder behind.
+            shutil.rmtree(folder, ignore_errors=True)  # From here on a kill leaves no folder.
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

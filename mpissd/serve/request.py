@@ -29,7 +29,7 @@ from mpissd.serve.protocol import End, Tokens
 Parser = Callable[[str, Any], Any]  # makes a value of a field's name and JSON value (not null)
 MOST_STOPS, LONGEST_STOP = 16, 1024
 MOST_BIASES, MOST_CHOICES = 1024, 8
-MOST_TOP = 5  # the most alternatives that are returned beside each token
+MOST_TOP = 5  # the most alternatives that are returned with each token
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # {role: fields that messages of this role may have besides role and content}
 _MORE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}

@@ -333,7 +333,7 @@ def test_a_figure_of_the_study_keeps_its_texts_on_the_sheet(name: str) -> None:
 
 
 def test_a_bar_is_the_median_of_a_use_s_runs() -> None:
-    """The strongest stands first; its title has SSD over the strongest other use."""
+    """The strongest is first; its title has SSD over the strongest other use."""
     figure = drawn(on_machine(study(), "NVIDIA H200"), "measured")
     for ax in figure.axes:
         bars = figure.table()

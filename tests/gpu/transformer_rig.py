@@ -15,7 +15,6 @@ from mpissd.common.presets import ModelShape
 from mpissd.common.rounds import Outcome, Request
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
-from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law.tree import BranchLayout, Shape
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
@@ -31,6 +30,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.round.sequence import Placement
+from mpissd.engine.trees import TreeBatch
 from tests import transformer_reference
 
 PAGE = 128

@@ -289,7 +289,7 @@ def test_predictions_choose_k_unless_they_miss_by_far() -> None:
 
 
 def test_the_best_of_a_table_is_what_was_measured_best() -> None:
-    """One run has no spread; its prediction stands beside it; a core is not called a GPU."""
+    """One run has no spread; its prediction is in its line; a core is not called a GPU."""
     rows = [row("ar", 0, 300, backend="numpy")]
     rows += [
         row("sd", k, rate, backend="numpy", expected_tok_per_s=mean, prediction_error=error)

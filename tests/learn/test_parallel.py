@@ -33,7 +33,7 @@ J = 2
 @pytest.fixture(scope="module")
 def samples(sampler: Sampler) -> Samples:
     """Answers to 64 prompts of one or two tokens, at temperature 0, so that a draft can know them;
-    every fourth ends soon, with what a user might write behind it."""
+    every fourth ends soon, with what a user might write after it."""
     starts = [(1, 5, *range(40, 40 + n % 2 + 1), 50 + n, 2, 7, 1) for n in range(64)]
     given = blank(starts, LENGTH, "cpu")
     written = sampler.write(given, TEMPLATE, ANSWER, (torch.ones(64), torch.zeros(64)), keep=True)

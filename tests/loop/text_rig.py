@@ -13,7 +13,6 @@ from mpissd.common.rounds import Request, Sampling
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.wire import LinkShape
-from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.law import sampling
 from mpissd.engine.law.tree import BranchLayout
 from mpissd.engine.model.shard import ForwardOptions, TransformerShard
@@ -26,13 +25,14 @@ from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import LiveSequence, Placement
 from mpissd.engine.text.grammar import Grammars
 from mpissd.engine.text.tokenizer import Tokenizer
+from mpissd.engine.trees import TreeBatch
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
 _CAPACITY, _LANES = 32, 32
 Penalties = tuple[tuple[tuple[int, float], ...], float, float] | None  # bias, presence, frequency
 # A grammar over the tokens a, b, c and the end, 0 … 3, and by state the next state of each token
-# that it allows; state 3 is behind the end, where no token is masked.
+# that it allows; state 3 is after the end, where no token is masked.
 GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "start: /(ab|b[bc]|c)*/"}]})
 MOVES = ({0: 1, 1: 2, 2: 0, 3: 3}, {1: 0}, {1: 0, 2: 0}, dict.fromkeys(range(4), 3))
 

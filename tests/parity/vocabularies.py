@@ -4,7 +4,7 @@
     PYTHON tests/parity/vocabularies.py compare OUT
 
 `make` needs transformers and cyllama (llama.cpp), and nothing of mpissd. It writes Hugging Face
-folders and .gguf files, and beside each the library's tokens and texts. `compare` reads them with
+folders and .gguf files, and with each the library's tokens and texts. `compare` reads them with
 mpissd: each is equal, or refused in one line; exit code 1 if one is not.
 """
 

@@ -418,7 +418,7 @@ class Wild(Goodput):
     ],
 )
 def test_shared_beginnings(pair: TinyPair, mode: str, kv_tokens: int, is_wild: bool) -> None:
-    """Requests that come and go with one beginning have the tokens of their own jobs."""
+    """Requests that join and leave with one beginning have the tokens of their own jobs."""
     dice, count = random.Random(kv_tokens), 24 if is_wild else 14
     asked = []
     for n in range(count):

@@ -1,2 +1,2 @@
-"""Compute devices behind one interface: numpy (the reference), cupy (GPUs), and emulated (waits for
+"""Compute devices with one interface: numpy (the reference), cupy (GPUs), and emulated (waits for
 modelled times)."""

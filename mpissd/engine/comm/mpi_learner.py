@@ -84,7 +84,7 @@ class LearnerComms:
         self._all.Send(np.frombuffer(json.dumps(report).encode(), np.uint8), 0, _REPORT)
 
     def _probed(self, source: int, tag: int) -> Bytes | None:
-        """Returns a message of rank `source` and this tag, of any length; None if none is there."""
+        """Returns a message of rank `source` and this tag, of any length; or None."""
         status = MPI.Status()
         if not self._all.Iprobe(source, tag, status):
             return None
@@ -121,7 +121,7 @@ class PieceInbox:
         self._ended = False
 
     def take(self) -> Bytes | None:
-        """Returns the next piece of weights, which later calls overwrite; None if none is there."""
+        """Returns the next piece of weights, which later calls overwrite; or None."""
         if self._ended:
             return None
         if self._request is None:

@@ -21,7 +21,6 @@ from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Source, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
-from mpissd.engine.features.trees import TreeBatch
 from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stepper import Stepper
@@ -34,6 +33,7 @@ from mpissd.engine.round.oracle import Proposals
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
 from mpissd.engine.round.sequence import Batch, Change
 from mpissd.engine.round.speculator import InlineSpeculator, Speculator
+from mpissd.engine.trees import TreeBatch
 
 # Maps (round, function) to the result of the function on rank 0, which all target ranks get.
 Start = Callable[[int, Callable[[], Ints | None]], Ints | None]

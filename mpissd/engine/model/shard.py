@@ -35,7 +35,7 @@ class ForwardOptions:
     context: int = 0  # cached tokens that all rows of a sequence read; 0: no KV is read
     top_k: int = 1
     own_tokens: int = 1  # cached tokens after the context that a row reads for itself
-    values: bool = False  # return the logits of the top-k tokens beside their ids
+    values: bool = False  # return the logits of the top-k tokens and their ids
     # The next four fields size the KV cache, and stay 0 for a model without one.
     capacity: int = 0  # the most tokens that one sequence may have in the cache
     lanes: int = 0  # number of lanes, scratch KV buffers of speculative branches

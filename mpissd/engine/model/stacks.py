@@ -7,7 +7,7 @@ forwards with one candidate and with several are compiled separately.
 
 `GemmStack` is a transformer reduced to its matrix products: seven a layer, or six without a gated
 FFN: x → q,k,v → o → all-reduce → gate,up → down → all-reduce → next layer. Attention, norms and
-activation functions are left out: the product q stands for the attention's output, and gate for the
+activation functions are left out: the product q replaces the attention's output, and gate for the
 FFN's inner vector. k, v and up are computed for their memory traffic only; nothing reads them. A
 head-sized draft (common/shapes.py) begins with a product that joins its inputs, or ends in several
 heads on the hidden vector, each with its own LM head. Weights are random, and their scales preserve

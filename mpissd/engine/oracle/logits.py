@@ -39,7 +39,7 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import Logits, LogitsGather, OpenGather, Proposals
 from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.scheduler import Endings
-from mpissd.engine.round.sequence import Batch, LiveSequence
+from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 from mpissd.engine.sizes import WARM_TOKENS, Sizes
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
@@ -303,23 +303,15 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
         results = self._stepper.results()
-        num_heads, num_rows, width = results.ids.shape
+        _, num_rows, width = results.ids.shape
         all_best = results.ids.reshape(-1, width)
         for level in range(self._levels):
-            # Finds, for each node of a level, the row of the forward that gives its children.
-            # If there are several heads, the rows of head 0 come first, then those of head 1, ….
-            start = first_row + level * num_rows * (num_heads > 1)
-            parts = list[Ints]()
-            for branches in grown:
-                nodes = len(branches.shape.inner[branches.steps])
-                if self._masks:  # each level has a row of its own
-                    of_branch = start + level + np.arange(len(branches)) * (1 + self._masks)
-                    parts.append(np.repeat(of_branch, nodes))
-                    start += len(branches) * (1 + self._masks)
-                else:
-                    parts.append(start + np.arange(len(branches) * nodes))
-                    start += len(parts[-1])
-            rows = np.concatenate(parts)
+            counts = [len(part) * len(part.shape.inner[part.steps]) for part in grown]
+            if self._masks:  # a branch has a row for each level, which all nodes of the level read
+                row_of = np.arange(sum(map(len, grown))) * (1 + self._masks)
+                rows = first_row + level + np.repeat(row_of, sum(counts) // len(row_of))
+            else:  # a node has a row; the rows of a second head follow those of the first
+                rows = np.arange(sum(counts)) + first_row + level * num_rows
             best = all_best[rows]
             if self._is_replaced and results.values is not None:
                 values = results.values.reshape(-1, width)
@@ -327,25 +319,23 @@ class LogitsDraft(SampledDraft):
             drawn = Draws()
             states = [state for branches in grown for state in branches.states or ()]
             if any(state.grammar is not None for state in states):
-                best = self._masked(states, best, rows.tolist())
-            firsts = self._drawn(grown, best[:, 0], rows.tolist(), drawn)
-            end = 0
-            for branches, part_rows in zip(grown, parts, strict=True):
-                part = slice(end, end + len(part_rows))
-                end = part.stop
+                best = self._masked(states, best, rows)
+            firsts = self._drawn(grown, best[:, 0], rows, drawn)
+            for branches, count, end in zip(grown, counts, np.cumsum(counts), strict=True):
+                part = slice(end - count, end)
                 if firsts is not None:
                     self._grow(branches, firsts[part], drawn, best[part].tolist().__getitem__)
                 else:
                     branches.take(best[part])
 
-    def _masked(self, states: Sequence[DrawState], best: Ints, rows: Sequence[int]) -> Ints:
+    def _masked(self, states: Sequence[DrawState], best: Ints, rows: Index) -> Ints:
         """Returns the k likeliest tokens that grammars allow after each of n branches, [n, k], and
         stores the masked logits in `states`. best: the likeliest tokens, [n, k], which stay the
         result for branches without a grammar. rows: the row of the forward of each branch."""
         best = best.copy()
         for n, state in enumerate(states):
             if state.grammar is not None:
-                logits = self._stepper.logits([rows[n]])[0]
+                logits = self._stepper.logits([int(rows[n])])[0]
                 check_finite(logits, "draft")
                 state.logits = state.grammar.masked(logits, state.context, self._ids)
                 ranked = sampling.largest(state.logits, best.shape[1])
@@ -353,7 +343,7 @@ class LogitsDraft(SampledDraft):
         return best
 
     def _drawn(
-        self, grown: Sequence[Branches], best: Ints, rows: Sequence[int], shared: Draws
+        self, grown: Sequence[Branches], best: Ints, rows: Index, shared: Draws
     ) -> list[Proposal] | None:
         """Returns the first token drafted after each node of the branches' last level, sampled
         where the request has a temperature above 0. Returns None if no token is sampled, so that
@@ -372,13 +362,13 @@ class LogitsDraft(SampledDraft):
         draws: CupyDraws | None = getattr(self._stepper, "draws", None)
         if draws is not None and free and max(tops) <= draws.most_damped:
             asked = [
-                Drafting(rows[n], nodes[n][0].settings.temperature, u.pop(n), top)
+                Drafting(int(rows[n]), nodes[n][0].settings.temperature, u.pop(n), top)
                 for n, top in zip(free, tops, strict=True)
             ]
             for n, drawn in zip(free, draws.propose(asked, self._saguaro_c), strict=True):
                 proposals[n] = Proposal(self._named(drawn.token), drawn.q, drawn.kept)
         elif free:
-            logits = self._stepper.logits(rows)
+            logits = self._stepper.logits(rows.tolist())
             for n in free:
                 check_finite(logits[n], "draft")
                 nodes[n][0].logits = logits[n]

@@ -9,7 +9,7 @@ from mpissd.common.rounds import Source
 from mpissd.engine.text.tokenizer import Tokenizer
 
 BONUS = "bonus"
-# The name of each Source in answers. NONE stands for the bonus token, which the target emits.
+# The name of each Source in answers. NONE is the name of the bonus token, which the target emits.
 SOURCES = {int(source): source.name.lower() for source in Source} | {int(Source.NONE): BONUS}
 _LONGEST_CHARACTER = 4  # bytes of the longest UTF-8 character
 _MOST_BYTES = 16  # the most prompt tokens that are decoded with an answer, if all are single bytes

@@ -78,7 +78,7 @@ class Outcomes(NamedTuple):
     [sequences, K + 1], how many rounds of a sequence accepted 0 … K tokens. ranks: how high the
     draft ranked the bonus token after a rejection, and after K accepted tokens (None: unknown).
     fast: {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind
-    PARALLEL stands for a draft model that drafts all K tokens in one forward. levels: for that
+    PARALLEL is a draft model that drafts all K tokens in one forward. levels: for that
     model, int64 [sequences, K, R + 1], the rank of the target's token at each of the K positions
     among R candidates, or beyond them; counted where all tokens before it are among the candidates.
     """

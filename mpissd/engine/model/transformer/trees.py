@@ -30,7 +30,7 @@ MOST_LEVELS = 16
 MOST_NODES = 64
 TOKEN, ABOVE, SURE, NEXT_ROW = range(4)  # rows of Shapes.nodes
 PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT = range(10)  # rows of table_of
-NOBODY = -1  # stands for an absent value in arrays, such as no parent
+NOBODY = -1  # marks an absent value in arrays, such as no parent
 _LEAST = np.float32(-1e30)  # floor of log probabilities; also replaces those that are not finite
 
 

@@ -100,7 +100,7 @@ class Normed:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays that the norm's kernels (late_norm_…) write beside the values."""
+        """The arrays that the norm's kernels (late_norm_…) write in addition to the values."""
         return self.squares, self.norms, self.powers, self.factors
 
 
