@@ -370,6 +370,9 @@ class MachineFlags(Checked):
         "number G of target groups that share the draft; T = (world size - D) / G",
         needs="num_drafts=1 on_draft_loss=abort trace=None show=False",
     )
+    share_gpu: bool = flag(
+        False, switch, "let ranks share a GPU: they take turns", needs="backend=auto|cupy"
+    )
     all_reduce: str = flag(
         "auto",
         choice("auto", "oneshot", "nccl", "staged"),

@@ -87,7 +87,7 @@ _FIXES = (
     ("no answer within", "try mpirun -np 2 hostname; --deadline_s=300 if the machine is slow"),
     ("libcu|libnv", "reinstall CuPy: pip uninstall -y cupy-cuda12x cupy-cuda13x; make venv"),
     ("needs", "a larger TP, fewer layers (70b@8L), or a smaller PAIR (PAIR=toy always fits)"),
-    ("visible GPU|no usable GPU", "fewer ranks on this node, a GPU node, or BACKEND=numpy"),
+    ("share .*GPU|no usable GPU", "fewer ranks on this node, a GPU node, or BACKEND=numpy"),
     ("allowed: |pip install", "as the line says; docs/troubleshooting.md"),
     ("Error: ", "a defect of mpissd or of a library: the run itself shows the traceback"),
 )
@@ -421,6 +421,7 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
     Collective. Stores device names in `ranks`. Removes empty folders that it made. Raises
     ConfigError or Refused on every rank."""
     from mpissd.engine.session.session import doubt_of, opened
+    from mpissd.lab.measure.card import all_reduce_text
 
     sharpen_sleep()
     out = Path(config.out)
@@ -428,12 +429,13 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
     try:
         with opened(config) as session:
             for rank, info in zip(ranks, session.infos, strict=True):
-                ids = (info.uuid, info.bus_id) if info.kind == "gpu" else ()
+                bound = info.binding
+                ids = (info.uuid, info.bus_id, f"({bound})") if bound else ()
                 rank["device"] = " ".join(filter(None, (info.name, *ids)))
             job = session.job
             chosen = {
                 "backend": f"{session.backend.name} on {session.infos[0].name}",
-                "all-reduce": session.group.name,
+                "all-reduce": all_reduce_text(session),
                 "pair": " / ".join(model.name for model in (job.target, job.draft) if model),
             }
             doubt = doubt_of(job)

@@ -16,7 +16,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Cost, DeviceInfo
+from mpissd.engine.backend.base import Binding, Cost, DeviceInfo
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.backend.profile import EmulatedBackend, Profile, known_profiles, load_profile
 from mpissd.engine.backend.registry import choose, open_backend
@@ -250,15 +250,15 @@ TEXT = {"target": SMALL, "draft": SMALL, "prompt_ids": "1,2", "workload": "text"
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"auto": "cupy"}
     monkeypatch.setattr(module, "choose", lambda name: found.get(name, name))
-    monkeypatch.setattr(module, "visible_gpus", lambda: 1)
 
 
-def taken(ranks: int, rank: int = 0, hosts: str = "aaaa", **flags: Any) -> str:
-    """The backend that a rank takes; each letter of `hosts` is a rank's host."""
+def taken(ranks: int, rank: int = 0, hosts: str = "aaaa", gpus: str = "0000", **flags: Any) -> str:
+    """The backend that a rank takes; each letter of `hosts` is a rank's host, of `gpus` its GPU."""
     world = SimpleNamespace(rank=rank, size=ranks)
     topology: Any = SimpleNamespace(world=world, hosts=tuple(hosts[:ranks]), is_lead=rank == 0)
     config = RunConfig(forward="transformer", **{"mode": "ssd", **TEXT, **flags})
-    return module.backend_name(config, topology)
+    bindings = [Binding(0, 1, bus_id, None, None) for bus_id in gpus[:ranks]]
+    return module.backend_name(config, topology, bindings)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -273,10 +273,12 @@ def test_small_text_takes_cpu(rank: int, one_gpu: None, capsys: pytest.CaptureFi
     "flags",
     [
         {"backend": "cupy"},
+        {"share_gpu": True},
+        {"gpus": "01"},
         {"target": "70b", "draft": "1b"},
         {"workload": "gemm", "prompt_ids": None},
     ],
-    ids=["said", "large", "imposed laws"],
+    ids=["said", "shared", "a GPU each", "large", "imposed laws"],
 )
 def test_everything_else_stays_on_the_gpu_and_is_refused_there(
     flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]

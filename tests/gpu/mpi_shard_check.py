@@ -99,7 +99,7 @@ def open_backend(name: str) -> tuple[Backend, bool]:
     from mpissd.engine.backend.cupy_backend import CupyBackend
 
     count = cupy.cuda.runtime.getDeviceCount()
-    return CupyBackend(COMM.rank % count), count < COMM.size
+    return CupyBackend(COMM.rank), count < COMM.size
 
 
 def open_choice(backend: Backend, choice: str) -> Group:

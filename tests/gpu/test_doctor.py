@@ -48,4 +48,4 @@ def test_the_ranks_name_the_gpu_of_nvidia_smi() -> None:
 
 def test_one_visible_gpu_for_two_ranks() -> None:
     code, table = doctor("--tp=2", "--mode=ar", "--pair=toy", CUDA_VISIBLE_DEVICES="0")
-    assert code == 2 and "1 visible GPU(s)" in line(table, "session")
+    assert code == 2 and "share GPU-" in line(table, "session")

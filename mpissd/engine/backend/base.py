@@ -50,6 +50,27 @@ def element(key: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> ND
 
 
 @dataclass(frozen=True)
+class Binding:
+    """The GPU that a rank takes: `device` is its number among the `visible` ones of the process,
+    mask the value of CUDA_VISIBLE_DEVICES (None: not set). uuid: unique to a GPU or MIG instance,
+    None if unknown."""
+
+    device: int
+    visible: int
+    bus_id: str
+    uuid: str | None
+    mask: str | None
+
+    def gpu(self, host: str) -> str:
+        """Returns the name of this GPU of `host`, by which ranks find that they share it."""
+        return self.uuid or f"GPU {self.bus_id} of {host}"
+
+    def __str__(self) -> str:
+        mask = "" if self.mask is None else f", CUDA_VISIBLE_DEVICES={self.mask}"
+        return f"device {self.device} of {self.visible}{mask}"
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """What is known about the device of one rank; unknown fields are None."""
 
@@ -60,6 +81,7 @@ class DeviceInfo:
     memory_bytes: int | None = None  # the free memory at start-up
     cache_bytes: int | None = None  # the size of the last-level cache
     compute_capability: str | None = None
+    binding: Binding | None = None  # of a GPU
 
 
 @dataclass(frozen=True)

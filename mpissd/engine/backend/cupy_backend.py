@@ -33,6 +33,7 @@ from mpissd.engine.backend.cupy_device import (
     HALF,
     CupyProgram,
     Launcher,
+    bind,
     device_empty,
     device_info,
     reached,
@@ -169,26 +170,17 @@ def operand(array: Any) -> Operand:
 
 
 class CupyBackend(Backend):
-    """The backend of GPU number local_rank, with one stream; raises ConfigError without that
-    GPU."""
+    """The backend of the GPU that `bind` chooses, with one stream."""
 
     name = "cupy"
     itemsize = 2
     dtype_name = "float16"
 
     def __init__(self, local_rank: int, *, graph: bool = True) -> None:
-        """Opens GPU number local_rank. graph: whether to capture programs as CUDA graphs."""
-        try:
-            count = int(runtime.getDeviceCount())
-        except runtime.CUDARuntimeError as error:
-            raise ConfigError(f"backend 'cupy': no usable GPU ({error}); allowed: numpy") from error
-        if local_rank >= count:
-            raise ConfigError(
-                f"backend 'cupy': {local_rank + 1} ranks on this node (local rank {local_rank}), "
-                f"{count} visible GPU(s); allowed: one rank a GPU (--mode=sd --num_drafts=0 drafts "
-                "on the target's), or --backend=numpy"
-            )
-        self.device_id = local_rank
+        """Opens the GPU of the rank with this number on its host; raises ConfigError if there is
+        none. graph: whether to capture programs as CUDA graphs."""
+        binding = bind(local_rank)
+        self.device_id = binding.device
         self.use_here()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._launcher = self.launcher(early=False)
@@ -198,11 +190,11 @@ class CupyBackend(Backend):
         self._sums = device_empty((self._read_blocks,), np.uint32)
         self._scratches: dict[int, Any] = {}
         self._programs: weakref.WeakSet[CupyProgram] = weakref.WeakSet()
-        self.info = device_info(local_rank)
+        self.info = device_info(binding)
         self.stop = self.host_ints(1)  # Any value but 0 makes kernels stop waiting for other ranks.
         self._chain: ChainRunner | None = None
         self._packs = False
-        self.no_chain_reason = why_not(local_rank)
+        self.no_chain_reason = why_not(self.device_id)
         if self.no_chain_reason is None:
             self._chain = ChainRunner(self._launcher, self.stop)
             self.few_rows = chain_plan.MAX_ROWS

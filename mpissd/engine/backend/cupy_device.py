@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,25 +16,43 @@ from cupy.cuda import runtime
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.engine.backend import kernels
-from mpissd.engine.backend.base import DeviceInfo, Program
+from mpissd.engine.backend.base import Binding, DeviceInfo, Program
 
 HALF = np.dtype(np.float16)
 _NOT_READY = 600  # the error code cudaErrorNotReady
 
 
-def device_info(device_id: int) -> DeviceInfo:
-    """Returns what CUDA reports about a GPU; memory_bytes: the memory that is free now."""
-    properties = runtime.getDeviceProperties(device_id)
+def bind(local_rank: int) -> Binding:
+    """Returns the GPU that the rank with this number on its host takes, local_rank modulo the
+    visible GPUs: a launcher may show each rank only its own. Allocates nothing on the GPU. Raises
+    ConfigError if no GPU is visible."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        visible = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        why = str(error) if mask is None else f"{error}; CUDA_VISIBLE_DEVICES={mask}"
+        raise ConfigError(f"backend 'cupy': no usable GPU ({why}); allowed: numpy") from error
+    device = local_rank % visible
     # CuPy reads the UUID as a C string, which a zero byte ends too early.
-    uuid = bytes(properties.get("uuid", b""))[:16]
+    octets = bytes(runtime.getDeviceProperties(device).get("uuid", b""))[:16]
+    uuid = f"GPU-{UUID(bytes=octets)}" if len(octets) == 16 else None
+    if mask is not None and mask.startswith("MIG-"):  # CUDA shows one MIG instance, the first
+        uuid = mask.partition(",")[0]
+    return Binding(device, visible, runtime.deviceGetPCIBusId(device), uuid, mask)
+
+
+def device_info(binding: Binding) -> DeviceInfo:
+    """Returns what CUDA reports about a GPU; memory_bytes: the memory that is free now."""
+    properties = runtime.getDeviceProperties(binding.device)
     return DeviceInfo(
         name=properties["name"].decode(),
         kind="gpu",
-        uuid=f"GPU-{UUID(bytes=uuid)}" if len(uuid) == 16 else None,
-        bus_id=runtime.deviceGetPCIBusId(device_id),
+        uuid=binding.uuid,
+        bus_id=binding.bus_id,
         memory_bytes=int(runtime.memGetInfo()[0]),
         cache_bytes=int(properties["l2CacheSize"]),
         compute_capability=f"{properties['major']}.{properties['minor']}",
+        binding=binding,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from mpissd.common.errors import ConfigError, unknown
-from mpissd.engine.backend.base import Backend
+from mpissd.engine.backend.base import Backend, Binding
 
 NAMES = ("auto", "numpy", "cupy", "emulated")
 _NO_CUPY = (
@@ -41,11 +41,16 @@ def check_here(name: str) -> None:
         raise ConfigError("backend 'cupy': no usable GPU; allowed: numpy, emulated")
 
 
-def visible_gpus() -> int:
-    """Returns how many GPUs this process sees. CuPy must be installed."""
-    import cupy
+def binding_of(name: str, local_rank: int) -> Binding | None:
+    """Returns the GPU that this rank takes with the backend `name`, and opens nothing; None without
+    a GPU. Raises ConfigError for cupy if there is no CuPy, or no visible GPU."""
+    if name != "cupy":
+        return None
+    if not _has_cupy():
+        raise ConfigError(_NO_CUPY)
+    from mpissd.engine.backend.cupy_device import bind
 
-    return int(cupy.cuda.runtime.getDeviceCount())
+    return bind(local_rank)
 
 
 def unopened(name: str) -> str:
@@ -58,7 +63,7 @@ def open_backend(name: str, *, device: str, local_rank: int, graph: bool = True)
     """Opens the backend `name` (not "auto") on this rank's device. device: the profile of an
     emulated device. local_rank: this rank's number on its host, which selects the GPU. graph:
     whether CUDA graphs are captured. Raises ConfigError for an unknown name or profile, without
-    CuPy, or with more ranks than GPUs."""
+    CuPy, or without a visible GPU."""
     if name == "numpy":
         from mpissd.engine.backend.numpy_backend import NumpyBackend
 

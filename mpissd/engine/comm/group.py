@@ -14,6 +14,7 @@ class Group(ABC):
 
     name: str
     capturable = True  # whether a CUDA graph may capture the collectives
+    not_oneshot = ""  # why auto has no one-shot kernels, if it tried them
     spent_s: float | None = None  # host seconds spent in collectives; None if a device runs them
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:

@@ -119,16 +119,18 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
             has_nccl = bool(nccl.available)
     places = comm.allgather(GpuPlace(MPI.Get_processor_name(), info.bus_id or "?", has_nccl))
     name = choose(choice, places, oneshot=info.kind == "gpu")
+    why = ""
     if name == "oneshot":
         try:
             return OneshotGroup(device, comm, waiter)
-        except ConfigError:  # every rank raises it
+        except ConfigError as error:  # every rank raises it
             if choice == "oneshot":
                 raise
+            why = str(error).rpartition("; allowed")[0]
             name = choose(choice, places, oneshot=False)
-    if name == "nccl":
-        return NcclGroup(device, comm, waiter)
-    return StagedGroup(device, comm, waiter)
+    group = (NcclGroup if name == "nccl" else StagedGroup)(device, comm, waiter)
+    group.not_oneshot = why
+    return group
 
 
 class MpiGroup(Group):

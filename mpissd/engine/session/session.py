@@ -42,8 +42,8 @@ from mpissd.common.presets import resolve_model, target_of
 from mpissd.common.process import keep_freed
 from mpissd.common.stage import Stage
 from mpissd.common.wait import Waiter, within
-from mpissd.engine.backend.base import Backend, DeviceInfo
-from mpissd.engine.backend.registry import choose, open_backend, visible_gpus
+from mpissd.engine.backend.base import Backend, Binding, DeviceInfo
+from mpissd.engine.backend.registry import binding_of, choose, open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.comm.mpi_learner import LearnerComms
@@ -393,15 +393,20 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
     with agreed(topology.world):
         if topology.is_lead:
             make_output(config.out)
+        binding = binding_of(choose(config.backend), topology.local_rank)
+    bindings = topology.world.allgather(binding)
+    name = backend_name(config, topology, bindings)
+    names = topology.world.allgather(name)
+    if len(set(names)) > 1:  # --backend=auto found a GPU on some hosts only.
+        raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
+    with agreed(topology.world):
+        if name == "cupy" and not config.share_gpu:
+            refuse_sharing(bindings, topology.hosts)
         device = (topology.is_draft and config.draft_device) or config.device
-        name = backend_name(config, topology)
         backend = open_backend(
             name, device=device, local_rank=topology.local_rank, graph=config.graph
         )
     resources.callback(backend.close)
-    names = topology.world.allgather(backend.name)
-    if len(set(names)) > 1:  # --backend=auto found a GPU on some hosts only.
-        raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
     infos = topology.world.allgather(backend.info)
     group: Group = SoloGroup()
     with agreed(topology.world):
@@ -419,13 +424,36 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
     return machine
 
 
+def refuse_sharing(bindings: Sequence[Binding | None], hosts: Sequence[str]) -> None:
+    """Raises ConfigError if two ranks take one GPU. bindings, hosts: by rank."""
+    first: dict[str, int] = {}
+    for rank, (binding, host) in enumerate(zip(bindings, hosts, strict=True)):
+        if binding is None:
+            continue
+        other = first.setdefault(binding.gpu(host), rank)
+        if other != rank:
+            raise ConfigError(
+                f"ranks {other} ({bindings[other]}) and {rank} ({binding}) share "
+                f"{binding.gpu(host)}; allowed: a GPU a rank (--mode=sd --num_drafts=0 drafts on "
+                "the target's; srun --gpus-per-task=1), --share_gpu, or --backend=numpy"
+            )
+
+
+def distinct_gpus(infos: Iterable[DeviceInfo], hosts: Sequence[str]) -> list[str]:
+    """Returns a name of each rank's GPU, the same for ranks that share it; ranks without a GPU have
+    names of their own. infos, hosts: by rank, its device and host."""
+    bound = enumerate(zip((info.binding for info in infos), hosts, strict=False))
+    return [binding.gpu(host) if binding else f"rank {rank}" for rank, (binding, host) in bound]
+
+
 def memory_shares(infos: Sequence[DeviceInfo], hosts: Sequence[str]) -> list[int | None]:
-    """Returns the bytes of memory that each rank may use (None: unknown): those of its GPU, or, for
-    a CPU rank, an equal share of its host's memory. infos, hosts: by rank, its device and host."""
-    ranks = Counter(hosts)
+    """Returns the bytes of memory that each rank may use (None: unknown): an equal share of its
+    GPU's or, for a CPU rank, of its host's memory. infos, hosts: by rank, its device and host."""
+    gpus = distinct_gpus(infos, hosts)
+    ranks = Counter(hosts) + Counter(gpus)
     shares: list[int | None] = []
-    for info, host in zip(infos, hosts, strict=True):
-        sharers = ranks[host] if info.kind == "cpu" else 1
+    for info, host, gpu in zip(infos, hosts, gpus, strict=True):
+        sharers = ranks[host if info.kind == "cpu" else gpu]
         shares.append(None if info.memory_bytes is None else info.memory_bytes // sharers)
     return shares
 
@@ -436,21 +464,23 @@ def _least(shares: Sequence[int | None]) -> int | None:
     return None if len(sizes) < len(shares) else min(sizes, default=None)
 
 
-def backend_name(config: RunConfig, topology: Topology) -> str:
+def backend_name(config: RunConfig, topology: Topology, bindings: Sequence[Binding | None]) -> str:
     """Returns the name of this rank's backend, the same on all ranks of a host. With
     --backend=auto, a small text model runs on "numpy" if the host has fewer GPUs than ranks (SSD on
-    a laptop), because ranks cannot share a GPU, and CPUs read a small model's 16-bit weights fast
-    enough. Rank 0 then writes this to stderr."""
+    a laptop), because CPUs read a small model's 16-bit weights fast enough. Rank 0 then writes this
+    to stderr. bindings: the GPU of each rank."""
     name = choose(config.backend)
     where = target_of(config.pair) if config.pair else config.target
     if config.backend != "auto" or name != "cupy" or not config.is_text or where is None:
         return name
     size = Shard(resolve_model(where)).weight_bytes(ForwardOptions(lm_head=True), 2)
-    here = topology.hosts.count(topology.hosts[topology.world.rank])
-    if size > _SMALL_BYTES or here <= (gpus := visible_gpus()):
+    host = topology.hosts[topology.world.rank]
+    here = [bound for bound, other in zip(bindings, topology.hosts, strict=True) if other == host]
+    gpus = len({bound.gpu(host) for bound in here if bound})
+    if size > _SMALL_BYTES or gpus == len(here) or config.share_gpu:
         return name
     if topology.is_lead:
-        line = f"{here} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
+        line = f"{len(here)} ranks, {gpus} visible GPU(s): backend numpy, one core a rank"
         _tell(f"{line} (on the GPU: --backend=cupy --mode=sd --num_drafts=0)")
     return "numpy"
 

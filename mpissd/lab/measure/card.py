@@ -17,6 +17,9 @@ from mpissd.engine.session.session import Session
 from mpissd.lab.measure.row import answers_file
 from mpissd.lab.show import columns_of
 
+# What a sum of 16 KB by NCCL takes longer, for T = 2 and more, on H200s (docs/performance.md).
+_NCCL_LONGER_US = 3.1, 6.2
+
 
 def print_card(session: Session) -> None:
     """Prints the job's settings, ranks and devices to stdout, before anything is measured."""
@@ -45,6 +48,8 @@ def print_card(session: Session) -> None:
     lines.append(("backend", f"{backend.name} ({backend.dtype_name})"))
     if backend.info.kind == "emulated":
         lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
+    if job.tp > 1:
+        lines.append(("sums", all_reduce_text(session)))
     lines += rank_lines(topology, session.infos)
     if config.learners:
         learning = config.learning
@@ -58,6 +63,20 @@ def print_card(session: Session) -> None:
     print("\n".join(f"{name:>8}  {text}" for name, text in lines), flush=True)
 
 
+def all_reduce_text(session: Session) -> str:
+    """Returns the name of the all-reduce and, if the one-shot kernels were tried in vain, the
+    reason and what that costs."""
+    group = session.group
+    if not group.not_oneshot:
+        return group.name
+    cost = "through host memory, and forwards are no CUDA graphs"
+    if group.name == "nccl":
+        sums = 2 * session.job.target.num_layers
+        cost_us = sums * _NCCL_LONGER_US[session.job.tp > 2]
+        cost = f"on an H200 {sums} of them make a forward {cost_us / 1e3:.2f} ms longer"
+    return f"{group.name} ({cost}): {group.not_oneshot}"
+
+
 def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[str, str]]:
     """Returns ("rank N", text) for each MPI rank N; the text says whether the rank runs target or
     draft, and names its host and device. infos: each rank's device."""
@@ -65,7 +84,8 @@ def rank_lines(topology: Topology, infos: Sequence[DeviceInfo]) -> list[tuple[st
     for rank, (host, info) in enumerate(zip(topology.hosts, infos, strict=True)):
         role = "target" if rank % topology.tp else "lead"
         role = "draft" if rank >= topology.first_draft else role
-        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}"))
+        bound = f"  ({info.binding})" if info.binding else ""
+        lines.append((f"rank {rank}", f"{role:6} {host}  {info.name}{bound}"))
     return lines
 
 

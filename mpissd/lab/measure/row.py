@@ -33,7 +33,7 @@ from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
 from mpissd.engine.oracle.logits import TextWorkload
 from mpissd.engine.oracle.workload import ROW_FIELDS
 from mpissd.engine.round.draft import Drafter
-from mpissd.engine.session.session import Session
+from mpissd.engine.session.session import Session, distinct_gpus
 from mpissd.engine.text.answer import SOURCES, AnswerText
 from mpissd.engine.text.tokenizer import tokenizer_digest
 from mpissd.lab.measure.calibrate import JobProfile, WarmUp, chosen
@@ -167,7 +167,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     backend = session.backend
     topology = session.topology
     draft = measured.draft
-    num_gpus = job.world_size - (shares_gpu_of(measured, session.infos) is not None)
+    sharing = len(session.infos) - len({*distinct_gpus(session.infos, topology.hosts)})
+    num_gpus = job.world_size - sharing - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
     # A group has no accept_histogram of its own, because the row has one for all groups.
     groups: list[Mapping[str, Any]] = [
