@@ -125,7 +125,7 @@ class MethodFlags(Checked):
         "fixed",
         choice("fixed", "dynamic"),
         "fixed, or dynamic: each round's own by the draft's probabilities (inline sd)",
-        workloads="text",
+        workloads="text replay",
         needs="tree>0 mode=sd num_drafts=0 temperature=0.0 grammar=None",
     )
     parallel_drafting: bool = drafting(

@@ -30,6 +30,7 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
         # Greedy tokens have probability 1, so that their distributions are not sent.
         vocab=workload.proposal_width if sampled else 0,
         prompt_tokens=workload.prompt_tokens,
+        forced=2 * job.verified + job.lookahead + 1,
     )
 
 

@@ -106,7 +106,7 @@ def test_contradictions_are_refused(path: Path) -> None:
     with np.load(path) as archive:
         found = dict(archive)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"header": header_of(path, schema=3)}, "schema 3: allowed: 1, 2"),
+        ({"header": header_of(path, schema=4)}, "schema 4: allowed: 1 to 3"),
         ({"marginals": np.zeros((2, 3, 5), np.uint16)}, "marginals has 2 rows"),
         ({"marginals": np.zeros((len(found["top"]), 4, 5))}, r"marginals \(.*allowed: .* 1..3, 1"),
         ({"marginals": np.zeros((len(found["top"]), 3, 7))}, r"marginals \(.*allowed: .*, 1..6"),
@@ -185,6 +185,32 @@ def recorded(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     told |= {"num_tokens": LIMIT, "stop_token": STOP, "lookahead": 5, "fan_out": 8}
     assert main(["pair", *(f"--{name}={value}" for name, value in told.items())]) == 0
     return path
+
+
+def test_wrong_trees_are_refused(recorded: Path) -> None:
+    rows = len(np.load(recorded)["top"])
+    wrong = [
+        ({"ranking": np.zeros((rows - 1, 31), np.uint8)}, "ranking has .* rows"),
+        ({"ranking": np.zeros((rows, 31), np.int16)}, r"ranking \(.*allowed: with 8 marginals"),
+        ({"marginals": None}, r"ranking \(.*allowed: with 8 marginals"),
+        ({"ranking": np.full((rows, 2), 8, np.uint8)}, "a node before its parent"),
+        ({"ranking": np.tile(np.arange(0, 48, 8, dtype=np.uint8), (rows, 1))}, "the last level"),
+    ]
+    for arrays, reason in wrong:
+        assert re.search(reason, refusal(rewritten(recorded, **arrays)))
+    old = rewritten(recorded, ranking=None)
+    dynamic = {"mode": "sd", "num_drafts": 0, "tree_shape": "dynamic", "lookahead": 5, "tree": 31}
+    dynamic["parallel_drafting"] = True
+    for path, flags, reason in (
+        (recorded, {"parallel_drafting": False}, "allowed: with parallel_drafting"),
+        (recorded, {"tree": 32}, "tree=32, .*allowed: at most 31 nodes, as recorded"),
+        (recorded, {"lookahead": 4}, "lookahead=4, tree_shape=dynamic .*allowed: 5, as recorded"),
+        (old, {}, "allowed: a recording of schema 3"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            job_of(path, **{**dynamic, **flags})
+    for tree, lookahead in ((31, 5), (4, 9)):
+        job_of(recorded, **{**dynamic, "tree": tree, "lookahead": lookahead})
 
 
 @pytest.mark.parametrize("flags", RUNS, ids=str)

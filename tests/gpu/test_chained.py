@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mpissd.common.config import parse_flags
+from mpissd.__main__ import main
+from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.records import RoundRecords
 from mpissd.engine.features.joined_growth import JoiningWorker
 from mpissd.engine.law.tree import Shape
@@ -19,7 +21,8 @@ from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
 from tests.gpu.transformer_rig import STAGES, check_growing, check_stages, use_megakernel
-from tests.text.test_chained import PARALLEL
+from tests.text.test_chained import PARALLEL, imposed
+from tests.text_config import finished
 from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
 
 pytestmark = pytest.mark.gpu
@@ -161,6 +164,24 @@ def test_dynamic_trees_say_the_same_tokens(
     means = [records.sequences()[:, 3].mean() for records in (found, on_cpu)]
     allowed = 0.15 if of is pair else 0.5  # all of K tokens or few are accepted
     assert abs(means[0] - means[1]) < allowed, means
+
+
+@pytest.mark.parametrize(("tree", "batch_size"), [(4, 1), (15, 3), (31, 1)])
+def test_dynamic_trees_are_replayed(
+    masked: TinyPair, tree: int, batch_size: int, counts: Counter[str], tmp_path: Path
+) -> None:
+    """As by the host on a device that computes nothing; random models would draft other trees."""
+    made = {"out": tmp_path / "pair.npz", "backend": "numpy", "num_tokens": 60, "lookahead": 6}
+    made |= {"target": masked.target, "draft": masked.draft, "fan_out": 7}
+    made |= {"prompt_ids": PARALLEL["prompt_ids"]}
+    assert main(["pair", *(f"--{name}={value}" for name, value in made.items())]) == 0
+    told: dict[str, Any] = {"workload": "replay", "recording": str(made["out"]), "mode": "sd"}
+    told |= {"num_drafts": 0, "lookahead": 6, "tree": tree, "tree_shape": "dynamic"}
+    told |= {"parallel_drafting": True, "batch_size": batch_size, "num_tokens": 60}
+    found = decode(**imposed(tmp_path, vocab=9), **told)
+    assert counts["ahead"] > 0.3 * counts["rounds"] > 2
+    told |= {"backend": "emulated", "device": "null", "pair": "toy"}
+    assert found.sequences().tolist() == finished(RunConfig(**told)).records.sequences().tolist()
 
 
 def test_a_dynamic_trees_models_may_have_unequal_heads(gpu: None, counts: Counter[str]) -> None:

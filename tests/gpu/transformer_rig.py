@@ -275,6 +275,10 @@ def check_stages(backend: Any, tree: Shape, dynamic: Size | None, masks: range) 
         sheet.state[:, SLOT] = rng.permutation(4) - 1
         sheet.state[:, BEFORE:] = rng.integers(-1, 2, (4, sheet.back))
         sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
+        if dynamic:  # parents
+            nodes = sheet.nodes
+            above = rng.integers(0, np.arange(1, nodes + 1), (3, 4, nodes))
+            sheet.forced[:, :, nodes : 2 * nodes] = above
         sheet.decided[...] = rng.integers(0, 3, sheet.decided.shape)
         twins = []
         for one in ends:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpissd.__main__ import main
 from mpissd.common.errors import FaultError
 from mpissd.engine import Decoder, RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
@@ -46,10 +47,10 @@ def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
     return {"workload": "text", "prompt_ids": PROMPTS, "num_tokens": TOKENS, **models, **flags}
 
 
-def imposed(folder: Path) -> dict[str, Any]:
+def imposed(folder: Path, vocab: int = 49152) -> dict[str, Any]:
     """Flags of random models whose outcomes are imposed."""
     shape = folder / "config.json"
-    told = config(1, vocab=49152, heads=2, kv_heads=1, hidden=32)
+    told = config(1, vocab=vocab, heads=2, kv_heads=1, hidden=32)
     shape.write_text(json.dumps(told | {"mpissd": {"masks": 6}}))
     models = dict.fromkeys(("target", "draft"), str(shape))
     return {"forward": "transformer", "context": 20, **models}
@@ -208,6 +209,29 @@ def test_dynamic_trees_are_the_likeliest_nodes(
                 right.append([*hits, False].index(False) == count)
             at += count + 1
     assert len(right) > 9 and sum(right) >= len(right) - 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("tree", [4, 15, 31])
+def test_dynamic_trees_are_replayed(
+    pair: TinyPair, tree: int, batch_size: int, chained: dict[str, int], tmp_path: Path
+) -> None:
+    """By the device in chained rounds, and by the host where nothing is computed."""
+    flags = {**PARALLEL, "lookahead": 6, "tree": tree, "batch_size": batch_size}
+    told = text(pair, tree_shape="dynamic", **flags)
+    run = decode(**told)
+    made = {"out": tmp_path / "pair.npz", "lookahead": 6, "fan_out": 7}
+    made |= {name: told[name] for name in ("target", "draft", "prompt_ids", "num_tokens")}
+    assert main(["pair", *(f"--{name}={value}" for name, value in made.items())]) == 0
+    del flags["prompt_ids"]
+    flags |= {"workload": "replay", "recording": str(made["out"]), "tree_shape": "dynamic"}
+    chained.update(rounds=0, ahead=0)
+    found = decode(**imposed(tmp_path, vocab=9), **flags)
+    assert chained["ahead"] > 0.5 * chained["rounds"] > 2
+    by_host = decode(pair="toy", **{**flags, "backend": "emulated", "device": "null"})
+    assert (run.records.sequences()[:, 3] > 0).any()
+    for replay in (found, by_host):
+        assert replay.records.sequences().tolist() == run.records.sequences().tolist()
 
 
 @pytest.mark.parametrize(("levels", "nodes"), [(2, 40), (3, 64), (4, 15)])

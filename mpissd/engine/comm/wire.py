@@ -83,7 +83,8 @@ class LinkShape:
 
     group: the number of the target group. batch: the largest batch size b. lookahead: the most
     drafted tokens of a sequence. vocab: V if distributions of sampled tokens are sent, else 0.
-    prompt_tokens: the most prompt tokens of a sequence; 0 if sequences have no prompts.
+    prompt_tokens: the most prompt tokens of a sequence; 0 if sequences have no prompts. forced: the
+    most numbers that START imposes on a sequence's round.
     """
 
     group: int
@@ -92,6 +93,7 @@ class LinkShape:
     _: KW_ONLY
     vocab: int = 0
     prompt_tokens: int = 0
+    forced: int = 0
 
     @property
     def sampled(self) -> bool:
@@ -114,7 +116,7 @@ class LinkShape:
             Kind.PLAN: outcome + self.speculation_width,
             Kind.PROPOSALS: self.lookahead * self.vocab,
             Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_SAMPLING // 4,
-            Kind.START: 2 * self.lookahead + 1,
+            Kind.START: self.forced,
         }
         return self.batch * each[kind]
 

@@ -27,6 +27,8 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
+from mpissd.engine.model.transformer.trees import accepted as accepted_of
+from mpissd.engine.oracle.replay import ReplayedTrees
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.draft import Drafter
 from mpissd.engine.round.oracle import Proposals
@@ -51,7 +53,7 @@ def chained_forwards(
     if target is None:
         return None
     if not leads(_can_chain(job, target, draft)):
-        if job.dynamic is not None:
+        if job.dynamic is not None and not isinstance(target, ReplayedTrees):
             raise ConfigError("tree_shape=dynamic where no rounds are chained: allowed: fixed")
         return None
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
@@ -77,7 +79,7 @@ def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
-    if not (stepper.backend.chains or anywhere):
+    if not (stepper.backend.chains or anywhere) or stepper.backend.info.kind == "emulated":
         return False
     is_captured = stepper.stack.group.capturable or not stepper.backend.capture
     return isinstance(stepper.stack, TransformerStack) and is_captured
@@ -225,11 +227,7 @@ class DeviceTarget(TargetWorker):
         self._imposed = None
         emitted = batch.lengths.copy()  # the least lengths of sequences after this round
         if not self.oracle.reads_forwards:  # imposed tokens: the outcome is known
-            drafted = Speculation.empty(0, len(batch), forwards.nodes)
-            if branches is not None:
-                drafted.num_draft[...] = forwards.nodes
-                drafted.tokens[...] = branches.tokens
-            self._imposed = self.oracle.judge(batch, drafted, Speculator().proposal)
+            self._imposed = self._known(branches)
             emitted += forwards.shape.depths[self._imposed[0]]
         assert isinstance(self.stepper, Stepper)
         if int(_room(batch, self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
@@ -238,6 +236,22 @@ class DeviceTarget(TargetWorker):
         if any(limit is not None and n >= limit for n, limit in zip(emitted, limits, strict=True)):
             return None
         return self._forced(self._next_branches())
+
+    def _known(self, branches: Branches | None) -> tuple[Ints, Ints]:
+        """Returns the outcome (accepted, bonus) of this round, whose tokens are imposed."""
+        batch = self._batch
+        true = self.oracle.truth()
+        if (trees := self._trees()) is not None and true is not None:
+            depths = accepted_of(*trees, true)
+            return depths.astype(np.int32), true[np.arange(len(batch)), depths]
+        drafted = Speculation.empty(0, len(batch), self._forwards.nodes)
+        if branches is not None:
+            drafted.num_draft[...] = self._forwards.nodes
+            drafted.tokens[...] = branches.tokens
+        return self.oracle.judge(batch, drafted, Speculator().proposal)
+
+    def _trees(self) -> tuple[Ints, Ints] | None:
+        return None if self._draft is None else self._draft.oracle.trees()
 
     def wait(self, waiter: Waiter) -> None:
         if not self._forwards.is_on:
@@ -290,16 +304,18 @@ class DeviceTarget(TargetWorker):
 
     def _forced(self, branches: Branches | None) -> Ints:
         """Returns the imposed (synthetic or recorded) tokens of a round, which the GPU uses instead
-        of those of the models, int32 [b, N + K + 1]: the N drafted tokens, then the target's K + 1
-        tokens; NOBODY (a marker) where a model, not the workload, decides."""
-        nodes = self._forwards.nodes
-        width = nodes + self._forwards.lookahead + 1
+        of those of the models, as rows of Sheet.forced; NOBODY (a marker) where a model, not the
+        workload, decides."""
+        width = self._forwards.sheet.forced.shape[-1]
         forced = np.full((len(self._batch), width), NOBODY, np.int32)
         truth = self.oracle.truth()
         if truth is not None:
-            forced[:, nodes:] = truth
-            if branches is not None:
-                forced[:, :nodes] = branches.tokens
+            drafted = width - truth.shape[1]
+            forced[:, drafted:] = truth
+            if (trees := self._trees()) is not None:
+                forced[:, :drafted] = np.hstack(trees[::-1])
+            elif branches is not None:
+                forced[:, :drafted] = branches.tokens
         return forced
 
     def _next_branches(self) -> Branches | None:

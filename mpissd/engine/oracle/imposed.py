@@ -58,6 +58,10 @@ class Stream:
         sequence: int32 [b, …] for offsets […]."""
         return self._table.take(self._index(offsets))
 
+    def trees(self) -> tuple[Ints, Ints] | None:
+        """Returns what DraftOracle.trees returns. The default returns None."""
+        return None
+
     def row(self, count: int) -> list[int]:
         """Returns the next `count` tokens of the target, for a batch of one sequence."""
         first = int(self._origin[0])
@@ -417,6 +421,9 @@ class ImposedDraft(Imposed, DraftOracle):
                 self._outcomes[key] = outcomes
         first = candidates.reshape(-1)
         return *outcomes, first, tokens.reshape(len(first), -1)
+
+    def trees(self) -> tuple[Ints, Ints] | None:
+        return self._stream.trees()
 
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         chosen = np.asarray(rows, np.int64)

@@ -33,12 +33,16 @@ from mpissd.engine.law.fanout import lanes_of
 from mpissd.engine.law.lookup import make_lookup
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.forwards import Forwards
+from mpissd.engine.model.stepper import Stepper
+from mpissd.engine.model.transformer.trees import CHOICES, Size, accepted
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.oracle.workload import Workload, laws_label
+from mpissd.engine.round.oracle import OpenGather
+from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.scheduler import Endings
 from mpissd.engine.round.sequence import Batch, Index, LiveSequence
 
-SCHEMA = 2
+SCHEMA = 3
 LONGEST = 3  # the most last tokens that a prompt lookup compares
 _SMALL = 1 << 16  # the largest vocabulary whose token ids are stored in two bytes each
 _ARRAYS = "prompts prompt_counts tokens ends stopped rollout top".split()
@@ -60,7 +64,10 @@ class Recorded:
     stop token, and not at a limit. rollout: row n has the draft's K greedy tokens after n tokens of
     the answer, [end, K]. top: row n has the draft's likeliest next tokens there, best first, [end,
     F + 1]. marginals: for a draft whose one forward drafts K tokens, its R likeliest tokens for the
-    2nd, 3rd, … of them after n tokens, best first, [end, K − 1, R]; None for other drafts.
+    2nd, 3rd, … of them after n tokens, best first, [end, K − 1, R]; None for other drafts. ranking:
+    of such a draft, for R = CHOICES, the nodes of the tree that trees.search finds there, the
+    likeliest first, uint8 [end, nodes]: CHOICES · the number of the parent (0: the root) + the rank
+    of the token among its level's candidates.
     """
 
     prompt: Ids
@@ -70,6 +77,7 @@ class Recorded:
     rollout: Ids
     top: Ids
     marginals: Ids | None = None
+    ranking: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,12 @@ class Recording:
         return (1, 0) if marginals is None else (marginals.shape[1] + 1, marginals.shape[2])
 
     @property
+    def most_ranked(self) -> int:
+        """The most nodes of a tree of the likeliest ones that was recorded; 0 if none was."""
+        ranking = self.sequences[0].ranking
+        return 0 if ranking is None else int(ranking.shape[1])
+
+    @property
     def label(self) -> str:
         """The file's name and 16 digits of its SHA-256, which identify it in result rows."""
         return f"{self.name} sha256:{self.sha256[:16]}"
@@ -139,6 +153,8 @@ def save(path: Path, recording: Recording) -> None:
         arrays["known"] = recording.known.astype(kind)
     if marginals := [part.marginals for part in parts if part.marginals is not None]:
         arrays["marginals"] = np.concatenate(marginals).astype(kind)
+    if ranking := [part.ranking for part in parts if part.ranking is not None]:
+        arrays["ranking"] = np.concatenate(ranking)
     with whole_file(path) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
@@ -166,8 +182,9 @@ def _load(path: str, changed: int, size: int) -> Recording:
         arrays = {name: archive[name] for name in _ARRAYS}
         draft_ids = archive.get("known")
         marginals = archive.get("marginals")  # None in files of schema 1
-    if header.get("schema") not in (1, SCHEMA):
-        raise ValueError(f"schema {header.get('schema')}: allowed: 1, {SCHEMA}")
+        ranking = archive.get("ranking")  # None in files of schemas 1 and 2
+    if header.get("schema") not in range(1, SCHEMA + 1):
+        raise ValueError(f"schema {header.get('schema')}: allowed: 1 to {SCHEMA}")
     ends, counts = (arrays[name].astype(np.int64) for name in ("ends", "prompt_counts"))
     rows, lookahead = arrays["rollout"].shape
     wanted = {
@@ -185,6 +202,15 @@ def _load(path: str, changed: int, size: int) -> Recording:
         is_table = marginals.ndim == 3 and 0 < marginals.shape[1] < lookahead
         if not (is_table and 0 < marginals.shape[2] <= arrays["top"].shape[1]):
             raise ValueError(f"marginals {marginals.shape}: allowed: {sizes}")
+    if ranking is not None:
+        arrays["ranking"] = ranking
+        wanted["ranking"] = rows
+        is_table = ranking.ndim == 2 and ranking.dtype == np.uint8 and ranking.shape[1] > 0
+        if not is_table or marginals is None or marginals.shape[2] != CHOICES:
+            raise ValueError(f"ranking {ranking.shape}: allowed: with {CHOICES} marginals a place")
+        depths = _depths(ranking // CHOICES)
+        if not ((depths > 0) & (depths <= marginals.shape[1] + 1)).all():
+            raise ValueError("ranking has a node before its parent, or beyond the last level")
     for name, count in wanted.items():
         if len(arrays[name]) != count:
             raise ValueError(f"{name} has {len(arrays[name])} rows, {count} are meant")
@@ -205,6 +231,7 @@ def _load(path: str, changed: int, size: int) -> Recording:
         parts("rollout", ends),
         parts("top", ends),
         [None] * len(ends) if marginals is None else parts("marginals", ends),
+        [None] * len(ends) if ranking is None else parts("ranking", ends),
         strict=True,
     )
     return Recording(
@@ -267,11 +294,15 @@ class RecordedDraft(RecordedStream):
         lookup: str | None = "prompt",
         *,
         at_once: bool = False,
+        dynamic: int = 0,
+        by_host: bool = False,
     ) -> None:
         """capacity: the most live sequences. lookahead: the number of drafted tokens. widest: the
         most bonus candidates after any number of accepted tokens. lookup: the kind of lookup of a
         fast backup (None: there is none). at_once: whether one draft forward drafts all K tokens
-        (needs recorded marginals)."""
+        (needs recorded marginals). dynamic: the number of nodes of trees that change shape each
+        round (0: there are none). by_host: whether the host drafts these trees, as the chains of
+        the tokens that the target will accept, and −1 after them."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
@@ -280,6 +311,12 @@ class RecordedDraft(RecordedStream):
         if at_once and lookahead > 1:
             self._levels = self._tabled([levels_of(part, lookahead) for part in parts])
             self._rollout = self._levels[:, :, 0]
+        self._dynamic: tuple[Ints, Ints] | None = None
+        if dynamic:
+            nodes = [trees_of(part, dynamic) for part in parts]
+            parents, tokens = (self._tabled(of) for of in zip(*nodes, strict=True))
+            self._dynamic = parents, tokens
+        self._by_host = by_host
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
@@ -311,10 +348,21 @@ class RecordedDraft(RecordedStream):
 
     def restarts(self, source: Source, rows: Index) -> Ints:
         origin = self._origin[rows]
+        if self._by_host and (trees := self.trees()) is not None:
+            true = self.true(self._trunk)
+            is_accepted = self._trunk[:-1] < accepted(*trees, true)[:, None]
+            return np.where(is_accepted, true[:, :-1], -1)[rows]
         if source != Source.FAST:
             return self._rollout[origin]
         assert self._fast is not None, "a fast backup without its table"
         return self._fast[origin]
+
+    def trees(self) -> tuple[Ints, Ints] | None:
+        # As in decoding, a batch that is not full drafts chains.
+        if self._dynamic is None or len(self._origin) < len(self._base):
+            return None
+        parents, tokens = (table[self._origin] for table in self._dynamic)
+        return parents, tokens
 
     def ranked(self, rows: Index, depths: Index, ranks: Index, ahead: Index | int = 0) -> Ints:
         origin = (self._origin[rows] + ahead)[:, None]
@@ -355,6 +403,25 @@ def levels_of(part: Recorded, lookahead: int) -> Ids:
     return np.concatenate([first, marginals[:, : lookahead - 1]], axis=1)
 
 
+def trees_of(part: Recorded, nodes: int) -> tuple[Ints, Ints]:
+    """Returns the trees of the `nodes` likeliest nodes after each prefix of an answer: the parents
+    and the tokens of nodes 1, 2, …, int32 [end, nodes] each."""
+    assert part.marginals is not None and part.ranking is not None, "a recording without trees"
+    parents, ranks = np.divmod(part.ranking[:, :nodes], CHOICES)
+    rows = np.arange(part.end)[:, None]
+    tokens = levels_of(part, part.marginals.shape[1] + 1)[rows, _depths(parents) - 1, ranks]
+    return parents.astype(np.int32), tokens.astype(np.int32)
+
+
+def _depths(parents: Ids) -> Index:
+    """Returns the depths of the nodes 1, 2, … of trees, [n, nodes], from their parents' numbers; 0
+    for a node whose parent does not come before it."""
+    depths = np.zeros((len(parents), parents.shape[1] + 1), np.int64)
+    for node, above in enumerate(parents.T):
+        depths[:, node + 1] = np.where(above > node, 0, 1 + depths[np.arange(len(parents)), above])
+    return depths[:, 1:]
+
+
 def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
     """Returns the `count` tokens that a lookup, which copies earlier text, drafts after 0, 1, …
     tokens of prompt n's answer, int32 [that many places, count]. kind: a value of --lookup."""
@@ -366,6 +433,20 @@ def copied(recording: Recording, n: int, count: int, kind: str) -> Ints:
         drafts.append(lookup.padded(count, recording.filler))
         lookup.add(token)
     return np.array(drafts, np.int32)
+
+
+class ReplayedTrees(TargetWorker):
+    """A target worker whose host replays trees that change shape each round: of their `nodes`
+    tokens it knows those that will be accepted. Forwards verify as many rows as trees have."""
+
+    def __init__(self, *common: Any, nodes: int) -> None:
+        super().__init__(*common)
+        self._rows = nodes + 1
+
+    def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:
+        batch.serve(speculation)
+        rows = len(batch) * self._rows if len(batch) == batch.capacity else None
+        self._verified = self._upload_trunk(batch, speculation, rows, fill)
 
 
 class ReplayWorkload(Workload):
@@ -417,6 +498,8 @@ class ReplayWorkload(Workload):
                 f"recording={job.config.recording} has {self.vocab} tokens, {job.target.name} "
                 f"{job.target.vocab_size}: allowed: forward=gemm, or a target that has as many"
             )
+        if (size := job.dynamic) is not None:
+            self._check_trees(size)
         if job.config.parallel_drafting:
             most, children = recording.at_once
             if not children:
@@ -433,6 +516,22 @@ class ReplayWorkload(Workload):
                     "recorded"
                 )
 
+    def _check_trees(self, size: Size) -> None:
+        """Raises ConfigError unless trees of this size, which change shape each round, were
+        recorded."""
+        recording = self.recording
+        levels = min(recording.at_once[0], size.nodes)
+        asked = "tree_shape=dynamic"
+        told = f"{asked} with recording={self.job.config.recording}"
+        if not self.job.config.parallel_drafting:
+            raise ConfigError(f"{told}: allowed: with parallel_drafting")
+        if size.nodes > (most := recording.most_ranked):
+            ways = f"at most {most} nodes, as recorded" if most else "a recording of schema 3"
+            raise ConfigError(f"tree={size.nodes}, {told}: allowed: {ways}")
+        if size.depth != levels:
+            asked = f"lookahead={self.job.config.lookahead}"
+            raise ConfigError(f"{asked}, {told}: allowed: {recording.at_once[0]}, as recorded")
+
     def keep(self, start: int, count: int) -> None:
         parts = self.recording.sequences
         kept = [parts[n % len(parts)] for n in range(start, start + count)]
@@ -447,6 +546,22 @@ class ReplayWorkload(Workload):
     def endings(self) -> Endings:
         ends = [part.end for part in self.recording.sequences]
         return Endings(room=lambda request_id: ends[request_id % len(ends)])
+
+    def target_worker(
+        self, stepper: Forwards, open_gather: OpenGather | None = None
+    ) -> TargetWorker:
+        worker = super().target_worker(stepper, open_gather)
+        if not self._drafts_by_host(stepper):
+            return worker
+        nodes = self.job.verified
+        return ReplayedTrees(stepper, worker.oracle, worker.placement, nodes=nodes)
+
+    def _drafts_by_host(self, stepper: Forwards) -> bool:
+        """Whether the host replays trees that change shape each round, because no transformer that
+        searches for them is computed here."""
+        if self.job.dynamic is None or not isinstance(stepper, Stepper):
+            return False
+        return not self.job.config.is_transformer or stepper.backend.info.kind == "emulated"
 
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
@@ -464,6 +579,8 @@ class ReplayWorkload(Workload):
             widest,
             config.fast_lookup,
             at_once=config.parallel_drafting,
+            dynamic=0 if job.dynamic is None else job.dynamic.nodes,
+            by_host=self._drafts_by_host(stepper),
         )
         return ImposedDraft(stream, job.tokens_a_forward, job.shape)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 import mpissd
@@ -26,6 +27,7 @@ from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
+from mpissd.engine.model.transformer.trees import CHOICES, search
 from mpissd.engine.oracle.replay import Recorded, Recording, save
 from mpissd.engine.text.prompts import read_prompts
 from mpissd.engine.text.tokenizer import load_tokenizer
@@ -34,9 +36,10 @@ from mpissd.lab.pair.laws import new_file, print_laws
 
 _CHUNK = {"numpy": 32, "cupy": 128}  # {backend: largest number of tokens in one forward}
 _TELL_S = 2.0
-_RANKS = 8  # number of likeliest tokens to record at each mask token of the draft model
+_NODES = 31  # the most nodes of a tree of the likeliest ones that a replay may use
 
 Tokens = Sequence[int]
+Likeliest = tuple[Ints, NDArray[np.float32]]
 
 
 def pair(config: PairConfig) -> int:
@@ -86,7 +89,7 @@ def make(config: PairConfig) -> Recording:
 
     answers: list[tuple[list[int], int]] = []
     batch = min(config.batch_size, len(asked))
-    options = ForwardOptions(lm_head=True, capacity=capacity + steps)
+    options = ForwardOptions(lm_head=True, values=True, capacity=capacity + steps)
     with (
         _opened(config, ModelSource(target), options, slots=batch, seed=2 * config.seed) as model,
         _counted(model, "answering", sum(map(len, asked)) + len(asked) * (limit + steps)),
@@ -98,7 +101,7 @@ def make(config: PairConfig) -> Recording:
     top_k = config.fan_out + 1
     source = ModelSource(draft, target)
     rows = _CHUNK[choose(config.backend)]
-    options = ForwardOptions(lm_head=True, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
+    options = replace(options, capacity=capacity, top_k=top_k, lanes=rows, steps=steps)
     masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1, rows))
     a_prefix = steps + len(masks)  # number of tokens that the draft computes for one prefix
     count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
@@ -185,27 +188,31 @@ class Model:
         self.release = self._stepper.release
         self.close = self._stepper.close
 
-    def feed(self, tokens: Tokens | Ints, places: Places) -> Ints:
+    def feed(self, tokens: Tokens | Ints, places: Places) -> Likeliest:
         """Runs a forward over n tokens; returns the top_k likeliest next tokens after each of them,
-        best first, [n, top_k]. places: where each token is stored in the KV cache."""
+        best first, and their logits, [n, top_k]. places: where each token is stored in the KV
+        cache."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
-        ids: Ints = self._stepper.results().ids[0].copy()
+        results = self._stepper.results()
         self.advance(len(tokens))
-        return ids
+        assert results.values is not None, "a model without ForwardOptions.values"
+        return results.ids[0], results.values[0]
 
-    def read(self, slot: int, tokens: Tokens, first: int) -> Ints:
+    def read(self, slot: int, tokens: Tokens, first: int) -> Likeliest:
         """Stores a sequence in the KV cache under slot `slot`; returns the likeliest next tokens
-        after each of tokens[first:], best first, [len(tokens) − first, top_k]."""
-        likeliest = []
+        after each of tokens[first:], best first, and their logits, [len(tokens) − first, top_k]."""
+        parts = list[Likeliest]()
         for start in range(0, len(tokens), self.rows):
             stop = min(start + self.rows, len(tokens))
             reads = stop > first
-            ids = self.feed(tokens[start:stop], trunk_rows(slot, start, stop, reads=reads))
+            ids, logits = self.feed(tokens[start:stop], trunk_rows(slot, start, stop, reads=reads))
             if reads:
-                likeliest.append(ids[max(0, first - start) :])
-        return np.concatenate(likeliest)
+                skipped = max(0, first - start)
+                parts.append((ids[skipped:], logits[skipped:]))
+        ids, logits = map(np.concatenate, zip(*parts, strict=True))
+        return ids, logits
 
 
 def answered(
@@ -223,12 +230,12 @@ def answered(
             ends[slot] = min(limit, len(answers[slot]))
 
     for slot, prompt in enumerate(prompts):
-        add(slot, int(model.read(slot, prompt, len(prompt) - 1)[0, 0]))
+        add(slot, int(model.read(slot, prompt, len(prompt) - 1)[0][0, 0]))
     while live := [slot for slot, end in enumerate(ends) if len(answers[slot]) < end + extra]:
         length = [len(prompts[slot]) + len(answers[slot]) - 1 for slot in live]
         none = np.full(len(live), -1, np.int32)
         places = Places(np.array(live, np.int32), np.array(length, np.int32), none, none)
-        ids = model.feed([answers[slot][-1] for slot in live], places)
+        ids, _ = model.feed([answers[slot][-1] for slot in live], places)
         for slot, token in zip(live, ids[:, 0].tolist(), strict=True):
             add(slot, token)
     model.release(range(len(prompts)))
@@ -237,13 +244,11 @@ def answered(
 
 def drafted(
     model: Model, prompt: Tokens, answer: Tokens, lookahead: int, masks: Sequence[int] = ()
-) -> tuple[Ints, Ints, Ints | None]:
-    """Returns what a draft model predicts after each proper prefix of an answer of n tokens: (its
-    greedy continuation of K = lookahead tokens, [n, K]; its likeliest next tokens, best first, [n,
-    top_k]; None or, for a draft model with mask tokens, the likeliest tokens at the 2nd, 3rd, …
-    next position, [n, len(masks), _RANKS]). masks: ids of the mask tokens, by which one forward
-    predicts several tokens."""
-    top = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
+) -> tuple[Any, ...]:
+    """Returns the arrays rollout, top, marginals and ranking of Recorded: what a draft model
+    predicts after each proper prefix of an answer of n tokens, in chains of K = lookahead tokens.
+    masks: ids of the mask tokens, by which one forward predicts several tokens."""
+    top, logits = model.read(0, [*prompt, *answer[:-1]], len(prompt) - 1)
     rollout = np.repeat(top[:, :1], lookahead, axis=1)
     for start in range(0, len(answer), model.rows):
         part = rollout[start : start + model.rows]
@@ -252,17 +257,31 @@ def drafted(
         trunks = len(prompt) + start + lanes
         for step in range(lookahead - 1):
             places = Places(slots, trunks + np.int32(step), lanes, trunks)
-            part[:, step + 1] = model.feed(part[:, step], places)[:, 0]
-    marginals = list[Ints]()
+            part[:, step + 1] = model.feed(part[:, step], places)[0][:, 0]
     count = len(masks)
-    group = model.rows // count if count else 0  # number of prefixes in one forward
-    for start in range(0, len(answer) if count else 0, max(group, 1)):
+    if not count:
+        model.release([0])
+        return rollout, top, None, None
+    parts = list[Likeliest]()
+    group = model.rows // count  # number of prefixes in one forward
+    for start in range(0, len(answer), group):
         size = min(group, len(answer) - start)
         lanes = np.repeat(np.arange(size, dtype=np.int32), count)
         trunks = len(prompt) + start + lanes
         ahead = np.tile(np.arange(count, dtype=np.int32), size)
         places = Places(np.zeros_like(lanes), trunks + ahead, lanes, trunks)
-        ids = model.feed(np.tile(masks, size), places)[:, :_RANKS]
-        marginals.append(ids.reshape(size, count, -1))
+        parts.append(model.feed(np.tile(masks, size), places))
     model.release([0])
-    return rollout, top, np.concatenate(marginals) if count else None
+    tables = map(np.concatenate, zip(*parts, strict=True))
+    marginals, later = (table[:, :CHOICES].reshape(len(answer), count, -1) for table in tables)
+    levels = np.concatenate([logits[:, None, :CHOICES], later], axis=1)
+    is_whole = levels.shape[-1] == CHOICES
+    return rollout, top, marginals, np.array([*map(ranked, levels)]) if is_whole else None
+
+
+def ranked(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Returns one row of the array `ranking` of Recorded. levels: the logits of the candidates on
+    each level of a tree, likeliest first, [K, CHOICES]."""
+    parents, ranks = np.zeros((2, _NODES), np.int32)
+    search(levels, np.tile(np.arange(CHOICES), (len(levels), 1)), parents, ranks)
+    return (CHOICES * parents + ranks).astype(np.uint8)

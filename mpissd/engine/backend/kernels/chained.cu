@@ -5,8 +5,8 @@
 // `back` tokens before it (-1: its keys and values are stored). moves [2][sequences][4]: see Sheet.
 // told [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens; of
 // a dynamic tree [K + 2]: the number of accepted tokens, bonus token, accepted tokens.
-// forced [sequences][N + K + 1]: N drafted tokens, and K + 1 of the target by level, that replace the
-// forwards' own; -1: none. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
+// forced [sequences][N + K + 1]: N drafted tokens (of a dynamic tree, then N parents), and K + 1 of the
+// target by level, that replace the forwards' own; -1: none. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
 enum { PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT };  // see table_of
 
 struct Shape {
@@ -54,11 +54,12 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
   const Side draft = {draft_tokens, draft_seats, draft_most};
   const Side target = {target_tokens, target_seats, target_most};
   const int rows = nodes + 1, drafts = stride ? depth : nodes;
+  const int drafted = stride ? 2 * nodes : nodes;  // forced numbers of the draft
   for (int i = threadIdx.x; i < sequences * width; i += blockDim.x) {
     const int s = i / width, own = first + i % width;
     const Shape tree = {tables + s * stride, nodes, lanes};
     int* at = state + (3 + back) * s;
-    const int* force = forced + s * (drafts + 1 + depth);
+    const int* force = forced + s * (drafted + 1 + depth);
     int* tell = told + s * (drafts + 2);
     const int slot = at[0], position = at[1], last = at[2];
     if (stage == 0) {
@@ -83,7 +84,7 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         }
         return firsts[found / all] + target_best[found];
       };
-      int node = 0, bonus = token_of(force[drafts], nullptr, best(s * rows));
+      int node = 0, bonus = token_of(force[drafted], nullptr, best(s * rows));
       for (int k = 0; stride && k < depth; ++k) tell[2 + k] = 0;
       for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
         const int token = target.tokens[s * rows + child], next = best(s * rows + child);
@@ -91,7 +92,7 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         if (tree.of(PARENT, child) != node || token != bonus) continue;
         node = child;
         if (stride) tell[1 + tree.of(LEVEL, node)] = token;
-        bonus = token_of(force[drafts + tree.of(LEVEL, node)], nullptr, next);
+        bonus = token_of(force[drafted + tree.of(LEVEL, node)], nullptr, next);
       }
       const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
       tell[0] = finite || slot < 0 ? (stride ? level : node) : -2;

@@ -98,9 +98,11 @@ extern "C" __global__ void find(int level, int depth, int nodes, int draft_lanes
 }
 
 // Chooses the likeliest nodes of a tree whose candidates of a level are the same after every node; see
-// trees.search. One warp a sequence. Rows `reads` of a sequence's `rows` on have the candidates.
-extern "C" __global__ void search(int depth, int nodes, int rows, int reads, const int* ids,
-                                  const int* best, const float* tops, int* parents, int* tokens) {
+// trees.search. One warp a sequence. Rows `reads` of a sequence's `rows` on have the candidates. Forced
+// nodes (see chained.cu) replace those found.
+extern "C" __global__ void search(int depth, int nodes, int rows, int reads, const int* forced,
+                                  const int* ids, const int* best, const float* tops, int* parents,
+                                  int* tokens) {
   may_start_next();
   wait_for_last();
   const int s = blockIdx.x, lane = threadIdx.x, size = depth * CHOICES;
@@ -143,8 +145,9 @@ extern "C" __global__ void search(int depth, int nodes, int rows, int reads, con
   }
   __syncwarp();
   for (int n = 1 + lane; n <= nodes; n += 32) {
-    const int found = best[chosen[n]];
-    tokens[s * (nodes + 1) + n] = ids ? ids[found] : found;
+    const int* force = forced + s * (2 * nodes + depth + 1) + n - 1;
+    tokens[s * (nodes + 1) + n] = token_of(*force, ids, best[chosen[n]]);
+    if (*force >= 0) parents[s * nodes + n - 1] = force[nodes];
   }
 }
 

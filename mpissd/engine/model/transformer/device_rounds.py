@@ -63,10 +63,11 @@ class Sheet:
     (scratch memory; NOBODY: nothing to copy), to which slot, the first position, and how many
     tokens. A draft tree has N nodes in K levels. parents: [S, N], the nodes' parents in trees that
     change shape each round (dynamic trees). forced: [RING, S, N + K + 1], by round modulo RING (3),
-    prescribed tokens of the draft's nodes, then of the target by level (NOBODY: the model decides).
-    decided: [RING, S, N + 2], by round, the accepted node, the bonus token and the drafted tokens.
-    Of a dynamic tree, `forced` and `decided` have K in place of N; `decided` has the number of
-    accepted tokens, the bonus token and the accepted tokens.
+    prescribed tokens of the draft's nodes, then of the target by level (NOBODY: the model decides);
+    of a dynamic tree [RING, S, 2N + K + 1], where the parents of a parallel draft's nodes follow
+    their tokens. decided: [RING, S, N + 2], by round, the accepted node, the bonus token and the
+    drafted tokens; of a dynamic tree [RING, S, K + 2], the number of accepted tokens, the bonus
+    token and the accepted tokens.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class Sheet:
         self.draft_lanes = 0 if masks else draft_lanes
         drafts = len(tree.parents)
         nodes = dynamic.nodes if dynamic else 0
-        widths = 3 + self.back, 8, nodes, RING * (drafts + tree.depth + 1), RING * (drafts + 2)
+        forced_width = (2 * nodes or drafts) + tree.depth + 1
+        widths = 3 + self.back, 8, nodes, RING * forced_width, RING * (drafts + 2)
         self.ints = host_ints(sequences * sum(widths))
         self.ints[...] = NOBODY
         ends = sequences * np.cumsum(widths[:-1])
@@ -255,7 +257,11 @@ class RoundStage:
         if self.ids is not None:
             tokens = self.ids[tokens]
         chosen = self.target.tokens[rows][1:]
-        trees.search(self.draft.best.values[reads], tokens, self.sheet.parents[s], chosen)
+        parents = self.sheet.parents[s]
+        trees.search(self.draft.best.values[reads], tokens, parents, chosen)
+        forced = self.sheet.forced[self.turn, s, : 2 * len(parents)].reshape(2, -1)
+        is_forced = forced[0] >= 0
+        chosen[is_forced], parents[is_forced] = forced[:, is_forced]
 
     def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Places the nodes of sequence s's draft tree, whose shape changes each round, in the
@@ -288,7 +294,7 @@ class RoundStage:
         decided = sheet.decided[self.turn, s]
         drafts = self.target.tokens[rows]
         tokens, is_finite = self._best(rows)
-        imposed = sheet.forced[self.turn, s, len(sheet.tree.parents) :]
+        imposed = sheet.forced[self.turn, s, -1 - sheet.tree.depth :]
         imposed = imposed[np.maximum(table[trees.LEVEL], 0)]
         best = np.where(imposed >= 0, imposed, tokens)
         decided[2:] = 0 if sheet.dynamic else drafts[1:]
@@ -425,9 +431,8 @@ class DeviceRounds:
                 stack.pages.hold(slots, positions)
 
     def launch(self, round_: int, forced: Ints) -> None:
-        """Launches round `round_` after the rounds that are under way. forced: int32 [S, N + K +
-        1], for each of S sequences the tokens prescribed for the N drafted nodes, then those for
-        the target on each of K + 1 levels (−1: the model decides)."""
+        """Launches round `round_` after the rounds that are under way. forced: what is prescribed
+        for each of S sequences, a row of Sheet.forced."""
         assert len(self._flying) < _IN_FLIGHT, f"rounds {self._flying} are under way"
         self.sheet.forced[round_ % RING] = forced
         for program in self._programs[round_ % RING]:

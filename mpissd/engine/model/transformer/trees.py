@@ -201,6 +201,19 @@ def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Int
             opened[number] = _sums(sure[number], logs[child, 0])
 
 
+def accepted(parents: Ints, tokens: Ints, true: Ints) -> Index:
+    """Returns how many of the target's next tokens lie on a path of each of n trees, [n]. parents,
+    tokens: of the N nodes of each tree, whose parents come first, [n, N]. true: the next tokens,
+    at least one more than the trees have levels, [n, K + 1]."""
+    rows = np.arange(len(true))
+    node, depth = np.zeros((2, len(true)), np.int64)
+    for number in range(parents.shape[1]):
+        is_next = (parents[:, number] == node) & (tokens[:, number] == true[rows, depth])
+        node[is_next] = number + 1
+        depth += is_next
+    return depth
+
+
 def _logs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Returns the log softmax over each row's candidates, at most 0. logits: [rows, candidates],
     the largest first."""

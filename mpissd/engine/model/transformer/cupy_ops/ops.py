@@ -490,7 +490,7 @@ class CupyOps(Ops):
         if shapes is not None and sheet.masks and number == 1:
             sizes = map(np.int32, (depth, nodes, 2 * sheet.back, sheet.back))
             shared = 4 * (depth * CHOICES + 5 * (nodes + 1))
-            args = (*sizes, *best, parents, targets[0])
+            args = (*sizes, host[1], *best, parents, targets[0])
             self._stage("search", sheet.sequences, args, shared, 32)
             return
         if shapes is not None and 0 < number <= depth:
