@@ -46,7 +46,6 @@ from mpissd.engine.backend.base import Backend, Binding, DeviceInfo
 from mpissd.engine.backend.registry import binding_of, choose, open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
-from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
 from mpissd.engine.job import DRAFT, TARGET, Job, Need, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
@@ -220,8 +219,7 @@ class Models:
 
 @dataclass
 class Session:
-    """The resources of one rank while it runs the job of one configuration. learning: the channel
-    between this rank and the learner, which trains the draft (None: no training)."""
+    """The resources of one rank while it runs the job of one configuration."""
 
     topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
@@ -232,7 +230,6 @@ class Session:
     models: Models
     calibrations: Calibrations
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the job ends
-    learning: LearnerComms | None = None
 
     @property
     def workload(self) -> Workload:
@@ -347,14 +344,11 @@ def opened(config: RunConfig) -> Iterator[Session]:
 
 
 @contextmanager
-def opened_machine(
-    config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
-) -> Iterator[Machine]:
+def opened_machine(config: RunConfig, num_drafts: int) -> Iterator[Machine]:
     """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
-    and closes them within the deadline, also after an error. world: the ranks, `groups` groups of
-    target ranks and num_drafts draft ranks (None: all). They call it together; if one fails, all
-    raise Refused."""
-    machine = _open_machine(config, num_drafts, world)
+    and closes them within the deadline, also after an error. num_drafts: how many of the ranks
+    draft. All ranks call it together; if one fails, all raise Refused."""
+    machine = _open_machine(config, num_drafts)
     try:
         yield machine
         guard.stage(Stage.TEARDOWN)  # skipped by an error, which is reported with its stage
@@ -377,9 +371,9 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
     return session
 
 
-def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) -> Machine:
+def _open_machine(config: RunConfig, num_drafts: int) -> Machine:
     try:
-        topology = open_topology(num_drafts, config.groups, world)
+        topology = open_topology(num_drafts, config.groups)
     except ConfigError as small:  # Every rank raises the same error.
         raise Refused(str(small), small.exit_code) from small
     keep_freed()
