@@ -210,7 +210,10 @@ def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
     """Yields a Markdown table of the groups of rows; then a line for each group whose error by
     another job's profile exceeds its limit, and the reasons why rows have no prediction."""
     yield from pages.head("machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck")
+    sizes = judged.groupby(level=["machine", "forwards"]).size()
     for (machine, forwards, tp), group in judged.iterrows():
+        if tp == ALL and sizes[machine, forwards] == 2:  # It has one T, whose line says the same.
+            continue
         names = ("replay", "other", "without_luck")
         cells = [f"{group[name, 0.5]:.1%}, {group[name, 0.95]:.1%}" for name in names]
         place = [machine, forwards, "all" if tp == ALL else tp, f"{group['rows', '']:.0f}"]
