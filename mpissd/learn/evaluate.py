@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from mpissd.engine.model.transformer.trees import CHOICES, accepted, searched
 from mpissd.learn.draft import Draft, following
 from mpissd.learn.sample import Samples
 
@@ -86,16 +86,15 @@ def judge(
     return answers, overlaps, surprises
 
 
-Marginals = tuple[NDArray[np.float64], NDArray[np.int64]]
+Marginals = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 def judge_masks(draft: Draft, samples: Samples, deadline: float) -> Iterator[Marginals]:
     """Runs a parallel draft, which drafts by J mask tokens in one forward, on finished answers.
     Yields two arrays for each answer judged before the deadline, by its n positions and by depth
-    (how many mask tokens come before): the draft's largest probabilities, falling, [n, J + 1,
-    max(TREES)] or fewer; and the true token's index among these, [n, J + 1], or −1 if absent."""
+    (how many mask tokens come before): the draft's largest logits, falling, [n, J + 1, CHOICES];
+    and the true token's index among these, [n, J + 1], or −1 if absent."""
     size = len(draft.masks) + 1
-    num = min(max(TREES), len(draft.head_ids))
     head = draft.weights.head
     with torch.no_grad():
         for part in _parts(samples, deadline):
@@ -116,11 +115,10 @@ def judge_masks(draft: Draft, samples: Samples, deadline: float) -> Iterator[Mar
             after, lasts = following(part.answered, anchors, size)
             true = F.pad(tokens, (0, size)).gather(1, after.flatten(1)).view_as(after)[is_asked]
             logits = draft.own_blocks.product(states, head).float()
-            top = logits.topk(num)
-            probabilities = (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+            top = logits.topk(CHOICES)
             is_true = (draft.head_ids[top.indices] == true[..., None]) & lasts[is_asked][..., None]
             ranks = torch.where(is_true.any(-1), is_true.int().argmax(-1), -1)
-            both = (t.split(counts.tolist()) for t in (probabilities.double(), ranks))
+            both = (t.split(counts.tolist()) for t in (top.values, ranks))
             for pair in zip(*both, strict=True):
                 found, of_true = (tensor.cpu().numpy() for tensor in pair)
                 if len(found):
@@ -129,14 +127,12 @@ def judge_masks(draft: Draft, samples: Samples, deadline: float) -> Iterator[Mar
 
 def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
     """Returns, from what `judge_masks` yields, a parallel draft's greedy agreement by depth, and
-    its tokens a round if one forward drafts chains of 1, 2, … tokens, or trees."""
+    its tokens a round if one forward drafts chains of 1, 2, … tokens, or dynamic trees."""
     depths = range(answers[0][1].shape[1] if answers else 0)
     agrees = [ranks == 0 for _, ranks in answers]
     chains = [part.cumprod(-1).sum(-1) for part in agrees]
-    trees = [
-        [places_of(p.tolist(), r.tolist(), max(TREES)) for p, r in zip(*answer, strict=True)]
-        for answer in answers
-    ]
+    ends = [np.pad(ranks, ((0, 0), (0, 1)), constant_values=-1) for _, ranks in answers]
+    trees = [searched(logits, max(TREES)) for logits, _ in answers]
     return {
         "agreement_by_depth": [
             _mean(right for part in agrees for right in part[: max(0, len(part) - depth), depth])
@@ -148,32 +144,13 @@ def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
         },
         "trees": {
             str(nodes): _mean(
-                n for of in trees for n in _rounds([sum(p < nodes for p in at) for at in of])
+                n
+                for (parents, chosen), true in zip(trees, ends, strict=True)
+                for n in _rounds(accepted(parents[:, :nodes], chosen[:, :nodes], true))
             )
             for nodes in TREES
         },
     }
-
-
-def places_of(levels: Sequence[Sequence[float]], path: Sequence[int], size: int) -> list[int]:
-    """Ranks the nodes of a draft tree by the product of the probabilities on the path to each node,
-    and keeps the first `size`. Returns the ranks of the nodes on one path, up to the first that is
-    not kept. levels: the probabilities of the candidates at each depth, falling. path: the index of
-    the path's candidate at each depth; −1: the path ends."""
-    found = []
-    heap = [(-levels[0][0], [0], 1.0)]  # nodes: (−product, path, parent's product)
-    for place in range(size):
-        if not heap:
-            break
-        product, node, parent = heappop(heap)
-        depth = len(node)
-        if node == path[:depth]:
-            found.append(place)
-        if (rank := node[-1] + 1) < len(level := levels[depth - 1]):
-            heappush(heap, (-parent * level[rank], [*node[:-1], rank], parent))
-        if depth < len(levels):
-            heappush(heap, (product * levels[depth][0], [*node, 0], -product))
-    return found
 
 
 def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:

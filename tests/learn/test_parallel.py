@@ -12,6 +12,7 @@ import pytest
 from mpissd.common.flags import unchecked
 from mpissd.engine.model.transformer.checkpoint import MASKS
 from mpissd.engine.model.transformer.sources import open_checkpoint
+from mpissd.engine.model.transformer.trees import CHOICES
 from tests.needs import module
 
 torch = module("torch", "PyTorch")
@@ -111,7 +112,8 @@ def test_every_depth_comes_closer(sampler: Sampler, samples: Samples, optimizer:
 
 
 def test_the_evaluation_counts_what_rounds_would_accept(sampler: Sampler, samples: Samples) -> None:
-    """Against all paths of all tokens, sorted by their products, in each round's own forward."""
+    """Against all paths of a level's likeliest tokens, sorted by their products, in each round's
+    own forward."""
     draft, some = draft_of(sampler, samples, 0, 1, 2, 3, head=16), samples.take(slice(0, 8))
     learn(draft, [samples], unchecked(DistillConfig, steps=20, batch=16), lambda point: None)
     judged = list(judge_masks(draft, some, time.monotonic() + 60))
@@ -141,7 +143,9 @@ def accepted(q: Any, path: list[int], size: int) -> int:
         return next((n for n, t in enumerate(best) if path[n : n + 1] != [t]), len(best))
     last = nodes = [(1.0, ())]
     for level in q:
-        last = [(x * p, (*node, t)) for x, node in last for t, p in enumerate(level)]
+        kept = np.argsort(-level)[:CHOICES]
+        shares = level[kept] / level[kept].sum()
+        last = [(x * p, (*node, t)) for x, node in last for t, p in zip(kept, shares, strict=True)]
         nodes = nodes + last
     tree = {node for _, node in sorted(nodes, key=lambda each: -each[0])[: size + 1]}
     return sum(tuple(path[:n]) in tree for n in range(1, min(J + 1, len(path)) + 1))

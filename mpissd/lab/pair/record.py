@@ -27,7 +27,7 @@ from mpissd.engine.model.shard import ForwardOptions, TransformerShard
 from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
-from mpissd.engine.model.transformer.trees import CHOICES, search
+from mpissd.engine.model.transformer.trees import CHOICES, searched
 from mpissd.engine.oracle.replay import Recorded, Recording, save
 from mpissd.engine.text.prompts import read_prompts
 from mpissd.engine.text.tokenizer import load_tokenizer
@@ -275,13 +275,7 @@ def drafted(
     tables = map(np.concatenate, zip(*parts, strict=True))
     marginals, later = (table[:, :CHOICES].reshape(len(answer), count, -1) for table in tables)
     levels = np.concatenate([logits[:, None, :CHOICES], later], axis=1)
-    is_whole = levels.shape[-1] == CHOICES
-    return rollout, top, marginals, np.array([*map(ranked, levels)]) if is_whole else None
-
-
-def ranked(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Returns one row of the array `ranking` of Recorded. levels: the logits of the candidates on
-    each level of a tree, likeliest first, [K, CHOICES]."""
-    parents, ranks = np.zeros((2, _NODES), np.int32)
-    search(levels, np.tile(np.arange(CHOICES), (len(levels), 1)), parents, ranks)
-    return (CHOICES * parents + ranks).astype(np.uint8)
+    if levels.shape[-1] < CHOICES:
+        return rollout, top, marginals, None
+    parents, ranks = searched(levels, _NODES)
+    return rollout, top, marginals, (CHOICES * parents + ranks).astype(np.uint8)

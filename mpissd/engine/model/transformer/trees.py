@@ -201,6 +201,16 @@ def search(logits: NDArray[np.float32], tokens: Ints, parents: Ints, chosen: Int
             opened[number] = _sums(sure[number], logs[child, 0])
 
 
+def searched(logits: NDArray[np.float32], nodes: int) -> tuple[Ints, Ints]:
+    """Runs `search` for n trees of `nodes` nodes. logits: of their candidates, [n, K, CHOICES].
+    Returns the nodes' parents, and their ranks among their levels' candidates, int32 [n, nodes]."""
+    parents, ranks = np.zeros((2, len(logits), nodes), np.int32)
+    candidates = np.tile(np.arange(CHOICES, dtype=np.int32), (logits.shape[1], 1))
+    for tree in zip(logits, parents, ranks, strict=True):
+        search(tree[0], candidates, *tree[1:])
+    return parents, ranks
+
+
 def accepted(parents: Ints, tokens: Ints, true: Ints) -> Index:
     """Returns how many of the target's next tokens lie on a path of each of n trees, [n]. parents,
     tokens: of the N nodes of each tree, whose parents come first, [n, N]. true: the next tokens,
