@@ -131,7 +131,7 @@ class MethodFlags(Checked):
         False,
         switch,
         "draft all K tokens in one forward, by a draft with mask tokens",
-        needs="backup=jit",
+        needs="mode=sd|ssd backup=jit",
     )
     fan_out: str = growing(
         "uniform:3",

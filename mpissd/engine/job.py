@@ -294,7 +294,7 @@ def _models(
             refuse(exclusions.HEADS, config=config, draft=draft)
     elif draft_where is not None and draft is not None and config.is_text and config.mode != "ar":
         check_vocabularies(where, draft_where)
-    if config.parallel_drafting and config.mode != "ar" and draft is not None:
+    if config.parallel_drafting and draft is not None:
         has_masks = config.is_transformer and draft.head is None and draft_where is not None
         masks = config_of(draft_where or "", where).masks if has_masks else None
         refuse(exclusions.PARALLEL, config=config, draft=draft, masks=masks)

@@ -12,6 +12,7 @@ from threading import Event, Thread
 from mpissd.common.errors import ConfigError, MpissdError
 from mpissd.common.output import check_output
 from mpissd.learn.config import DistillConfig
+from mpissd.learn.source import Inputs, read
 
 _TICK_S = 2.0
 
@@ -19,6 +20,7 @@ _TICK_S = 2.0
 def distill(config: DistillConfig) -> int:
     """Runs the command `distill`: trains, evaluates and writes a draft model, in one process or
     several; returns the exit code. config: the command's flags."""
+    source = read(config)  # Refuse wrong flags first.
     try:
         import torch
         import torch.multiprocessing as mp
@@ -32,10 +34,7 @@ def distill(config: DistillConfig) -> int:
     check_output(config.out)
     begun = time.monotonic()
     if config.processes == 1:
-        return _work(0, config, "", begun)
-    from mpissd.learn.source import read
-
-    read(config)  # Refuse wrong flags before processes start.
+        return _work(0, config, source, "", begun)
     with tempfile.TemporaryDirectory() as place:
         arguments = config, f"{place}/meet", begun
         try:
@@ -52,7 +51,7 @@ def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
     its exit code. place: a file by which the processes find each other. begun: when the command
     began, in seconds of time.monotonic()."""
     try:
-        code = _work(rank, config, place, begun)
+        code = _work(rank, config, read(config), place, begun)
     except MpissdError as error:
         print(f"mpissd: {error}", flush=True)
         code = error.exit_code
@@ -79,17 +78,15 @@ def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
         is_over.set()
 
 
-def _work(rank: int, config: DistillConfig, place: str, begun: float) -> int:
+def _work(rank: int, config: DistillConfig, source: Inputs, place: str, begun: float) -> int:
     """Runs one process's part of the distillation; returns 1 if the disk or device fails, else
     0."""
     import torch
 
     from mpissd.learn.draft import architectures
     from mpissd.learn.job import Distillation
-    from mpissd.learn.source import read
     from mpissd.learn.train import join
 
-    source = read(config)
     architectures(config, source.checkpoint.config, 0)  # Refuse wrong shapes before sampling.
 
     def log(text: str) -> None:

@@ -22,6 +22,7 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.flags import flags_of
 from mpissd.engine.job import resolve
 from tests.scripts import ROOT, printed_command, python, refused
+from tests.text import tiny
 from tests.tiny_pair import tiny_pair
 
 HERE = ("run", "--dry_run=2", "--backend=emulated", "--device=null")
@@ -352,3 +353,15 @@ def test_a_plan_for_weights_can_be_run(capfd: pytest.CaptureFixture[str], tmp_pa
     _, out = plan(capfd, f"--pair={pair.target}/{pair.draft}", "--gpus=1", "--alpha=0.7", A100)
     _, words = printed_command(out)
     assert main([*words, "--dry_run", f"--out={tmp_path / 'out'}"]) == 0
+
+
+def test_distill_looks_at_its_flags_before_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    pair = tiny_pair(tmp_path / "pair", vocab=len(tiny.tokens()))
+    tiny.write(pair.target)
+    for more in (f"from_draft={pair.draft}", "layers=0,1"):
+        assert main(["distill", f"--target={pair.target}", f"--{more}"]) == 2
+        told = more if "from" in more else "PyTorch"
+        assert capsys.readouterr().err.startswith(f"mpissd: {told}")

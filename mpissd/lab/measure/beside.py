@@ -119,7 +119,7 @@ class _Beside:
         self._masks = self._tried_masks() if has_draft else 0
         ways = [(m, False) for m in modes] + [("sd", True)] * bool(self._masks)
         narrow, wide = ([(Family(m, tp, 0), p) for m, p in ways] for tp in (first.tp, first.gpus))
-        own = first, run.parallel_drafting and run.mode != "ar"
+        own = first, run.parallel_drafting
         has_best_k = (
             first.mode == "sd" and not run.tree
         )  # whether the run's own mode is also measured at its best K
