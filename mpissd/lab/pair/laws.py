@@ -40,13 +40,16 @@ from mpissd.common.theory import power_law_miss
 from mpissd.common.workloads import LOOKUPS
 from mpissd.engine.law.acceptance import PARALLEL, SCHEMA, hazards_of_counts
 from mpissd.engine.law.fit import most_likely
-from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, levels_of, load
+from mpissd.engine.model.transformer.trees import accepted as accepted_of
+from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, levels_of, load, trees_of
 from mpissd.lab.pair.config import PairConfig
 from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]
 BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
+DYNAMIC = "dynamic"
+TREES = (7, 15, 23, 31)  # numbers of nodes of the dynamic trees whose rounds are counted
 OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates whose miss rates are printed
 GROUPS = 20  # largest number of groups of sequences in the jackknife
@@ -78,9 +81,10 @@ class Outcomes(NamedTuple):
     [sequences, K + 1], how many rounds of a sequence accepted 0 … K tokens. ranks: how high the
     draft ranked the bonus token after a rejection, and after K accepted tokens (None: unknown).
     fast: {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind
-    PARALLEL is a draft model that drafts all K tokens in one forward. levels: for that
-    model, int64 [sequences, K, R + 1], the rank of the target's token at each of the K positions
-    among R candidates, or beyond them; counted where all tokens before it are among the candidates.
+    PARALLEL is a draft model that drafts all K tokens in one forward, and DYNAMIC + "N", only at
+    the recorded K, its tree of N nodes that changes shape each round. levels: for that model, int64
+    [sequences, K, R + 1], the rank of the target's token at each of the K positions among R
+    candidates, or beyond them; counted where all tokens before it are among the candidates.
     """
 
     accepted: Array
@@ -207,13 +211,19 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
     most, num_ranks = recording.at_once
     if not num_ranks or lookahead > most:
         return Outcomes(accepted, (rejected, complete), fast)
-    fast[PARALLEL] = np.zeros((num, lookahead + 1), np.int64)
+    sizes = TREES if lookahead == most else ()
+    sizes = [nodes for nodes in sizes if nodes <= recording.most_ranked]
+    for kind in (PARALLEL, *(f"{DYNAMIC}{nodes}" for nodes in sizes)):
+        fast[kind] = np.zeros((num, lookahead + 1), np.int64)
     levels = np.zeros((num, lookahead, num_ranks + 1), np.int64)
     for n, part in enumerate(recording.sequences):
         drafts = levels_of(part, lookahead)
         np.add.at(fast[PARALLEL][n], [run for _, run in _rounds(part, drafts[:, :, 0])], 1)
-        true = part.tokens[np.arange(part.end)[:, None] + np.arange(lookahead)]
-        is_true = drafts == true[..., None]
+        true = part.tokens[np.arange(part.end)[:, None] + np.arange(lookahead + 1)]
+        for nodes in sizes:
+            runs = accepted_of(*trees_of(part, nodes), true)
+            np.add.at(fast[f"{DYNAMIC}{nodes}"][n], [run for _, run in _rounds_of(runs)], 1)
+        is_true = drafts == true[:, :-1, None]
         place = np.where(is_true.any(axis=-1), is_true.argmax(axis=-1), num_ranks)
         is_reached = np.ones(part.end, np.bool_)
         for level in range(lookahead):
@@ -228,11 +238,16 @@ def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
     tokens."""
     end = part.end
     same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(drafts.shape[1])]
-    runs = np.cumprod(same, axis=1).sum(axis=1).tolist()
+    yield from _rounds_of(np.cumprod(same, axis=1).sum(axis=1))
+
+
+def _rounds_of(runs: Array) -> Iterator[tuple[int, int]]:
+    """Yields what _rounds yields. runs: the number of drafted tokens that a round accepts which
+    begins after 0, 1, … tokens of the answer, [end]."""
     c = 0
-    while c < end:
-        yield c, runs[c]
-        c += runs[c] + 1
+    while c < len(runs):
+        yield c, int(runs[c])
+        c += int(runs[c]) + 1
 
 
 def _of_row(row: Row, rounds: Path) -> Outcomes:
@@ -312,7 +327,7 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
     judged = accepted + int(total[:-1].sum())
     ranked = [of.ranks for of in outcomes if of.ranks is not None]
     looked_up = [of.fast for of in outcomes if of.fast]
-    kinds = [kind for kind in (*LOOKUPS, PARALLEL) if all(kind in of for of in looked_up)]
+    kinds = [kind for kind in (looked_up or [{}])[0] if all(kind in of for of in looked_up)]
     levels = [of.levels for of in outcomes if of.levels is not None]
     known = len(levels) == len(outcomes) and len({of.shape[2] for of in levels}) == 1
     return {
@@ -327,7 +342,7 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
         "complete": _hits([complete for _, complete in ranked]),
         "fast": {
             kind: np.sum([of[kind].sum(axis=0) for of in looked_up], axis=0).tolist()
-            for kind in (kinds if looked_up else ())
+            for kind in kinds
         },
         "levels": np.sum([of.sum(axis=0) for of in levels], axis=0).tolist() if known else [],
     }
@@ -427,5 +442,7 @@ def _text(about: Mapping[str, Any], *variants: Mapping[str, Any]) -> Iterator[st
             yield f"   the law fails at F = {', '.join(failed)}: off by over 10%"
     for kind, counts in at["fast"].items():
         tokens = 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts)
-        name = "all tokens in one forward" if kind == PARALLEL else f"{kind} lookup alone"
+        name = f"{kind} lookup alone" if kind in LOOKUPS else "all tokens in one forward"
+        if kind.startswith(DYNAMIC):
+            name += f", a dynamic tree of {kind.removeprefix(DYNAMIC)}"
         yield f"{name}: {tokens:.3f} tokens a round"
