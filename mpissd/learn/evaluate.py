@@ -146,7 +146,7 @@ def parallel_summary(answers: Sequence[Marginals]) -> dict[str, Any]:
             str(nodes): _mean(
                 n
                 for (parents, chosen), true in zip(trees, ends, strict=True)
-                for n in _rounds(accepted(parents[:, :nodes], chosen[:, :nodes], true))
+                for n in _rounds(accepted(parents[:, :nodes], chosen[:, :nodes], true).tolist())
             )
             for nodes in TREES
         },

@@ -203,9 +203,9 @@ def test_wrong_trees_are_refused(recorded: Path) -> None:
     dynamic["parallel_drafting"] = True
     for path, flags, reason in (
         (recorded, {"parallel_drafting": False}, "allowed: with parallel_drafting"),
-        (recorded, {"tree": 32}, "tree=32, .*allowed: at most 31 nodes, as recorded"),
+        (recorded, {"tree": 32}, "tree=32, dynamic, .*allowed: at most 31, as recorded"),
         (recorded, {"lookahead": 4}, "lookahead=4, tree_shape=dynamic .*allowed: 5, as recorded"),
-        (old, {}, "allowed: a recording of schema 3"),
+        (old, {}, "tree=31, dynamic, .*allowed: at most 0, as recorded"),
     ):
         with pytest.raises(ConfigError, match=reason):
             job_of(path, **{**dynamic, **flags})

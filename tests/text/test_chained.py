@@ -22,6 +22,7 @@ from mpissd.engine.model.transformer.growing import DeviceGrowth
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.trees import CHOICES, search
 from mpissd.lab.measure import run
+from mpissd.lab.pair.laws import DYNAMIC, read
 from tests import transformer_reference
 from tests.text_config import PROMPTS, finished
 from tests.tiny_pair import TinyPair, config, masked_pair
@@ -232,6 +233,11 @@ def test_dynamic_trees_are_replayed(
     assert (run.records.sequences()[:, 3] > 0).any()
     for replay in (found, by_host):
         assert replay.records.sequences().tolist() == run.records.sequences().tolist()
+    (data,) = read(str(made["out"]))
+    counts = data.outcomes[6].fast.get(f"{DYNAMIC}{tree}")
+    if counts is not None and batch_size == 1:
+        accepted = run.records.sequences()[:, 3]
+        assert counts.sum(axis=0).tolist() == np.bincount(accepted, minlength=7).tolist()
 
 
 @pytest.mark.parametrize(("levels", "nodes"), [(2, 40), (3, 64), (4, 15)])

@@ -27,7 +27,6 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
-from mpissd.engine.model.transformer.trees import accepted as accepted_of
 from mpissd.engine.oracle.replay import ReplayedTrees
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.draft import Drafter
@@ -227,7 +226,11 @@ class DeviceTarget(TargetWorker):
         self._imposed = None
         emitted = batch.lengths.copy()  # the least lengths of sequences after this round
         if not self.oracle.reads_forwards:  # imposed tokens: the outcome is known
-            self._imposed = self._known(branches)
+            drafted = Speculation.empty(0, len(batch), forwards.nodes)
+            if branches is not None:
+                drafted.num_draft[...] = forwards.nodes
+                drafted.tokens[...] = branches.tokens
+            self._imposed = self.oracle.judge(batch, drafted, Speculator().proposal)
             emitted += forwards.shape.depths[self._imposed[0]]
         assert isinstance(self.stepper, Stepper)
         if int(_room(batch, self.stepper.options.capacity).min()) < 2 * forwards.lookahead + 1:
@@ -236,22 +239,6 @@ class DeviceTarget(TargetWorker):
         if any(limit is not None and n >= limit for n, limit in zip(emitted, limits, strict=True)):
             return None
         return self._forced(self._next_branches())
-
-    def _known(self, branches: Branches | None) -> tuple[Ints, Ints]:
-        """Returns the outcome (accepted, bonus) of this round, whose tokens are imposed."""
-        batch = self._batch
-        true = self.oracle.truth()
-        if (trees := self._trees()) is not None and true is not None:
-            depths = accepted_of(*trees, true)
-            return depths.astype(np.int32), true[np.arange(len(batch)), depths]
-        drafted = Speculation.empty(0, len(batch), self._forwards.nodes)
-        if branches is not None:
-            drafted.num_draft[...] = self._forwards.nodes
-            drafted.tokens[...] = branches.tokens
-        return self.oracle.judge(batch, drafted, Speculator().proposal)
-
-    def _trees(self) -> tuple[Ints, Ints] | None:
-        return None if self._draft is None else self._draft.oracle.trees()
 
     def wait(self, waiter: Waiter) -> None:
         if not self._forwards.is_on:
@@ -312,8 +299,8 @@ class DeviceTarget(TargetWorker):
         if truth is not None:
             drafted = width - truth.shape[1]
             forced[:, drafted:] = truth
-            if (trees := self._trees()) is not None:
-                forced[:, :drafted] = np.hstack(trees[::-1])
+            if branches is not None and branches.trees is not None:
+                forced[:, :drafted] = np.hstack(branches.trees[::-1])
             elif branches is not None:
                 forced[:, :drafted] = branches.tokens
         return forced

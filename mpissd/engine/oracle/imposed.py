@@ -59,7 +59,8 @@ class Stream:
         return self._table.take(self._index(offsets))
 
     def trees(self) -> tuple[Ints, Ints] | None:
-        """Returns what DraftOracle.trees returns. The default returns None."""
+        """Returns the trees of this round (Branches.trees) if they change shape each round. Then
+        `restarts` returns their accepted tokens, and −1 after them. The default returns None."""
         return None
 
     def row(self, count: int) -> list[int]:
@@ -422,14 +423,13 @@ class ImposedDraft(Imposed, DraftOracle):
         first = candidates.reshape(-1)
         return *outcomes, first, tokens.reshape(len(first), -1)
 
-    def trees(self) -> tuple[Ints, Ints] | None:
-        return self._stream.trees()
-
     def restart(self, batch: Batch, rows: Sequence[int], source: Source) -> Branches:
         chosen = np.asarray(rows, np.int64)
         stream = self._stream
         if self.shape.is_chain:
-            return batch.restarted(chosen, stream.restarts(source, chosen))
+            branches = batch.restarted(chosen, stream.restarts(source, chosen))
+            branches.trees = stream.trees()
+            return branches
         return batch.restarted(chosen, stream.nodes(self.shape, chosen))
 
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:

@@ -34,7 +34,7 @@ from mpissd.engine.law.lookup import make_lookup
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.trees import CHOICES, Size, accepted
+from mpissd.engine.model.transformer.trees import CHOICES, accepted
 from mpissd.engine.oracle.imposed import ImposedDraft, ImposedTarget, Stream
 from mpissd.engine.oracle.workload import Workload, laws_label
 from mpissd.engine.round.oracle import OpenGather
@@ -295,14 +295,12 @@ class RecordedDraft(RecordedStream):
         *,
         at_once: bool = False,
         dynamic: int = 0,
-        by_host: bool = False,
     ) -> None:
         """capacity: the most live sequences. lookahead: the number of drafted tokens. widest: the
         most bonus candidates after any number of accepted tokens. lookup: the kind of lookup of a
         fast backup (None: there is none). at_once: whether one draft forward drafts all K tokens
         (needs recorded marginals). dynamic: the number of nodes of trees that change shape each
-        round (0: there are none). by_host: whether the host drafts these trees, as the chains of
-        the tokens that the target will accept, and −1 after them."""
+        round (0: there are none)."""
         super().__init__(recording, capacity, lookahead)
         parts = recording.sequences
         self._rollout = self._tabled([part.rollout[:, :lookahead] for part in parts])
@@ -316,7 +314,6 @@ class RecordedDraft(RecordedStream):
             nodes = [trees_of(part, dynamic) for part in parts]
             parents, tokens = (self._tabled(of) for of in zip(*nodes, strict=True))
             self._dynamic = parents, tokens
-        self._by_host = by_host
         self._width = widest + 1
         self._trunk: Index = np.arange(lookahead + 1, dtype=np.int64)
         self._lanes: dict[tuple[int, ...], tuple[Index, Index]] = {}
@@ -348,7 +345,7 @@ class RecordedDraft(RecordedStream):
 
     def restarts(self, source: Source, rows: Index) -> Ints:
         origin = self._origin[rows]
-        if self._by_host and (trees := self.trees()) is not None:
+        if (trees := self.trees()) is not None:
             true = self.true(self._trunk)
             is_accepted = self._trunk[:-1] < accepted(*trees, true)[:, None]
             return np.where(is_accepted, true[:, :-1], -1)[rows]
@@ -499,7 +496,13 @@ class ReplayWorkload(Workload):
                 f"{job.target.vocab_size}: allowed: forward=gemm, or a target that has as many"
             )
         if (size := job.dynamic) is not None:
-            self._check_trees(size)
+            dynamic = f"tree_shape=dynamic with recording={job.config.recording}"
+            if not job.config.parallel_drafting:
+                raise ConfigError(f"{dynamic}: allowed: with parallel_drafting")
+            wanted.append((f"tree={size.nodes}, dynamic,", size.nodes, recording.most_ranked))
+            if size.depth < min(size.nodes, recording.at_once[0]):
+                asked = f"lookahead={job.config.lookahead}, {dynamic}"
+                raise ConfigError(f"{asked}: allowed: {recording.at_once[0]}, as recorded")
         if job.config.parallel_drafting:
             most, children = recording.at_once
             if not children:
@@ -515,22 +518,6 @@ class ReplayWorkload(Workload):
                     f"{name} with recording={job.config.recording}: allowed: at most {limit}, as "
                     "recorded"
                 )
-
-    def _check_trees(self, size: Size) -> None:
-        """Raises ConfigError unless trees of this size, which change shape each round, were
-        recorded."""
-        recording = self.recording
-        levels = min(recording.at_once[0], size.nodes)
-        asked = "tree_shape=dynamic"
-        told = f"{asked} with recording={self.job.config.recording}"
-        if not self.job.config.parallel_drafting:
-            raise ConfigError(f"{told}: allowed: with parallel_drafting")
-        if size.nodes > (most := recording.most_ranked):
-            ways = f"at most {most} nodes, as recorded" if most else "a recording of schema 3"
-            raise ConfigError(f"tree={size.nodes}, {told}: allowed: {ways}")
-        if size.depth != levels:
-            asked = f"lookahead={self.job.config.lookahead}"
-            raise ConfigError(f"{asked}, {told}: allowed: {recording.at_once[0]}, as recorded")
 
     def keep(self, start: int, count: int) -> None:
         parts = self.recording.sequences
@@ -551,17 +538,10 @@ class ReplayWorkload(Workload):
         self, stepper: Forwards, open_gather: OpenGather | None = None
     ) -> TargetWorker:
         worker = super().target_worker(stepper, open_gather)
-        if not self._drafts_by_host(stepper):
+        is_emulated = isinstance(stepper, Stepper) and stepper.backend.info.kind == "emulated"
+        if self.job.dynamic is None or (self.job.config.is_transformer and not is_emulated):
             return worker
-        nodes = self.job.verified
-        return ReplayedTrees(stepper, worker.oracle, worker.placement, nodes=nodes)
-
-    def _drafts_by_host(self, stepper: Forwards) -> bool:
-        """Whether the host replays trees that change shape each round, because no transformer that
-        searches for them is computed here."""
-        if self.job.dynamic is None or not isinstance(stepper, Stepper):
-            return False
-        return not self.job.config.is_transformer or stepper.backend.info.kind == "emulated"
+        return ReplayedTrees(stepper, worker.oracle, worker.placement, nodes=self.job.verified)
 
     def target_oracle(self, stepper: Forwards) -> ImposedTarget:
         job = self.job
@@ -580,7 +560,6 @@ class ReplayWorkload(Workload):
             config.fast_lookup,
             at_once=config.parallel_drafting,
             dynamic=0 if job.dynamic is None else job.dynamic.nodes,
-            by_host=self._drafts_by_host(stepper),
         )
         return ImposedDraft(stream, job.tokens_a_forward, job.shape)
 

@@ -53,8 +53,12 @@ class Branches:
     the chain or tree. places: where K and V are stored (None: the model has no KV cache). Only if
     tokens are sampled: states: what draws the tokens (oracle.sampled.DrawState), one for each row
     of the next forward. q: the probability with which each token was drawn, float64 [n, N].
-    drawn_from: by branch, the distribution of each token (None for a token with q = 1).
+    drawn_from: by branch, the distribution of each token (None for a token with q = 1). trees: if
+    recorded trees that change shape each round replace the chains, the parents and the tokens of
+    their nodes, int32 [n, N] each.
     """
+
+    trees: tuple[Ints, Ints] | None = None
 
     def __init__(
         self,

@@ -139,10 +139,5 @@ class DraftOracle(Oracle, ABC):
         branches, so that drafting them is useless. The default returns False."""
         return False
 
-    def trees(self) -> tuple[Ints, Ints] | None:
-        """Returns the drafted trees of this round if they are known before the draft's forward and
-        change shape each round: the nodes' parents and tokens, int32 [b, N] each. Else None."""
-        return None
-
     def forget(self) -> None:
         """Called after the model's weights were replaced. The default does nothing."""

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -184,7 +185,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
     accepted = np.zeros((num, lookahead + 1), np.int64)
     ranked: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     for n, part in enumerate(recording.sequences):
-        for c, k in _rounds(part, part.rollout[:, :lookahead]):
+        for c, k in _rounds(_runs(part, part.rollout[:, :lookahead])):
             accepted[n, k] += 1
             at = c + k
             if at + 1 >= part.end:
@@ -203,26 +204,25 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
     tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
     knows = vocabulary is not None
     rejected, complete = (Ranks.of(of[0], of[1], num, widest, knows) for of in tables)
-    fast = {kind: np.zeros((num, lookahead + 1), np.int64) for kind in LOOKUPS}
-    for kind, counts in fast.items():
-        for n, part in enumerate(recording.sequences):
-            runs = [run for _, run in _rounds(part, copied(recording, n, lookahead, kind))]
-            np.add.at(counts[n], runs, 1)
+    fast = dict[str, Array]()
+
+    def count(kind: str, n: int, runs: Array) -> None:
+        table = fast.setdefault(kind, np.zeros((num, lookahead + 1), np.int64))
+        np.add.at(table[n], [run for _, run in _rounds(runs)], 1)
+
+    for kind, (n, part) in product(LOOKUPS, enumerate(recording.sequences)):
+        count(kind, n, _runs(part, copied(recording, n, lookahead, kind)))
     most, num_ranks = recording.at_once
     if not num_ranks or lookahead > most:
         return Outcomes(accepted, (rejected, complete), fast)
-    sizes = TREES if lookahead == most else ()
-    sizes = [nodes for nodes in sizes if nodes <= recording.most_ranked]
-    for kind in (PARALLEL, *(f"{DYNAMIC}{nodes}" for nodes in sizes)):
-        fast[kind] = np.zeros((num, lookahead + 1), np.int64)
+    sizes = [n for n in TREES if lookahead == most and n <= recording.most_ranked]
     levels = np.zeros((num, lookahead, num_ranks + 1), np.int64)
     for n, part in enumerate(recording.sequences):
         drafts = levels_of(part, lookahead)
-        np.add.at(fast[PARALLEL][n], [run for _, run in _rounds(part, drafts[:, :, 0])], 1)
+        count(PARALLEL, n, _runs(part, drafts[:, :, 0]))
         true = part.tokens[np.arange(part.end)[:, None] + np.arange(lookahead + 1)]
         for nodes in sizes:
-            runs = accepted_of(*trees_of(part, nodes), true)
-            np.add.at(fast[f"{DYNAMIC}{nodes}"][n], [run for _, run in _rounds_of(runs)], 1)
+            count(f"{DYNAMIC}{nodes}", n, accepted_of(*trees_of(part, nodes), true))
         is_true = drafts == true[:, :-1, None]
         place = np.where(is_true.any(axis=-1), is_true.argmax(axis=-1), num_ranks)
         is_reached = np.ones(part.end, np.bool_)
@@ -232,22 +232,22 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
     return Outcomes(accepted, (rejected, complete), fast, levels)
 
 
-def _rounds(part: Recorded, drafts: Ids) -> Iterator[tuple[int, int]]:
+def _runs(part: Recorded, drafts: Ids) -> Array:
+    """Returns how many drafted tokens a round accepts that begins after 0, 1, … tokens of an
+    answer, [end]. drafts: the tokens drafted there, [≥ end, K]."""
+    places = np.arange(part.end)[:, None] + np.arange(drafts.shape[1])
+    same = drafts[: part.end] == part.tokens[places]
+    return np.asarray(np.cumprod(same, axis=1).sum(axis=1))
+
+
+def _rounds(runs: Array) -> Iterator[tuple[int, int]]:
     """Yields (c, k) for each SD round of an answer: the round begins after c tokens of the answer,
-    and accepts k drafted tokens. drafts: [≥ end, K], where row n has the K tokens drafted after n
-    tokens."""
-    end = part.end
-    same = drafts[:end] == part.tokens[np.arange(end)[:, None] + np.arange(drafts.shape[1])]
-    yield from _rounds_of(np.cumprod(same, axis=1).sum(axis=1))
-
-
-def _rounds_of(runs: Array) -> Iterator[tuple[int, int]]:
-    """Yields what _rounds yields. runs: the number of drafted tokens that a round accepts which
-    begins after 0, 1, … tokens of the answer, [end]."""
+    and accepts k = runs[c] drafted tokens."""
     c = 0
     while c < len(runs):
-        yield c, int(runs[c])
-        c += int(runs[c]) + 1
+        k = int(runs[c])
+        yield c, k
+        c += k + 1
 
 
 def _of_row(row: Row, rounds: Path) -> Outcomes:

@@ -211,7 +211,7 @@ def searched(logits: NDArray[np.float32], nodes: int) -> tuple[Ints, Ints]:
     return parents, ranks
 
 
-def accepted(parents: Ints, tokens: Ints, true: Ints) -> Index:
+def accepted(parents: Ints, tokens: Ints, true: NDArray[np.integer[Any]]) -> Index:
     """Returns how many of the target's next tokens lie on a path of each of n trees, [n]. parents,
     tokens: of the N nodes of each tree, whose parents come first, [n, N]. true: the next tokens,
     at least one more than the trees have levels, [n, K + 1]."""
