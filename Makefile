@@ -26,7 +26,7 @@
 ## make clean                  remove caches and build files; .venv and out/ stay
 ##
 ## Variables of run; only those that you give are passed on, the others keep mpissd's own defaults:
-##   TP=1  DRAFTS=1 (0 for ar)  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
+##   TP=1  DRAFTS=1 (0 for ar)  LEARNERS=0  MODE=ssd|sd|ar  PAIR=8b/1b|smollm2  WORKLOAD=gemm|markov
 ##   TARGET=FOLDER DRAFT=FOLDER (in place of PAIR: Hugging Face folders or .gguf files)
 ##   GROUPS=1 (each of TP target ranks; they share the drafts: docs/pools.md)
 ##   BACKEND=auto|numpy|cupy|emulated  DEVICE=h100|h200|a100-80|v100-32|null (emulated)
@@ -66,7 +66,7 @@ names_of = $(foreach f,$1,$(firstword $(subst :, ,$f)))
 
 run_of := MODE:mode DRAFTS:num_drafts GROUPS:groups PAIR:pair TARGET:target DRAFT:draft BACKEND:backend DEVICE:device WORKLOAD:workload \
     K:lookahead TREE:tree FANOUT:fan_out ALPHA:alpha PHIT:p_hit BATCH:batch_size ROUNDS:rounds SEED:seed \
-    OUT:out PROMPT:prompt PROMPTS:prompts
+    OUT:out PROMPT:prompt PROMPTS:prompts LEARNERS:learners
 chat_of := MODE:mode DRAFTS:num_drafts TP:tp PAIR:pair TARGET:target DRAFT:draft BACKEND:backend K:lookahead FANOUT:fan_out SEED:seed
 serve_of := $(chat_of) HOST:host PORT:port REGISTER:register
 sweep_of := GRID:grid REPEATS:repeats SHARD:shard
@@ -88,7 +88,8 @@ tp = $(call whole,TP,$(if $(call is_given,TP),$(call given,TP),1),[1-9][0-9]*,1 
 default_drafts = $(if $(filter ar,$(call given,MODE)),0,1)
 drafts = $(call whole,DRAFTS,$(or $(call given,DRAFTS),$(default_drafts)),[01],0 or 1 (docs/retired.md: why not 2))
 groups = $(call whole,GROUPS,$(or $(call given,GROUPS),1),[1-9][0-9]*,1 or more)
-num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts))))
+learners = $(call whole,LEARNERS,$(or $(call given,LEARNERS),0),(0|[1-9][0-9]*),0 or more)
+num_ranks = $(shell echo $$(($(groups) * $(tp) + $(drafts) + $(learners))))
 
 python := $(call quote,$(or $(call given,PYTHON),.venv/bin/python))
 setup := $(if $(call given,PYTHON),@:,@launch/setup.sh)
@@ -98,8 +99,8 @@ sweep_flags = $(call flags_of,$(sweep_of))
 setup_serve = $(setup) serve $(or $(call flag,PAIR,pair),--pair=smollm2)
 
 # A run by hand ends with a verdict, also in a pipe; a flag of ARGS comes later and counts.
-unlike = $(call is_given,GROUPS) \
-    $(foreach f,groups on_draft_loss,$(findstring --$f,$(call given,ARGS)))
+unlike = $(call is_given,GROUPS)$(call is_given,LEARNERS) \
+    $(foreach f,groups learners on_draft_loss,$(findstring --$f,$(call given,ARGS)))
 beside = $(if $(strip $(unlike)),,--beside=all)
 
 run:

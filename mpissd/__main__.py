@@ -110,6 +110,8 @@ def execute(arguments: list[str] | None) -> int:
             return int(imported(FRONTS[command.name])(command.config, *words))
         if command.name == "chat":
             raise ConfigError("chat under a launcher: allowed: without one, it starts the ranks")
+        if command.run.learners and command.name in ("serve", "probe", "sweep"):
+            raise ConfigError(f"learners={command.run.learners} with {command.name}: allowed: run")
         if command.name in ALONE:
             extra: dict[str, Any] = {"doctor": [check_before_mpi], "plan": [command.given]}
             return int(imported(ALONE[command.name])(command.config, *extra.get(command.name, [])))
@@ -148,11 +150,13 @@ def check_before_mpi(config: RunConfig) -> None:
     from mpissd.engine.job import resolve_unopened
 
     size = config.world_size or launcher_size()
-    tp = 1 if size is None else check_world(size, config.drafts, config.groups)
+    tp = 1 if size is None else check_world(size - config.learners, config.drafts, config.groups)
     is_shared = config.dry_run and bool(os.environ.get(ONE_HOST))
     job = resolve_unopened(config, tp, size if is_shared else None)
     if config.is_text and launcher_rank() % tp == 0 and launcher_rank() // tp < config.groups:
         imported("mpissd.engine.oracle.logits:check_prompts")(job)
+    if config.learners and launcher_rank() == 0:
+        imported("mpissd.online.process:check_trainer")()
     if config.on_draft_loss == "ar":
         check_recovery()
     check_output(config.out)

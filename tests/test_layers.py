@@ -49,6 +49,7 @@ LAYERS = {
     "mpissd.vllm": 6,
     "mpissd.huggingface": 6,
     "mpissd.learn": 7,
+    "mpissd.online": 8,
     "mpissd.ops": 7,
     "mpissd.ops.slurm": 7,
     "mpissd.ops.warden": 7,
@@ -81,6 +82,7 @@ STARTS_NUMBA = ("mpissd.engine.model.transformer.numba_ops",)
 SLOW = ("cupy", "cupyx", "nvmath", "scipy", "numba", "httpx")  # imported only where they are used
 STARTS_TORCH = (
     *(f"mpissd.learn.{name}" for name in ("draft evaluate job llama sample train").split()),
+    "mpissd.online.trainer",
 )
 STARTS_HTTP = ("mpissd.serve.app", "mpissd.serve.front", "mpissd.lab.chat")
 BELOW_ALL = {"fire", "numpy", *sys.stdlib_module_names}  # what they may import besides mpissd

@@ -25,6 +25,7 @@ from mpissd.common.flags import (
     flag,
     flags_of,
     integer,
+    mapped,
     number,
     parse_into,
     ranks_or_switch,
@@ -118,7 +119,7 @@ class MethodFlags(Checked):
         None,
         integer(1, 256),
         "tokens drafted in a round, as the best tree of K levels (default: a chain)",
-        needs="backup=jit",
+        needs="backup=jit learners=0",
     )
     tree_shape: str = drafting(
         "fixed",
@@ -131,7 +132,7 @@ class MethodFlags(Checked):
         False,
         switch,
         "draft all K tokens in one forward, by a draft with mask tokens",
-        needs="mode=sd|ssd backup=jit",
+        needs="mode=sd|ssd backup=jit learners=0",
     )
     fan_out: str = growing(
         "uniform:3",
@@ -389,6 +390,20 @@ class MachineFlags(Checked):
 
 
 @dataclass(frozen=True)
+class Learning(Checked):
+    """How a learner (a rank that trains the draft model while others decode) works: the values of
+    --learn. A finished sequence causes `steps` training steps of `batch` sequences each, so that it
+    is trained on batch · steps times on average. With device=cuda, the learner with index i on its
+    host uses GPU i, or the last GPU of a host with fewer GPUs."""
+
+    rate: float = flag(3e-5, number(0, 1), "learning rate")
+    batch: int = flag(4, integer(1), "sequences of a step")
+    steps: float = flag(1.0, number(0.01), "steps for each finished sequence")
+    publish_s: float = flag(10.0, number(0), "shortest time between two versions, in seconds")
+    device: str = flag("auto", choice("auto", "cuda", "cpu"), "where it computes")
+
+
+@dataclass(frozen=True)
 class OutputFlags(Checked):
     """Flags of output files and of what is shown. They do not change the measured rounds."""
 
@@ -403,7 +418,7 @@ class OutputFlags(Checked):
         choice("auto", "all", "ar", "off"),
         "compare with AR and SD inline on the target's ranks and on all, in turns (auto: all, "
         "after --show of one answer in a terminal)",
-        needs=dict.fromkeys(("all", "ar"), "groups=1 on_draft_loss=abort"),
+        needs=dict.fromkeys(("all", "ar"), "groups=1 learners=0 on_draft_loss=abort"),
     )
     beside_s: float = flag(20.0, number(0), "seconds of --beside's turns; twice as many to decide")
     json: bool = flag(False, switch, "print the row also in a terminal, as in a pipe")
@@ -431,6 +446,17 @@ class RunConfig(  # dataclass fields come from the last base class first
     )
     seed: int = flag(0, integer(0, 2**64 - 1), "seed of all random draws")
     warmup_rounds: int = flag(10, integer(1), "warm-up rounds, on sequences that are thrown away")
+    learners: int = drafting(
+        0,
+        integer(0, 1),
+        "number L of learner ranks, the last ones, which train the draft while it drafts (text)",
+        needs="workload=text num_drafts=1 on_draft_loss=abort groups=1",
+    )
+    learn: str | None = drafting(
+        None,
+        words,
+        "how a learner trains: rate=3e-5,batch=4,steps=1,publish_s=10,device=auto|cuda|cpu",
+    )
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
@@ -467,9 +493,13 @@ class RunConfig(  # dataclass fields come from the last base class first
         is_limited = self.is_text or self.num_tokens is not None
         return 200 if self.rounds is None and not is_limited else self.rounds
 
+    @property
+    def learning(self) -> Learning:
+        return mapped(Learning, self.learn, "learn")
+
     def check(self) -> None:
-        """Raises ConfigError for flags that the workload does not use, and for features that
-        exclude each other (exclusions.FLAGS)."""
+        """Raises ConfigError for flags that the workload does not use, for a wrong --learn, and for
+        features that exclude each other (exclusions.FLAGS)."""
         super().check()
         for name, field in flags_of(RunConfig).items():
             value = getattr(self, name)
@@ -477,6 +507,7 @@ class RunConfig(  # dataclass fields come from the last base class first
             if value != field.default and self.workload not in allowed:  # it has no effect
                 given = f"{name}={value} with workload={self.workload}"
                 raise ConfigError(f"{given}: allowed: workload={' or '.join(allowed)}")
+        self.learning  # noqa: B018  (raises a wrong --learn)
         refuse(FLAGS, config=self)
 
     @property

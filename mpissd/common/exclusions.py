@@ -45,6 +45,8 @@ FLAGS = (
     Exclusion("target={config.target}", "without draft", "both, or mode=ar",
               lambda at: at.config.target and not at.config.draft
               and at.config.mode != "ar" and not at.config.is_lookup),
+    Exclusion("learners=1", "backup=fast in sd", "a draft model",
+              lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
 # Exclusions by backend; their conditions read `config` and `backend`.
 DEVICES = (

@@ -75,6 +75,19 @@ def words(name: str, text: str) -> str:
     return text
 
 
+def mapped(kind: type[Config], text: str | None, name: str) -> Config:
+    """Parses the value of the flag `name`, which is itself a list of flags, such as
+    rate=3e-5,batch=4, into a configuration of class `kind`. text: the value; None counts as an
+    empty list. Raises ConfigError for a wrong list."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    if bad := [key for key, is_said, _ in pairs if not is_said]:
+        raise ConfigError(f"{name}={text}: {bad[0]!r}: allowed: {name}=name=value,name=value")
+    try:
+        return parse_into(kind, {key.strip(): value.strip() for key, _, value in pairs})
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Condition:
     """A condition on another flag: `mode=sd|ssd` says that mode is sd or ssd, `temperature>0` that

@@ -26,6 +26,7 @@ class RoundRecords:
         # The two arrays hold, for each round, its wall time and the target's forward in s.
         self.round_s = array("d")
         self.t_target_s = array("d")
+        self._versions = array("i")  # the version of the draft's weights, by round
         self._new_outcomes: list[Any] = []  # rows that are not packed into _outcomes yet
         self._new_speculations: list[Any] = []
         self._counts = array("i")
@@ -37,6 +38,7 @@ class RoundRecords:
         """Adds a round. The arrays of `speculation` and `outcome` must not change afterwards, since
         they are copied only after 512 rounds. t_target_s: seconds of the target's forward."""
         self.t_target_s.append(t_target_s)
+        self._versions.append(speculation.version)
         self._new_speculations.append(speculation.rows)
         self._new_outcomes.append(outcome.rows)
         if len(self._new_outcomes) == _PACKED_ROUNDS:
@@ -84,6 +86,16 @@ class RoundRecords:
         rounds, outcomes, speculations = self._read()
         columns = [rounds, *outcomes[:, [0, 1, 3, 4]].T, *speculations[:, : Speculation.HEAD].T]
         return np.column_stack(columns).astype(np.int64)
+
+    def by_version(self) -> list[tuple[int, int, int, int]]:
+        """Returns a tuple (version, sequence rounds, drafted tokens, accepted tokens) for each
+        version of the draft's weights."""
+        rounds, outcomes, speculations = self._read()
+        versions, place = np.unique(np.array(self._versions)[rounds], return_inverse=True)
+        sums = np.zeros((len(versions), 3), np.int64)
+        counts = np.column_stack([np.ones_like(rounds), speculations[:, 2], outcomes[:, 3]])
+        np.add.at(sums, place.reshape(-1), counts)
+        return list(zip(versions.tolist(), *sums.T.tolist(), strict=True))
 
     def num_rows(self) -> NDArray[np.int64]:
         """Returns how many input rows the target's forward had in each round: Σ(num_draft + 1)."""

@@ -28,8 +28,7 @@ READABLE = (1, 2)  # schemas of the lines that this version reads
 CONFIGURATION = "configuration"
 # Keys of older rows that this version does not write any more.
 RETIRED = (
-    "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s sampling_sd "
-    "learners learner_state draft_versions acceptance_by_version learner"
+    "schedule ledger_overhead draft_lookup full_num_layers t_target_full_depth_s sampling_sd"
 ).split()
 Means = Mapping[str, float]
 _MODES = ("ar", "sd", "ssd")
@@ -47,7 +46,6 @@ _OTHER_KEYS = {  # types of values that are read but are no fields of Row, by ke
     CONFIGURATION: Mapping[str, Any],
     "schedule": str,
     "draft_lookup": str,
-    "learners": int,
     "provenance.commit": str,
     "provenance.started_at": str,
     "provenance.command": list[str],
@@ -90,7 +88,7 @@ class Row(Mapping[str, Any]):
     )
     backend: str = key("cupy, numpy or emulated")
     device_name: str = key('the lead\'s device; an emulated one says "(emulated)"')
-    world_size: int = key("G·T + D, all ranks")
+    world_size: int = key("G·T + D + L, all ranks")
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
     groups: int | None = setting(
@@ -169,7 +167,7 @@ class Row(Mapping[str, Any]):
     )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key(
-        "tok_per_s / world_size; a GPU that ranks share counts once", "tok/s"
+        "tok_per_s / world_size; a learner on another rank's GPU is not counted", "tok/s"
     )
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(
@@ -202,6 +200,22 @@ class Row(Mapping[str, Any]):
         "the draft's counts of committed outcomes, and ranks ([candidates kept, rank, how often];"
         " 0: none) of a bonus that replaces a rejection and of one after k' accepted tokens; null"
         " if outcomes are imposed"
+    )
+    learners: int | None = setting("L, ranks that train the draft meanwhile")
+    learner_state: str | None = key(
+        "starting, learning, refused or diverged (its last version was not published), lost (its "
+        "trainer had ended), failed, or silent, with details in `learner`"
+    )
+    draft_versions: int | None = key(
+        "versions of its weights that the draft swapped in during the measured rounds"
+    )
+    acceptance_by_version: list[Mapping[str, float]] | None = key(
+        "of each version of the draft's weights (0: as loaded): rounds, drafted and accepted "
+        "tokens, and acceptance_length"
+    )
+    learner: Mapping[str, Any] | None = key(
+        "what the learner did: `swaps`, `refused_versions`, the lead's `cost` of sending examples, "
+        "`ready_s`, `first_step_s`, its `gpu`, and `shares_gpu_of`, the rank on the same GPU"
     )
     t_target_s: float | None = key("p50 device time of a forward of b(K+1) rows", "s")
     t_draft_s: float | None = key(

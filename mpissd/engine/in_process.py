@@ -26,6 +26,7 @@ from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.comm.link import DraftEnd, queue_link
 from mpissd.engine.features.device_rounds import DeviceSpeculator, DeviceTarget, chained_forwards
 from mpissd.engine.features.joined_growth import joining
+from mpissd.engine.features.learning import Updates
 from mpissd.engine.job import Job, Serving, resolve, resolve_unopened
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import link_shape, make_drafter
@@ -128,9 +129,14 @@ class Loops:
 
     def _serve(self, link: DraftEnd, drafter: Drafter) -> None:
         try:
-            serve(link, drafter)
+            updates = self._updates(drafter)
+            serve(link, drafter, None if updates is None else updates.work)
         except Exception as fault:  # noqa: BLE001  (the target's thread raises it)
             self._faults.append(fault)
+
+    def _updates(self, drafter: Drafter) -> Updates | None:
+        """Returns the source of newer draft weights. Here None: only subclasses train the draft."""
+        return None
 
     def close(self) -> None:
         """Ends the draft's thread, then frees the models."""

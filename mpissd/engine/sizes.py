@@ -68,8 +68,8 @@ class Sizes:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks: G groups of T target ranks, and D draft ranks."""
-        return self.config.groups * self.tp + self.config.drafts
+        """The number of ranks: G groups of T target ranks, D draft and L learner ranks."""
+        return self.config.groups * self.tp + self.config.drafts + self.config.learners
 
     @cached_property
     def target_shard(self) -> AnyShard:

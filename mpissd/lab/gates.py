@@ -162,9 +162,10 @@ def _ranks(facts: Facts) -> Faults:
     row = facts.row
     size = int(row.world_size)
     groups = row.groups or 1
-    if (count := groups * row.tp + row.num_drafts) != size:
-        factor = "groups · " * (groups > 1)
-        yield f"world_size is {size}, {factor}tp + num_drafts is {count}"
+    learners = row.learners or 0
+    if (count := groups * row.tp + row.num_drafts + learners) != size:
+        names = "groups · " * (groups > 1), " + learners" * (learners > 0)
+        yield f"world_size is {size}, {names[0]}tp + num_drafts{names[1]} is {count}"
     digests = row.rank_digests
     if digests is None:
         digests = facts.array("rank_digests").tolist()

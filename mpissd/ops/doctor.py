@@ -125,7 +125,7 @@ class Finding(NamedTuple):
 def doctor(config: DoctorConfig, check: Check) -> int:
     """Prints the table of faults; returns 0 if a run with these flags works, otherwise 2. With
     --dry_run no ranks are started. check: raises ConfigError for flags that `run` refuses."""
-    run = config.run
+    run = replace(config.run, learners=0)  # a learner takes no part in opening the models
     if config.json:
         return examine_rank(run, check)
     if config.tp is None and launcher_size() is not None:
@@ -190,7 +190,7 @@ def _of_machine(run: RunConfig, num_ranks: int, check: Check) -> Iterator[Findin
     tp = (num_ranks - run.drafts) // run.groups
     detail = f"MODE={run.mode}, {groups}T={tp}, D={run.drafts}, world size {num_ranks}"
     try:
-        check(replace(run, dry_run=num_ranks))
+        check(replace(run, dry_run=num_ranks + run.learners))
         yield Finding("run", detail)
     except ConfigError as error:
         yield _fault("run", f"{detail}: {error}")

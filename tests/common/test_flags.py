@@ -35,7 +35,7 @@ VALUES = {
     "prompt_ids": "None 1,2", "chat_template": "True false", "top_p": "1.0 .9", "stop": "None end",
     "recording": "None r.npz", "show": "False true", "beside": "auto all ar off",
     "beside_s": "20.0 5", "trace": "None t.json", "groups": "1 2", "grammar": "None json",
-    "on_draft_loss": "abort ar", "tree": "None 8", "backup": "jit fast",
+    "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8", "backup": "jit fast",
     "tree_shape": "fixed dynamic", "parallel_drafting": "False true",
     "backend": "auto cupy numpy", "share_gpu": "False true",
 }  # fmt: skip
@@ -143,6 +143,9 @@ def typed(flags: dict[str, str]) -> dict[str, Any]:
         ({"target": "8b"}, "target=8b without draft: allowed: both, or mode=ar"),
         ({"backup_lookahead": "5"}, r"backup_lookahead=5: allowed: 1\.\.4"),
         ({"workload": "markov", "stop_token": "64"}, r"stop_token=64: allowed: 0\.\.63"),
+        ({"learn": "rte=1"}, "learn: unknown flag '--rte': did you mean '--rate'"),
+        ({"learn": "rate"}, "learn=rate: 'rate': allowed: learn=name=value"),
+        ({"learn": "rate=2"}, r"learn: rate=2: allowed: a number in \[0, 1\]"),
     ],
 )
 def test_a_refusal_names_the_value_and_what_is_allowed(flags: dict[str, str], message: str) -> None:
@@ -213,6 +216,8 @@ def test_what_flags_imply() -> None:
     assert RunConfig(num_tokens=5).max_rounds is None
     assert parse_flags({"rounds": f"{10**400}"}).rounds == 10**400  # larger than any float
     assert RunConfig(num_tokens=5, rounds=9).max_rounds == 9
+    learning = RunConfig(learn="rate=.1,device=cpu").learning
+    assert (learning.rate, learning.device, learning.batch) == (0.1, "cpu", 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         RunConfig().seed = 1  # type: ignore[misc]
 

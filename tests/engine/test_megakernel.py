@@ -20,14 +20,19 @@ from numpy.typing import NDArray
 
 from mpissd.engine.backend import chain_plan
 from mpissd.engine.backend.chain_plan import ChainGeometry, Multiplication, Operand
+from mpissd.engine.model.shard import TransformerShard
+from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import (
+    EMBEDDING,
     ArrayTensor,
     random_checkpoint,
+    tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops import ops as cupy_ops
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps, chosen
 from mpissd.engine.model.transformer.sources import config_of
+from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu, aligned, build
 from tests.gpu.agreement import relative_error, tolerance
 from tests.gpu.transformer_rig import HEADS, Rig, check_tree, prompt, tiny, use_megakernel
@@ -85,6 +90,30 @@ def test_rotated_pairs_share_a_tile_and_are_unpacked_in_their_own_order(
     halves = halves.reshape(len(expected) // head, head // 16, -1, 2, 8, 4, 2, 2, 2)
     rows = halves.transpose(0, 7, 1, 4, 2, 5, 3, 6, 8)
     assert np.array_equal(rows.reshape(expected.shape), expected)
+
+
+@pytest.mark.slow
+def test_a_swap_of_weights_reaches_every_cache(gpu: Any) -> None:
+    """Two stacks over the same weights have the bits of a model that was loaded anew."""
+    config = tiny("qwen2", 1)
+    old, new = random_checkpoint(config, 3), random_checkpoint(config, 9)
+    weights = load_weights(gpu, old, TransformerShard(config), max_rows=8, page=128)
+    assert isinstance(weights.ops, MegakernelOps)
+    rigs = [
+        Rig(gpu, config, weights=weights, checkpoint=old, max_rows=8, **more)
+        for more in ({}, {"capacity": 512, "slots": 1})
+    ]
+    before = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
+    arrays = {name: new.read(name) for name, _ in tensors(config) if name != EMBEDDING}
+    for _ in rigs[0].stack.reload(arrays):
+        pass
+    after = [rig.forward(TOKENS, trunk_rows(0, 0, 3)) for rig in rigs]
+    anew = replace(
+        new, by_name={**stored(new, in_memory).by_name, EMBEDDING: old.by_name[EMBEDDING]}
+    )
+    expected = Rig(gpu, config, checkpoint=anew, max_rows=8).forward(TOKENS, trunk_rows(0, 0, 3))
+    assert np.array_equal(*before) and not np.array_equal(before[0], expected)
+    assert all(np.array_equal(found, expected) for found in after)
 
 
 def device(capability: str = "9.0", room: int = ROOM) -> Any:

@@ -1,5 +1,5 @@
 """Calibration: host costs off the ledgers of rounds whose costs are known, and all-reduces. A row's
-floor, and traces of ranks whose clocks differ."""
+floor, the rank whose GPU a learner shares, and traces of ranks whose clocks differ."""
 
 import dataclasses
 from dataclasses import replace
@@ -12,12 +12,13 @@ import pytest
 from mpissd.common.config import RunConfig, parse_flags
 from mpissd.common.presets import resolve_model
 from mpissd.common.trace import DraftLog, DraftPhase, LeadPhase
+from mpissd.engine.backend.base import DeviceInfo
 from mpissd.engine.backend.profile import EmulatedBackend, load_profile
 from mpissd.engine.job import Job, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.lab.measure import calibrate
 from mpissd.lab.measure.calibrate import WarmUp, host_costs
-from mpissd.lab.measure.row import floor_of
+from mpissd.lab.measure.row import floor_of, shares_gpu_of
 from mpissd.lab.measure.tracing import Track, events
 from mpissd.lab.predict.costs import DeviceCosts
 
@@ -152,6 +153,13 @@ def test_an_emulated_floor_is_its_profile_s(batch: int, bound: str) -> None:
     flops_s = told["floor_flops"] / told["peak_flops_per_s"]
     assert told["floor_flops"] == 2 * 8 * batch * params
     assert (flops_s > bytes_s) == (bound == "flops") and seconds == max(bytes_s, flops_s)
+
+
+@pytest.mark.parametrize(("gpu", "shared"), [("GPU-b", 1), ("GPU-c", None), (None, None)])
+def test_a_learner_shares_the_gpu_of_its_rank(gpu: str | None, shared: int | None) -> None:
+    infos = [DeviceInfo("a GPU", "gpu", uuid=f"GPU-{name}") for name in "ab"]
+    measured: Any = SimpleNamespace(lead=SimpleNamespace(learner=gpu and {"gpu": gpu}))
+    assert shares_gpu_of(measured, infos) == shared
 
 
 START = 7_000_000_123_456  # a perf_counter far from 0

@@ -9,6 +9,9 @@ import pytest
 from mpissd.common.flags import unchecked
 from mpissd.common.presets import ModelShape
 from mpissd.engine.model.transformer.checkpoint import (
+    BLOCK,
+    dequantize,
+    quantize,
     random_checkpoint,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -108,6 +111,21 @@ def test_training_raises_agreement(sampler: Sampler, samples: Samples, shape: st
     assert points[-1]["step"] == 100
     assert points[-1]["tv"] < 1 - before["alpha"]
     assert len(copies) > 3 and not copies[0].weights.head.requires_grad
+
+
+def test_dithering_keeps_weights_on_the_grid_and_others_on_average() -> None:
+    """Also with the largest dither, which float32 would round up to 1 next to a whole number."""
+    made = np.random.default_rng(0).standard_normal((7, 96)).astype(np.float32)
+    matrix, scales = quantize(made)
+    highest = np.full(made.shape, np.nextafter(np.float32(1), 0), np.float32)
+    again, same = quantize(dequantize(matrix, scales), highest)
+    assert np.array_equal(again, matrix) and np.array_equal(same, scales)
+    draws = np.random.default_rng(1)
+    found = [quantize(made, draws.random(made.shape, np.float32)) for _ in range(400)]
+    mean = np.mean([dequantize(*each) for each in found], axis=0)
+    steps = np.repeat(scales.astype(np.float32), BLOCK, axis=1)
+    largest = np.abs(matrix) == 127
+    assert np.abs((mean - made) / steps)[~largest].max() < 0.13  # 5 sigma
 
 
 def test_rounds_read_off_agreements_are_those_of_the_rule() -> None:

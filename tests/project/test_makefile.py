@@ -63,7 +63,7 @@ def launched(box: Path, *variables: str, **env: str) -> tuple[int, list[str]]:
     prefix = ["-np", argv[1], "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "run"]
     assert argv[: len(prefix)] == prefix
     flags = argv[len(prefix) :]
-    is_compared = not any("GROUPS" in each for each in variables)
+    is_compared = not any("GROUPS" in each or "--learners" in each for each in variables)
     assert flags[:1] == ["--beside=all"] if is_compared else "--beside=all" not in flags
     return int(argv[1]), flags[is_compared:]
 

@@ -113,22 +113,23 @@ class Topology:
         }
 
 
-def open_topology(num_drafts: int, groups: int = 1) -> Topology:
-    """Starts MPI and splits its ranks into targets and drafts. Collective. Raises ConfigError on
-    every rank if there are too few ranks, or if mpirun and mpi4py belong to different MPI
-    libraries."""
+def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = None) -> Topology:
+    """Starts MPI and splits its ranks into targets and drafts. Collective. world: the ranks that
+    decode, without learners (None: all ranks). Raises ConfigError on every rank if there are too
+    few ranks, or if mpirun and mpi4py belong to different MPI libraries."""
     from mpi4py import MPI
 
     from mpissd.engine.comm.mpi_patient import PatientComm
 
-    world = PatientComm(MPI.COMM_WORLD)
+    all_ranks = PatientComm(MPI.COMM_WORLD)
     launched = launcher_size()
-    if launched is not None and launched != world.size:
+    if launched is not None and launched != all_ranks.size:
         library = MPI.Get_library_version().split(",")[0].strip()
         raise ConfigError(
-            f"launcher mismatch: it started {launched} processes, but MPI sees {world.size}; "
+            f"launcher mismatch: it started {launched} processes, but MPI sees {all_ranks.size}; "
             f"use the mpirun that belongs to mpi4py's library ({library})"
         )
+    world = world or all_ranks
     return placed(world, check_world(world.size, num_drafts, groups), groups)
 
 

@@ -21,7 +21,7 @@ from mpissd.engine.round.sequence import Batch
 def joining(job: Job, worker: DraftWorker) -> DraftWorker:
     """Returns a draft worker whose GPU grows branches (drafts for possible next rounds) without
     waiting for the host, or `worker` itself if the job needs the host between two forwards."""
-    is_fed = job.serving or job.tree_lanes or job.masks
+    is_fed = job.serving or job.config.learners or job.tree_lanes or job.masks
     if is_fed or not (job.config.drafts and job.fan_out and device_decides(worker)):
         return worker
     stepper = worker.stepper

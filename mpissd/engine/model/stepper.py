@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from mpissd.engine.model.forwards import Forwards, Places, Results, merged
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
+from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import (
     TransformerStack,
@@ -200,6 +201,12 @@ class Stepper(Forwards):
         if self.backend.info.kind == "emulated":
             raise NotImplementedError("the emulated backend holds no numbers")
         return self.stack.logits(rows)
+
+    def reload(self, arrays: Arrays | None) -> Iterator[None]:
+        """Replaces a transformer's weights in place. arrays: new tensors by name; None: those of
+        the model's files. Yields between layers, so that the caller may do other work meanwhile."""
+        assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
+        return self.stack.reload(arrays)
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
         assert isinstance(self.stack, TransformerStack), "lanes of a stack of products"

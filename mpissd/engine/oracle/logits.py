@@ -63,6 +63,7 @@ class LogitsTarget(SampledTarget):
         samples: bool = False,
         draft_ids: Ints | None = None,
         widths: Sequence[int] = (0,),
+        keeps_logits: bool = False,
         shape: Shape = CHAIN,
         gather: LogitsGather | None = None,
         grammars: GrammarStates | None = None,
@@ -72,7 +73,7 @@ class LogitsTarget(SampledTarget):
         stepper: runs the rank's forwards. seed: the job's seed of random draws. samples: whether
         requests may have a temperature above 0. draft_ids: the ids of the tokens that the draft
         knows (None: all). widths: for each target rank, how many tokens' logits it computes.
-        gather: collects the logits of all target
+        keeps_logits: whether a learner reads the logits. gather: collects the logits of all target
         ranks on rank 0 (None: there is one rank). grammars: makes the grammars of sequences.
         """
         super().__init__(seed, shape)
@@ -81,6 +82,7 @@ class LogitsTarget(SampledTarget):
         self._draft_ids = draft_ids
         self.chains = not samples
         self._widths = widths
+        self._keeps_logits = keeps_logits
         self._gather = gather
         self._grammars = grammars or GrammarStates()
         # Whether any live sequence is sampled, and whether any live sequence needs logits.
@@ -94,7 +96,7 @@ class LogitsTarget(SampledTarget):
         self._live = batch.sequences
         settings = [sequence.request.sampling for sequence in batch.sequences]
         self._draws_any = self._samples and any(setting.temperature > 0 for setting in settings)
-        asked = any(setting.reads_logits for setting in settings)
+        asked = self._keeps_logits or any(setting.reads_logits for setting in settings)
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
@@ -528,6 +530,7 @@ class TextWorkload(Workload):
             samples=self.samples,
             draft_ids=self.draft_ids if self.samples and job.draft is not None else None,
             widths=[part.vocab for part in ranks],
+            keeps_logits=job.config.learners > 0,
             shape=job.shape,
             gather=gather,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),

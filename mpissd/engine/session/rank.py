@@ -23,6 +23,7 @@ from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.features.device_rounds import DeviceSpeculator, DeviceTarget, chained_forwards
 from mpissd.engine.features.draft_loss import ARFallback, LossWaiter
+from mpissd.engine.features.learning import Updates
 from mpissd.engine.features.pool import GroupForwards, serve_groups
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
@@ -57,6 +58,7 @@ class Rank:
         self.ledger: Ledger | None = None  # the times, by phase, of the last run of the loops
         self.digest = 0  # a checksum of the last run's rounds; ranks compare it
         self.draft_lost = False  # whether the draft rank was lost; later runs have K = 0
+        self.updates: Updates | None = None  # on a draft rank: loads newer weights
 
         group, world = self._comms = [topology.group.Dup(), topology.world.Dup()]
         self._leads: MPI.Comm | None = None  # connects the first ranks of all target groups
@@ -147,7 +149,11 @@ class Rank:
             ends = list(zip(self.draft_links, drafters, strict=True))
             serve_groups(ends, forwards.shared, self.session.waiter)
         else:
-            serve(self.draft_links[0], first)
+            inbox = self.session.learning and self.session.learning.inbox
+            is_own = first.worker is self.draft
+            self.updates = Updates(inbox, first) if inbox and is_own else None
+            refresh = None if self.updates is None else self.updates.work
+            serve(self.draft_links[0], first, refresh)
         self.ledger = first.log.ledger
         self.digest = first.batch.digest
 

@@ -46,6 +46,7 @@ from mpissd.engine.backend.base import Backend, Binding, DeviceInfo
 from mpissd.engine.backend.registry import binding_of, choose, open_backend
 from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.comm.mpi_group import open_group
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, Topology, agree, agreed, open_topology, part_of
 from mpissd.engine.job import DRAFT, TARGET, Job, Need, Serving, resolve
 from mpissd.engine.model.shard import ForwardOptions, Shard
@@ -219,7 +220,8 @@ class Models:
 
 @dataclass
 class Session:
-    """The resources of one rank while it runs the job of one configuration."""
+    """The resources of one rank while it runs the job of one configuration. learning: the channel
+    between this rank and the learner, which trains the draft (None: no training)."""
 
     topology: Topology  # the ranks of this job and their roles
     waiter: Waiter
@@ -230,6 +232,7 @@ class Session:
     models: Models
     calibrations: Calibrations
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the job ends
+    learning: LearnerComms | None = None
 
     @property
     def workload(self) -> Workload:
@@ -344,11 +347,14 @@ def opened(config: RunConfig) -> Iterator[Session]:
 
 
 @contextmanager
-def opened_machine(config: RunConfig, num_drafts: int) -> Iterator[Machine]:
+def opened_machine(
+    config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
+) -> Iterator[Machine]:
     """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
-    and closes them within the deadline, also after an error. num_drafts: how many of the ranks
-    draft. All ranks call it together; if one fails, all raise Refused."""
-    machine = _open_machine(config, num_drafts)
+    and closes them within the deadline, also after an error. world: the ranks, `groups` groups of
+    target ranks and num_drafts draft ranks (None: all). They call it together; if one fails, all
+    raise Refused."""
+    machine = _open_machine(config, num_drafts, world)
     try:
         yield machine
         guard.stage(Stage.TEARDOWN)  # skipped by an error, which is reported with its stage
@@ -371,9 +377,9 @@ def session_of(machine: Machine, config: RunConfig, serving: Serving | None = No
     return session
 
 
-def _open_machine(config: RunConfig, num_drafts: int) -> Machine:
+def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) -> Machine:
     try:
-        topology = open_topology(num_drafts, config.groups)
+        topology = open_topology(num_drafts, config.groups, world)
     except ConfigError as small:  # Every rank raises the same error.
         raise Refused(str(small), small.exit_code) from small
     keep_freed()

@@ -51,6 +51,11 @@ def print_card(session: Session) -> None:
     if job.tp > 1:
         lines.append(("sums", all_reduce_text(session)))
     lines += rank_lines(topology, session.infos)
+    if config.learners:
+        learning = config.learning
+        how = f"rate {learning.rate:g}, batch {learning.batch}"
+        text = f"learner  trains the draft {how}; a version every {learning.publish_s:g} s at most"
+        lines.append((f"rank {job.world_size - 1}", text))
     no_law = "none: every round emits one token a sequence"
     lines.append(("law", no_law if job.draft is None else session.workload.law))
     where = " in each group" if topology.groups > 1 else ""
@@ -191,6 +196,10 @@ def print_summary(row: Row, out: str = "", busy: Iterable[str] = ()) -> None:
         forwards = " in one forward" if row.parallel_drafting else ""
         text = f"{us(row.t_draft_s * 1e6)} for K={row.lookahead}{forwards}{ratio}"
         lines.append(("draft", text))
+    if (learner := row.learner) is not None:
+        text = f"{row.learner_state}: {learner.get('steps', 0)} steps, {row.draft_versions} "
+        text += "versions taken over"
+        lines.append(("learner", text))
     if row.per_group:
         rates = ", ".join(f"{group['tok_per_s']:.1f}" for group in row.per_group)
         lines.append(("groups", f"{rates} tok/s"))

@@ -25,6 +25,8 @@ from mpissd.common.records import (
 )
 from mpissd.common.row import SCHEMA, Row
 from mpissd.common.trace import DraftLog
+from mpissd.engine.backend.base import DeviceInfo
+from mpissd.engine.features.learning import Updates
 from mpissd.engine.features.pool import GroupForwards, SharedForwards
 from mpissd.engine.job import Job
 from mpissd.engine.model.transformer.sources import made_for, open_checkpoint
@@ -59,6 +61,7 @@ class LeadReport:
     prefill_s: float  # seconds spent on storing prompts in the KV cache
     all_reduce_s: float | None  # seconds spent in all-reduces; None on a GPU
     draft_lost_round: int | None  # first measured round without the draft rank
+    learner: dict[str, Any] | None = None  # report of the rank that trains the draft
     kernel: str | None = None  # names of the kernels that read the target's weights
     draws: str = "host"  # where sampled tokens are drawn: the host or the device
 
@@ -74,6 +77,7 @@ class DraftReport:
     learned: dict[str, Any]  # counts of how high the draft model ranked the target's tokens
     warm_up: WarmUp
     forwards: NDArray[np.int64] | None = None  # one row for each forward that several groups share
+    updates: dict[str, list[Any]] | None = None  # reports on new draft weights
 
     def column(self, name: str) -> NDArray[np.float64]:
         return np.asarray(self.rounds[:, DraftLog.COLUMNS.index(name)], np.float64)
@@ -115,11 +119,12 @@ def joined_leads(leads: Sequence[LeadReport]) -> LeadReport:
 
 
 def draft_report(
-    drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]]
+    drafters: Sequence[Drafter], spans: Sequence[tuple[int, int]], updates: Updates | None
 ) -> DraftReport | None:
     """Returns this rank's report on the rounds in which it was a draft, for all target groups that
     it served; None if this rank does not draft. drafters: its draft loops, one for each group.
-    spans: the first measured round of each group, and the round after its last."""
+    spans: the first measured round of each group, and the round after its last. updates: the
+    receiver of new draft weights, if the draft is trained while decoding."""
     pairs = list(zip(drafters, spans, strict=False))
     if not pairs:
         return None
@@ -130,6 +135,7 @@ def draft_report(
         log.ledger.names,
         log.ranks.to_dict() if log.ranks is not None and len(pairs) == 1 else {},
         warm_up=WarmUp.of_draft(log, spans[0][0]),
+        updates=None if updates is None else updates.report,
     )
     view = drafters[0].worker.stepper
     if len(pairs) == 1 or not isinstance(view, GroupForwards):
@@ -162,7 +168,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     topology = session.topology
     draft = measured.draft
     sharing = len(session.infos) - len({*distinct_gpus(session.infos, topology.hosts)})
-    num_gpus = job.world_size - sharing
+    num_gpus = job.world_size - sharing - (shares_gpu_of(measured, session.infos) is not None)
     decoded = _decoded(lead, job)
     # A group has no accept_histogram of its own, because the row has one for all groups.
     groups: list[Mapping[str, Any]] = [
@@ -225,6 +231,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         device_us=device_means(measured),
         draft_lost_round=lead.draft_lost_round,
         learned=None if draft is None else draft.learned or None,
+        **_learner(session, measured),
         **_device_times(session, measured),
         **_prediction(job, measured, decoded),
         token_digest=token_digest(lead.records.token_arrays(), num_digested),
@@ -400,6 +407,38 @@ def _pool(draft: DraftReport | None) -> dict[str, float | int] | None:
     }
     busy = float(columns["device_ns"].sum()) / max(1, end - begin)
     return {"forwards": len(forwards), **means, "busy": round(busy, 5)}
+
+
+def shares_gpu_of(measured: Measured, infos: Sequence[DeviceInfo]) -> int | None:
+    """Returns the first rank whose GPU is also used by the rank that trains the draft while
+    decoding; None if no rank shares it. infos: the devices of all ranks but the training one."""
+    gpu = (measured.lead.learner or {}).get("gpu")
+    ranks = (rank for rank, info in enumerate(infos) if gpu is not None and info.uuid == gpu)
+    return next(ranks, None)
+
+
+def _learner(session: Session, measured: Measured) -> dict[str, Any]:
+    """Returns the result row's values on training the draft while decoding, as {key: value}; {} if
+    the draft was not trained."""
+    lead = measured.lead
+    if lead.learner is None:
+        return {}
+    updates = None if measured.draft is None else measured.draft.updates
+    report = {key: value for key, value in lead.learner.items() if key != "state"}
+    report["shares_gpu_of"] = shares_gpu_of(measured, session.infos)
+    return {
+        "learners": session.job.config.learners,
+        "learner_state": lead.learner["state"],
+        "draft_versions": 0 if updates is None else len(updates["swaps"]),
+        "learner": {**report, **(updates or {})},
+        "acceptance_by_version": [
+            {
+                **{"version": version, "rounds": rounds, "drafted": drafted, "accepted": accepted},
+                "acceptance_length": round(1 + accepted / rounds, 4),
+            }
+            for version, rounds, drafted, accepted in lead.records.by_version()
+        ],
+    }
 
 
 def round_arrays(measured: Measured) -> dict[str, NDArray[Any]]:

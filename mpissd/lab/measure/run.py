@@ -7,7 +7,7 @@ rounds end, gathers all ranks' reports, builds the result row, writes the files,
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -25,7 +25,10 @@ from mpissd.common.row import Row
 from mpissd.common.stage import Stage
 from mpissd.common.trace import LeadPhase, Ledger
 from mpissd.common.wait import sharpen_sleep
+from mpissd.engine.comm.mpi_learner import LearnerComms
 from mpissd.engine.comm.topology import Refused, agree
+from mpissd.engine.features.learning import PIECE_BYTES, ExampleSender
+from mpissd.engine.oracle.logits import LogitsTarget
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import Session, opened_machine, rest, session_of, tell_doubt
@@ -56,30 +59,39 @@ class UnwrittenError(FaultError):
 
 
 def execute(config: RunConfig, given: AbstractSet[str] = frozenset(["lookahead"])) -> int:
-    """Runs the command `run` on all ranks; returns the exit code. given: names of the flags
-    that the user gave; if K and fan-out are not among them, they may be chosen by timing."""
+    """Runs the command `run` on all ranks; returns the exit code. If the flags ask for training
+    while decoding, the last ranks train the draft model. given: names of the flags that the user
+    gave; if K and fan-out are not among them, they may be chosen by timing."""
     sharpen_sleep()
-    comparison = None
-    with opened_machine(config, config.drafts) as machine, open_terminal() as terminal:
-        topology = machine.topology
-        is_watched = terminal is not None
-        is_shown = is_watched and config.show
-        session = session_of(machine, choose(machine, config, given))
-        machine.resources.callback(session.resources.close)
-        if topology.is_lead:
-            print_card(session)
-        before = counters()
-        row = measure(session)
-        # A lost draft rank could not take part in this collective call.
-        busy = disturbances(before, session) if config.on_draft_loss == "abort" else {}
-        if row is not None and not is_shown:
-            print_summary(row, config.out, busy)
-        if _is_compared(session, row, is_shown=is_shown):
-            session.resources.close()
-            with status_line(config, terminal) as say:
-                brief = partial(measure, is_brief=True)
-                comparison = compared(machine, session.job.config, row, brief, say)
-        guard.stage(Stage.TEARDOWN)
+    comms = LearnerComms(PIECE_BYTES) if config.learners else None
+    with nullcontext() if comms is None else closing(comms):
+        if comms is not None and comms.is_learner:
+            from mpissd.online.process import learn
+
+            return learn(config, comms)
+        world = None if comms is None else comms.world
+        comparison = None
+        with opened_machine(config, config.drafts, world) as machine, open_terminal() as terminal:
+            topology = machine.topology
+            is_watched = terminal is not None
+            is_shown = is_watched and config.show
+            session = session_of(machine, choose(machine, config, given))
+            machine.resources.callback(session.resources.close)
+            session.learning = comms
+            if topology.is_lead:
+                print_card(session)
+            before = counters()
+            row = measure(session)
+            # A lost draft rank could not take part in this collective call.
+            busy = disturbances(before, session) if config.on_draft_loss == "abort" else {}
+            if row is not None and not is_shown:
+                print_summary(row, config.out, busy)
+            if _is_compared(session, row, is_shown=is_shown):
+                session.resources.close()
+                with status_line(config, terminal) as say:
+                    brief = partial(measure, is_brief=True)
+                    comparison = compared(machine, session.job.config, row, brief, say)
+            guard.stage(Stage.TEARDOWN)
     if row is not None:
         line = row.to_dict()
         if isinstance(comparison, UseComparison):
@@ -97,7 +109,7 @@ def _is_compared(session: Session, row: Row | None, *, is_shown: bool) -> bool:
     speculation pays. All ranks must call this and get the same result. row: the run's result row,
     on rank 0. is_shown: whether a terminal showed the answer, known on rank 0."""
     config = session.job.config
-    is_able = config.groups == 1 and config.on_draft_loss == "abort"
+    is_able = config.groups == 1 and not config.learners and config.on_draft_loss == "abort"
     if config.beside != "auto" or not (is_able and config.is_text):
         return config.beside in ("all", "ar")
     is_one = is_shown and row is not None and row.num_prompts == 1
@@ -152,14 +164,14 @@ def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row 
     digests = list(chain(*world.gather(digests) or ()))
     rounds = world.allgather((lead.first_round, lead.last_round) if lead else None)
     spans = [span for span in rounds if span is not None]
-    drafts = world.gather(draft_report(drafters, spans))
+    drafts = world.gather(draft_report(drafters, spans, rank.updates))
     leads = [lead] if topology.groups == 1 else world.gather(lead)
     row = error = None
     if profile is not None:
         draft = next((report for report in drafts or () if report is not None), None)
         groups = [report for report in leads or () if report is not None]
         several = len(groups) > 1
-        digests += [None] * (session.job.world_size - len(digests))
+        digests += [None] * (session.job.world_size - config.learners - len(digests))
         try:
             # Host work is timed in the round's phases only if the host launched each forward.
             if not several and rank.device_rounds is None:
@@ -210,6 +222,15 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     loop.admit(scheduler.turn().join)
     rank.meet()
     guard.stage(Stage.ROUNDS)
+    learning = session.learning
+    sender = None
+    if learning is not None and learning.outlet is not None:
+        assert rank.target is not None, "a lead without a target"
+        oracle = rank.target.oracle
+        assert isinstance(oracle, LogitsTarget), "a learner of a workload without logits"
+        loop.tell()  # so that no warm-up round becomes a training example
+        sender = ExampleSender(oracle, learning.outlet)
+        loop.observers.append(sender)
     first = loop.round
     messages_before = rank.messages
     reduced = group.spent_s
@@ -235,6 +256,10 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
                 last = now
     count = max(1, loop.round - first)
     lost = loop.draft_lost_round
+    learner = None
+    if sender is not None and learning is not None:
+        loop.tell()
+        learner = {**(learning.stop() or {"state": "silent"}), "cost": sender.to_dict()}
     messages, sent = (after - b for after, b in zip(rank.messages, messages_before, strict=True))
     return LeadReport(
         records=records,
@@ -249,6 +274,7 @@ def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
         all_reduce_s=None if reduced is None else (group.spent_s or 0.0) - reduced,
         prefill_s=loop.prefill_s - prefilled,
         draft_lost_round=None if lost is None else max(0, lost - first),
+        learner=learner,
         kernel=rank.kernel,
         draws=rank.draws,
     )

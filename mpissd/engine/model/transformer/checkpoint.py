@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import ConfigError
+from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import WeightPart
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -34,6 +34,7 @@ Floats = NDArray[np.float32]
 Blocks = tuple[int, NDArray[np.uint8]]  # (ggml's type, bytes [outputs, blocks, bytes of a block])
 PACKED = Q4_0, Q4_1, Q8_0, Q4_K, Q6_K = 2, 3, 8, 12, 14  # ggml type numbers, kept packed on a CPU
 INT8_BITS = 8.5  # bits of an int8 weight, with its share of a 16-bit scale
+Arrays = Mapping[str, NDArray[Any]]
 ALL = slice(None)
 EMBEDDING = "model.embed_tokens.weight"
 MASKS = "mask_embedding.weight"  # has a row for each mask token of a parallel draft
@@ -77,17 +78,26 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield HEAD, (config.head_vocab, hidden)
 
 
-def quantize(matrix: Floats) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+def quantize(
+    matrix: Floats, dither: Floats | None = None
+) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
     """Quantises a matrix [outputs, inputs] to int8, with a scale for each block of 32 inputs;
     returns the integers and the scales, float16 [outputs, inputs / 32]. A block's largest weight
-    becomes ±127."""
+    becomes ±127. dither: float32 [outputs, inputs], uniform in [0, 1), for stochastic rounding
+    (1502.02551, section 3): x is rounded up where the dither is less than x − ⌊x⌋. Without dither,
+    it is rounded to the nearest integer."""
     outputs, inputs = matrix.shape
     if inputs % BLOCK:
         raise ConfigError(f"{inputs} inputs of a matrix: allowed: multiples of {BLOCK}")
     blocks = np.asarray(matrix, np.float32).reshape(outputs, inputs // BLOCK, BLOCK)
     tiny = np.finfo(np.float16).tiny
     scales = np.maximum(np.abs(blocks).max(-1) / 127, tiny).astype(np.float16)
-    scaled = np.rint(blocks / scales[..., None].astype(np.float32))
+    scaled = blocks / scales[..., None].astype(np.float32)
+    if dither is None:
+        scaled = np.rint(scaled)
+    else:
+        below = np.floor(scaled)
+        scaled = below + (dither.reshape(blocks.shape) < scaled - below)
     return np.clip(scaled, -127, 127).astype(np.int8).reshape(outputs, inputs), scales
 
 
@@ -333,6 +343,60 @@ def random_checkpoint(config: TransformerConfig, seed: int = 0) -> Checkpoint:
     if config.tied:
         by_name[HEAD] = tensor(EMBEDDING, (config.head_vocab, config.shape.hidden))
     return Checkpoint(config, by_name)
+
+
+def replaced(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Returns {name: shape} of the tensors that a newly trained version of this model contains: all
+    except the embeddings of tokens and mask tokens, and except an LM head that its target lends."""
+    lent = {EMBEDDING, MASKS, HEAD} if checkpoint.shares_head else {EMBEDDING, MASKS}
+    return {name: size for name, size in tensors(checkpoint.config) if name not in lent}
+
+
+def new_version(base: Checkpoint, arrays: Arrays) -> Checkpoint:
+    """Returns `base` with these arrays in place of the tensors that `replaced` names. arrays:
+    vectors, and matrices "X.weight" in a float type, or in int8 with float16 scales "X.scale" for
+    each 32 inputs. Raises ProtocolError if one is missing, not finite, or of another shape."""
+    where = f"version of {base.name}"
+    sizes = replaced(base)
+    by_name = dict(base.by_name)
+    for name, values in arrays.items():
+        if values.dtype != np.int8 and not np.isfinite(values).all():
+            raise ProtocolError(f"{where}: {name}: a number is not finite")
+        scales = None
+        wanted = sizes.get(name)
+        if name.endswith(".scale"):
+            outputs, inputs = sizes.get(name.removesuffix("scale") + "weight", (0, 0))
+            wanted = outputs, inputs // BLOCK
+        elif values.dtype == np.int8:
+            scales = arrays.get(name.removesuffix("weight") + "scale")
+            wanted = None if scales is None else wanted
+        if values.shape != wanted:
+            shapes = f"{name} is {list(values.shape)}, expected {wanted and list(wanted)}"
+            raise ProtocolError(f"{where}: {shapes}")
+        if not name.endswith(".scale"):
+            by_name[name] = ArrayTensor(values, scales)
+    if missing := [name for name in sizes if name not in arrays]:
+        raise ProtocolError(f"{where}: {missing[0]} is missing, one of {len(missing)}")
+    return replace(base, by_name=by_name, paths=())
+
+
+def packed(arrays: Arrays) -> bytes:
+    """Returns these arrays as bytes in the format safetensors."""
+    from safetensors.numpy import save
+
+    return bytes(save({name: np.ascontiguousarray(values) for name, values in arrays.items()}))
+
+
+def unpacked(data: bytes | bytearray | memoryview) -> Arrays:
+    """Returns the arrays in bytes of the format safetensors; raises ProtocolError otherwise."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays: Arrays = load(bytes(data))
+    except SafetensorError as error:
+        raise ProtocolError(f"a version of {len(data)} bytes: {error}") from error
+    return arrays
 
 
 def digest(paths: Sequence[Path]) -> tuple[str, str]:

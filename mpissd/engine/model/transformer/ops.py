@@ -64,6 +64,9 @@ class Ops(Protocol):
     def vector(self, values: Floats) -> Array:
         """Copies a norm's weight or a bias to the device."""
 
+    def overwrite(self, old: Array, new: Array) -> None:
+        """Overwrites `old` in place by `new`, a weight or a vector of the same kind and shape."""
+
     def buffer(self, rows: int, width: int) -> Array:
         """Allocates activations [rows, width], which one operation writes and another one reads."""
 
@@ -84,6 +87,9 @@ class Ops(Protocol):
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> Array:
         """Allocates the KV cache, including its lanes (scratch memory of speculative branches).
         Each forward reads in `row_places` where its rows lie in the cache."""
+
+    def clear(self, cache: Array) -> None:
+        """Sets all keys and values to 0: attention may multiply them by 0, and 0 · NaN is NaN."""
 
     def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
         """Copies an accepted branch into its sequence: the first stop − start keys and values of a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,11 @@ from mpissd.engine.model.transformer.checkpoint import (
     ALL,
     HEAD,
     LAST_NORM,
+    Arrays,
     Checkpoint,
     Floats,
+    new_version,
+    replaced,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.ops import LayerWeights, Ops, ops_of
@@ -31,7 +34,7 @@ class TransformerWeights:
     """One rank's packed weights of a transformer; without arrays on a backend that computes
     nothing. table: the embedding, the vocabulary's rows and then those of the config's mask tokens.
     head_ids: the token of each row of the LM head, for a draft whose vocabulary is smaller than its
-    target's; None: row n is token n."""
+    target's; None: row n is token n. source: the checkpoint that the weights were read from."""
 
     config: TransformerConfig
     max_rows: int
@@ -41,6 +44,7 @@ class TransformerWeights:
     norm: Array = None
     head: Array = None
     head_ids: Ints | None = None
+    source: Checkpoint | None = None
 
     @property
     def kernel(self) -> str:
@@ -73,6 +77,7 @@ def load_weights(
         ops.vector(checkpoint.read(LAST_NORM)),
         ops.matrix([part(HEAD, shard.vocab_range)]),
         checkpoint.head_ids,
+        checkpoint,
     )
 
 
@@ -184,6 +189,34 @@ class TransformerStack(Stack):
         device writes into pages.row_places."""
         self._placed = 0
         self._reads = True
+
+    def reload(self, arrays: Arrays | None) -> Iterator[None]:
+        """Replaces the weights by new ones; the contents of the KV cache are void afterwards.
+
+        arrays: the new tensors by name; None: those of the model's files. Yields between layers, so
+        that the caller may do other work. All weights are packed into other memory first and copied
+        after the last yield, so that no forward reads a mixture. The embedding stays, and so does
+        an LM head that is the target's. Captured programs stay valid, because the arrays keep their
+        addresses. Raises ProtocolError for arrays whose names or shapes are not the model's.
+        """
+        weights = self.weights
+        source = weights.source
+        ops = weights.ops
+        assert source is not None and ops is not None, "weights that nothing computes with"
+        version = source if arrays is None else new_version(source, arrays)
+        pairs = list[tuple[Any, Any]]()
+        for number, layer in enumerate(weights.layers):
+            new = vars(_layer(ops, version, self.shard, f"model.layers.{number}."))
+            pairs += [(old, new[name]) for name, old in vars(layer).items() if old is not None]
+            yield
+        pairs.append((weights.norm, ops.vector(version.read(LAST_NORM))))
+        if HEAD in replaced(version):
+            pairs.append((weights.head, ops.matrix([version.part(HEAD, self.shard.vocab_range)])))
+            yield
+        for old, new in pairs:
+            ops.overwrite(old, new)
+        if arrays is None:
+            ops.clear(self.cache)
 
     def move(self, lane: int, slot: int, start: int, stop: int) -> None:
         self.pages.hold(np.array([slot]), np.array([stop - 1]))

@@ -302,6 +302,13 @@ class CupyOps(Ops):
     def vector(self, values: Floats) -> Any:
         return self.launcher.uploaded(values, np.float32)
 
+    def overwrite(self, old: Any, new: Any) -> None:
+        """Copies `new` over `old` in place. The address stays, because captured graphs read it."""
+        if isinstance(old, PackedWeight):
+            old = old.values
+            new = new.values
+        self.launcher.copy(new, old)
+
     def buffer(self, rows: int, width: int) -> Any:
         return self.backend.activation(rows, width)
 
@@ -317,6 +324,10 @@ class CupyOps(Ops):
         if self._is_shard:
             return self.buffer(rows, self._config.shape.hidden)
         return self.hidden(rows)
+
+    def clear(self, cache: GpuCache) -> None:
+        for part in (cache.keys, cache.values, cache.lane_keys, cache.lane_values):
+            self.launcher.copy(0, part)
 
     def embed(self, table: Any, tokens: Any, hidden: Any, rows: int) -> None:
         entries, width = table.shape

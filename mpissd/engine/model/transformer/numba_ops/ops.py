@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +126,12 @@ class NumbaOps(Ops):
     def vector(self, values: Floats) -> Floats:
         return np.array(values, np.float32)
 
+    def overwrite(self, old: Any, new: Any) -> None:
+        if isinstance(old, Packed):
+            old.pieces[:] = new.pieces
+        else:
+            np.copyto(old, new)
+
     def buffer(self, rows: int, width: int) -> Floats:
         """Returns zeros, float32 [rows, width rounded up to whole blocks of columns]."""
         return np.zeros((rows, -(-width // kernels.BLOCK) * kernels.BLOCK), np.float32)
@@ -168,6 +175,10 @@ class NumbaOps(Ops):
             if source >= 0:
                 keys[:, lane, ..., :count] = keys[:, source, ..., :count]
                 values[:, lane, :, :count] = values[:, source, :, :count]
+
+    def clear(self, cache: CpuCache) -> None:
+        for array in cache.arrays:
+            array.fill(0)
 
     def begin(self, cache: CpuCache, rows: int) -> None:
         """Does nothing, because operations read the rows' places where the host wrote them."""
