@@ -77,6 +77,19 @@ HEADS = (
               lambda at: at.draft.num_tokens > 1
               and at.config.backup_lookahead not in (None, at.config.lookahead)),
 )  # fmt: skip
+# Exclusions for drafts on the target's hidden states; they read `config`, `tp`, `draft`, `kind`.
+STATES = (
+    Exclusion("draft={draft.name} ({kind})", "mode={config.mode}, num_drafts={config.drafts}",
+              "mode=sd, num_drafts=0", lambda at: at.config.mode == "ssd" or at.config.drafts,
+              "it reads the hidden state of the bonus token, known only after the verification"),
+    Exclusion("draft={draft.name} ({kind})", "workload={config.workload}", "workload=text",
+              lambda at: not at.config.is_text),
+    Exclusion("draft={draft.name} ({kind})", "tp={tp}", "tp=1", lambda at: at.tp > 1,
+              "it reads one rank's hidden states and LM head"),
+    Exclusion("lookahead={config.lookahead}", "draft={draft.name} ({kind})",
+              "at most its {draft.num_layers} heads",
+              lambda at: at.kind == "medusa" and at.config.lookahead > at.draft.num_layers),
+)  # fmt: skip
 # Hits cannot be imposed if a fan-out is 0; the condition reads `job` and a list `fan_out`.
 FAN_OUTS = (
     Exclusion("p_hit={job.hit_law.p_hit}", "fan_out {fan_out}", "every F_k from 1",
@@ -112,7 +125,8 @@ PARALLEL = (
 )  # fmt: skip
 DRAFTS = (
     Exclusion("tree={config.tree}", "draft={job.draft_where}", "a draft model of its own",
-              lambda at: at.config.tree and at.job.draft and at.job.draft.head),
+              lambda at: at.config.tree and at.job.draft
+              and (at.job.draft.head or at.job.reads_states)),
     Exclusion("draft={job.draft.name}", "workload={config.workload}", "gemm",
               lambda at: at.job.draft and at.job.draft.num_tokens > 1
               and not at.job.workload.drafts_in_parallel),

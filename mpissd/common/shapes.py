@@ -22,6 +22,9 @@ from dataclasses import dataclass, fields, replace
 from mpissd.common.errors import ConfigError
 
 SCALED = re.compile(r"@(\d{1,6})[Ll]$")  # number of layers after a name: llama-3.1-70b@8L
+# Kinds of drafts that read the target's last hidden state.
+# The kind "eagle" includes multi-token-prediction layers (arXiv 2412.19437, section 2.2).
+STATE_KINDS = ("medusa", "mlp", "eagle")
 MOST_MASKS = 63  # the most mask tokens, by which one draft forward drafts several tokens
 _MEDUSA_HEADS = 4
 _MOST = 2**31 - 1  # the largest width, depth or vocabulary size

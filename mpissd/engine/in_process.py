@@ -53,11 +53,13 @@ def open_stepper(
     resources: ExitStack,
     *,
     drafts: bool = False,
+    source: Stepper | None = None,
 ) -> Stepper:
     """Opens a backend, loads the whole target or draft with the weights that `mpissd run` would
     use, and returns the Stepper that runs its forwards. `resources` closes model and backend.
 
-    drafts: whether to load the draft.
+    drafts: whether to load the draft. source: the target's Stepper, for a draft that reads hidden
+    states.
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
@@ -72,6 +74,7 @@ def open_stepper(
         num_sequences=need.num_sequences,
         model=need.model,
         seed=2 * config.seed + drafts,
+        source=source,
     )
     resources.callback(stepper.close)
     return stepper
@@ -121,7 +124,8 @@ class Loops:
 
     def _draft_worker(self) -> DraftWorker:
         job = self.job
-        stepper = open_stepper(job, self._backend, self._resources, drafts=True)
+        source = self.target_stepper if job.reads_states else None
+        stepper = open_stepper(job, self._backend, self._resources, drafts=True, source=source)
         self.draft_steppers.append(stepper)
         worker = self.workload.draft_worker(stepper)
         worker.oracle.prepare(self.workload.tabulated())

@@ -15,7 +15,7 @@ from mpissd.common import exclusions
 from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.exclusions import refuse
-from mpissd.common.presets import LOOKUP, resolve_model, split_pair, target_of
+from mpissd.common.presets import LOOKUP, files_of, resolve_model, split_pair, target_of
 from mpissd.common.rounds import Source
 from mpissd.common.shapes import ModelShape
 from mpissd.common.workloads import class_of
@@ -58,6 +58,7 @@ class Need:
     options: ForwardOptions
     buckets: tuple[int, ...]
     num_sequences: int
+    source: Need | None = None  # the target, if this draft reads the target's hidden states
 
     def num_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes of weights, bytes of KV cache) on a rank; itemsize: bytes of a weight."""
@@ -87,10 +88,10 @@ class Job(Sizes):
             return [target]
         model = ModelSource()
         if self.drafts_by_transformer:
-            model = ModelSource(self.draft_where, where)
+            model = ModelSource(self.draft_where, where, heads=self.tokens_a_forward)
         rows = tuple(self.draft_buckets())
         sizes = self.draft_shard, self.draft_options, rows, self.draft_sequences
-        return [target, Need(DRAFT, model, *sizes)]
+        return [target, Need(DRAFT, model, *sizes, target if self.reads_states else None)]
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes on a target rank, bytes on a draft rank) of weights, KV cache and scratch.
@@ -292,8 +293,13 @@ def _models(
     if draft is not None and draft.head is not None:
         if config.mode != "ar":
             refuse(exclusions.HEADS, config=config, draft=draft)
-    elif draft_where is not None and draft is not None and config.is_text and config.mode != "ar":
-        check_vocabularies(where, draft_where)
+    elif draft is not None and draft_where is not None:
+        if config.is_text and config.mode != "ar":
+            check_vocabularies(where, draft_where)
+        # Only the file of a draft that reads the target's hidden states states a `kind`.
+        kind = "" if files_of(draft_where) is None else config_of(draft_where, where).kind
+        if kind:
+            refuse(exclusions.STATES, config=config, tp=tp, draft=draft, kind=kind)
     if config.parallel_drafting and draft is not None:
         has_masks = config.is_transformer and draft.head is None and draft_where is not None
         masks = config_of(draft_where or "", where).masks if has_masks else None

@@ -14,7 +14,7 @@ from mpissd.common.workloads import class_of
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, BranchLayout, Shape, positional
-from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
+from mpissd.engine.model.shard import ForwardOptions, Shard, StateShard, TransformerShard
 from mpissd.engine.model.stacks import AnyShard
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.trees import CHOICES, WIDTH, Size
@@ -85,7 +85,15 @@ class Sizes:
         """The whole draft model as one shard, because a draft is never split; None in AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
-        return TransformerShard(config_of(self.draft_where, self.target_where))
+        config = config_of(self.draft_where, self.target_where)
+        if config.kind:
+            return StateShard(config, heads_used=self.backup_lookahead or 1)
+        return TransformerShard(config)
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the draft reads the target's hidden states."""
+        return isinstance(self.draft_shard, StateShard)
 
     @property
     def drafts_by_transformer(self) -> bool:
@@ -99,8 +107,10 @@ class Sizes:
 
     @property
     def tokens_a_forward(self) -> int:
-        """The number of tokens that one draft forward drafts for a sequence: 1, or more with the
-        mask tokens of a parallel draft or with modelled Medusa heads."""
+        """The number of tokens that one draft forward drafts for a sequence: 1, or more with Medusa
+        heads or with the mask tokens of a parallel draft."""
+        if isinstance(self.draft_shard, StateShard):
+            return self.draft_shard.num_heads_used
         return 1 + self.masks if self.draft is None or self.masks else self.draft.num_tokens
 
     @property
@@ -169,14 +179,17 @@ class Sizes:
 
     def placement(self, *, drafts: bool) -> Placement | None:
         """Returns how sequences use the draft's or the target's KV cache (None: it has none)."""
-        config, serving = self.config, self.serving
+        config, serving, draft = self.config, self.serving, self.draft_shard
         if not (self.drafts_by_transformer if drafts else config.is_transformer):
             return None
-        keeps = serving is not None and serving.prefix_cache
+        # Reused KV pages come without the hidden states of their tokens, which some drafts read.
+        keeps = serving is not None and serving.prefix_cache and not self.reads_states
+        stateless = drafts and isinstance(draft, StateShard) and not draft.kv_layers
+        lag = self.lookahead if drafts and self.reads_states else 0
         masks = self.mask_ids if drafts else ()
         layout = self.layout if drafts else None
         trees = None if self.shape.is_chain else partial(TreeBatch, layout=layout)
-        return Placement(config.context, self.window, keeps, masks=masks, batches=trees)
+        return Placement(config.context, self.window, keeps, stateless, lag, masks, trees)
 
     @property
     def num_nodes(self) -> int:
@@ -301,6 +314,7 @@ class Sizes:
             values=True,
             capacity=self.capacity,
             pool=0 if self.serving is None else self.serving.kv_tokens,
+            states=self.reads_states,
             lanes=self.tree_lanes,
             steps=self.lookahead if self.tree_lanes else 0,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.flags import Checked, choice, flag, integer, number, words
-from mpissd.common.shapes import MOST_MASKS
+from mpissd.common.shapes import MOST_MASKS, STATE_KINDS
 
 Form = tuple[int, int, int, int]  # layers, heads, KV heads and FFN width of a draft
 
@@ -36,6 +36,13 @@ def _shapes(name: str, text: str) -> str:
     return text
 
 
+def _kinds(name: str, text: str) -> str:
+    parts = text.split(",") if text else []
+    if not set(parts) <= set(STATE_KINDS) or len(set(parts)) < len(parts):
+        raise ConfigError(f"{name}={text}: allowed: {', '.join(STATE_KINDS)}, a comma between")
+    return text
+
+
 @dataclass(frozen=True)
 class DistillConfig(Checked):
     """Flags of `distill`: the target, the draft's shape, and how long each part may take."""
@@ -49,6 +56,13 @@ class DistillConfig(Checked):
         "fresh layers instead: LAYERSxHEADSxKV_HEADSxFFN; of several, a comma between, each is "
         "trained on the same samples and written to OUT/SHAPE",
     )
+    kinds: str = flag(
+        "",
+        _kinds,
+        "drafts that read the target's hidden state instead: medusa, mlp, eagle; of several, each "
+        "is trained on the same samples and written to OUT/KIND",
+    )
+    heads: int = flag(4, integer(1), "Medusa's heads, and steps ahead that `kinds` are trained for")
     vocab: int = flag(12288, integer(32), "rows of the draft's LM head: the most frequent tokens")
     on: str | None = flag(
         None,
@@ -110,12 +124,19 @@ class DistillConfig(Checked):
         """{name: Form} of drafts with randomly initialized layers; empty if layers are copied."""
         return {part: form_of(part) for part in self.shapes.split(",") if part}
 
+    @property
+    def kind_names(self) -> list[str]:
+        """Kinds of drafts that read the target's hidden states; empty for independent models."""
+        return [part for part in self.kinds.split(",") if part]
+
     def check(self) -> None:
         super().check()
         if not self.target:
             raise ConfigError("target: needed: a Hugging Face folder or a .gguf file")
-        if self.from_draft and self.shapes:
-            raise ConfigError("from_draft and shapes: allowed: one of them")
+        rivals = "shapes kinds, kinds on, parallel kinds, from_draft kinds, from_draft shapes"
+        for one, other in (pair.split() for pair in rivals.split(", ")):
+            if getattr(self, one) and getattr(self, other):
+                raise ConfigError(f"{one} and {other}: allowed: one of them")
         both = set((self.on or "").split(",")) & set((self.prompts or "").split(",")) - {""}
         if both:
             raise ConfigError(f"on and prompts: {min(both)} in both: allowed: other prompts")

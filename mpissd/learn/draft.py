@@ -1,12 +1,13 @@
-"""A draft in training, an independent small model.
+"""Drafts in training: an independent small model, or a draft on its target's last hidden state.
 
-Its losses compare the draft's distributions with the target's over the target's own answers. A
-draft may have a reduced LM head; the target's probability of tokens without a row counts as lost.
+The losses of both compare the draft's distributions with the target's over the target's own
+answers. A draft may have a reduced LM head; the target's probability of tokens without a row counts
+as lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,9 +20,15 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Ints
 from mpissd.engine.model.transformer.checkpoint import (
     BLOCK,
+    EMBEDDING,
     HEAD,
+    HEAD_NORM,
+    JOINED,
+    JOINS,
+    LAST_NORM,
     MASKS,
     Checkpoint,
+    tensors,
 )
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.learn.config import DistillConfig, Form
@@ -43,26 +50,30 @@ from mpissd.learn.sample import Samples
 
 INITIAL = 0.02  # standard deviation of randomly initialized weights
 PLAIN: dict[str, Any] = {"family": "llama", "qkv_bias": False, "qk_norm": False}
+FADING = 0.8  # weight of a step's loss, relative to the step before (2401.10774, section 2.2.1)
 MASK_FADING = 0.85  # weight of a mask token's loss, relative to the mask token before
 MASK_SHARE = 0.8  # share of mask tokens with a loss; the rest mostly follows an answer's end
+ROWS = {"cpu": 256, "cuda": 8192}  # rows that a step's LM head computes, by device, in a StateDraft
 DECAY = 0.01  # weight decay of AdamW and of Muon
 
 
 class Losses(NamedTuple):
     """The losses of a training step, means over rows. tv: total variation. agreement: the share of
-    rows at which draft and target have the same likeliest token. by_depth: tv and agreement at the
-    tokens of the sequence, then at each of the J mask tokens by which a parallel draft drafts
-    several tokens, [2, J + 1]."""
+    rows at which draft and target have the same likeliest token. state_error: the relative error of
+    predicted hidden states (StateDraft). by_depth: tv and agreement at the tokens of the sequence,
+    then at each of the J mask tokens by which a parallel draft drafts several tokens, [2, J + 1].
+    """
 
     cross_entropy: Tensor
     tv: Tensor
     agreement: Tensor
+    state_error: Tensor = None
     by_depth: Tensor = None
 
     def told(self) -> dict[str, Any]:
         """Returns {name: rounded value} of the losses, for a point of the training curves."""
-        means = zip(self._fields[:3], self, strict=False)
-        told: dict[str, Any] = {name: round(float(v.detach()), 5) for name, v in means}
+        means = zip(self._fields[:4], self, strict=False)
+        told: dict[str, Any] = {n: round(float(v.detach()), 5) for n, v in means if v is not None}
         if self.by_depth is not None:
             for name, values in zip(("tv", "agreement"), self.by_depth.tolist(), strict=True):
                 told[f"{name}_by_depth"] = [round(value, 4) for value in values]
@@ -70,24 +81,19 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Draft:
-    """A draft in training. weights: the draft's own weights, with the target's embedding. target:
-    the target's weights, of which the draft reads some. head_ids: token ids of the rows of the
-    draft's LM head, rising. blocks: computes the target's layers. table: cosines and sines of RoPE
-    by position. compiled: whether torch.compile compiles the losses. masks: the embeddings of the J
-    mask tokens of a parallel draft (one forward drafts J + 1 tokens), [J, hidden] (PARD,
-    2504.18583), or None. anchors: the number of positions of a sequence that mask tokens follow in
-    training."""
+class _Draft:
+    """The base of ModelDraft and StateDraft. weights: the draft's own weights. target: the target's
+    weights, of which the draft reads some. head_ids: token ids of the rows of the draft's LM head,
+    rising. blocks: computes the target's layers. table: cosines and sines of RoPE by position.
+    compiled: whether torch.compile compiles the losses."""
 
     config: TransformerConfig
-    weights: Llama
+    weights: Any
     target: Llama
     head_ids: Tensor
     blocks: Blocks
     table: tuple[Tensor, Tensor]
     compiled: bool = False
-    masks: Tensor = None
-    anchors: int = 1
 
     @cached_property
     def head_rows(self) -> Tensor:
@@ -102,12 +108,24 @@ class Draft:
         """Returns cosines and sines of the first `length` positions."""
         return self.table[0][:length], self.table[1][:length]
 
+
+@dataclass(frozen=True, eq=False)
+class ModelDraft(_Draft):
+    """A draft in training that is an independent model. weights: a Llama that has the target's
+    embedding. masks: the embeddings of the J mask tokens of a parallel draft (one forward drafts
+    J + 1 tokens), [J, hidden] (PARD, 2504.18583), or None. anchors: the number of positions of a
+    sequence that mask tokens follow in training."""
+
+    weights: Llama
+    masks: Tensor = None
+    anchors: int = 1
+
     @cached_property
     def own_blocks(self) -> Blocks:
         """The object that computes the draft's layers."""
         return blocks_of(self.config, self.blocks.dtype)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Draft:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ModelDraft:
         """Returns the draft with `change` applied to each of its own weights."""
         masks = None if self.masks is None else change(self.masks)
         return replace(self, weights=mapped(self.weights, change), masks=masks)
@@ -200,6 +218,126 @@ class Draft:
         return means._replace(by_depth=by_depth)
 
 
+@dataclass(frozen=True, eq=False)
+class StateDraft(_Draft):
+    """A draft that reads the target's last hidden state; weights: its tensors by their names in
+    files.
+
+    Row p of its input has a sequence's token at position p and the target's hidden state at p − 1
+    (zeros for p = 0). From there step t = 1, 2, … drafts the token at p + t, as if the tokens in
+    between were accepted. The loss includes the relative error of the predicted hidden states,
+    without the LM head (2401.15077, section 4.2).
+    """
+
+    weights: Mapping[str, Tensor]
+    ahead: int = 1  # the number of steps that the draft is trained for
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> StateDraft:
+        return replace(self, weights={name: change(w) for name, w in self.weights.items()})
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(self.weights)
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return list(self.weights.values())
+
+    def optimizer(self, name: str) -> Optimizer:
+        return Optimizer(name, self.trained)
+
+    def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """Yields, for t = 1 … count, the states [b, n − count, hidden] from which the LM head
+        drafts. tokens: int64 [b, n]. hidden: the target's states at these tokens, [b, n, hidden].
+        """
+        norm = self.blocks.norm
+        weights = self.weights
+        before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()
+        past: list[tuple[Tensor, Tensor]] = []
+        for step in range(count):
+            if self.config.kind == "medusa":
+                prefix = f"model.layers.{step}."
+                yield norm(self._feed_forward(prefix, before), weights[prefix + HEAD_NORM])
+                continue
+            part = slice(step, step + before.shape[1])
+            read = self.target.embedding[tokens[:, part]].float(), before
+            for x, name, join in zip(read, JOINED, JOINS, strict=True):
+                before = before + self._product(norm(x, weights[name]), join)
+            if self.config.kind == "eagle":
+                before = self._attention(before, part, past)
+            before = norm(self._feed_forward("model.layers.0.", before), weights[LAST_NORM])
+            yield before
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.blocks.product(states, self.head_rows)
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        return self.blocks.product(x, self.weights[name]).float()
+
+    def _feed_forward(self, prefix: str, x: Tensor) -> Tensor:
+        normed = self.blocks.norm(x, self.weights[f"{prefix}post_attention_layernorm.weight"])
+        gate, up = (self._product(normed, f"{prefix}mlp.{n}_proj.weight") for n in ("gate", "up"))
+        return x + self._product(F.silu(gate) * up, f"{prefix}mlp.down_proj.weight")
+
+    def _attention(self, x: Tensor, part: slice, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Returns `x` with one step's attention added; appends the step's keys and values to
+        `past`. A row attends to the first step's rows up to its own position, which read the
+        target's states, and to the row at the same place in each later step."""
+        blocks = self.blocks
+        prefix = "model.layers.0."
+        qkv = torch.cat([self.weights[f"{prefix}self_attn.{n}_proj.weight"] for n in "qkv"])
+        norm = self.weights[f"{prefix}input_layernorm.weight"]
+        layer = LlamaLayer(qkv, None, None, None, norm, None)
+        cos, sin = (table[part] for table in self.table)
+        q, k, v = (heads.transpose(1, 2) for heads in blocks.front(x, layer, cos, sin))
+        groups = blocks.heads // blocks.kv_heads
+        past.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
+        keys, values = past[0]
+        later = past[1:]
+        scores = q @ keys.mT
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+        same_row = [(q * own_keys).sum(-1, keepdim=True) for own_keys, _ in later]
+        shares = (torch.cat([scores, *same_row], -1) * blocks.head_dim**-0.5).float().softmax(-1)
+        shares = shares.to(values.dtype)
+        width = scores.shape[-1]
+        attended = shares[..., :width] @ values
+        for number, (_, own_values) in enumerate(later):
+            attended = attended + shares[..., width + number, None] * own_values
+        joined = attended.transpose(1, 2).flatten(-2)
+        return x + self._product(joined, f"{prefix}self_attn.o_proj.weight")
+
+    def losses(self, samples: Samples, num_rows: int) -> Losses:
+        """Returns mean losses over the drafting steps, of which earlier ones weigh more. num_rows:
+        ignored, because the constant ROWS says how many rows a step computes."""
+        assert samples.hidden is not None, "samples without states"
+        tokens = samples.tokens.long()
+        parts = []
+        for step, states in enumerate(self.steps(tokens, samples.hidden, self.ahead)):
+            part = slice(step, step + states.shape[1])
+            answered = samples.answered[:, step + 1 : part.stop + 1].flatten().float()
+            wanted = samples.hidden[:, part].flatten(0, 1).float()
+            mine = states.flatten(0, 1)
+            error = ((mine - wanted) ** 2).sum(-1) / (wanted**2).sum(-1).clamp(min=1e-6)
+            error = (error * answered).sum() / answered.sum().clamp(min=1)
+            count = min(ROWS[answered.device.type], len(answered))
+            rows = (answered + 0.5 * torch.rand_like(answered)).topk(count).indices
+            total, best = (t[:, part].flatten()[rows] for t in (samples.total, samples.best))
+            means = self._distance(
+                self.logits(wanted[rows]),
+                total,
+                best.long(),
+                self.logits(mine[rows]),
+                self.head_ids,
+                answered[rows],
+            )
+            parts.append(torch.stack([*means, error]))
+        fading = torch.tensor([FADING**n for n in range(len(parts))], device=tokens.device)
+        return Losses(*((torch.stack(parts) * fading[:, None]).sum(0) / fading.sum()).unbind())
+
+
+Draft = ModelDraft | StateDraft
+
+
 def _chosen(wanted: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Draws `count` indices into `wanted` [n], a tensor of ones and zeros. Indices of ones come
     first, in random order; zeros follow if ones are too few. Returns (indices, values there)."""
@@ -279,11 +417,32 @@ def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -
     return replace(target, shape=shape, tied=False, head_vocab=head_vocab)
 
 
+def state_config(
+    target: TransformerConfig, kind: str, heads: int, head_vocab: int
+) -> TransformerConfig:
+    """Returns the architecture of a draft on hidden states, with the target's widths; kind: one of
+    shapes.STATE_KINDS. Raises ConfigError for widths that cannot be quantised. Medusa's `heads`
+    share the FFN width of one target layer, in multiples of BLOCK. Eagle's attention is Llama's."""
+    shape = replace(target.shape, name=f"{target.shape.name}-{kind}", num_layers=1)
+    if shape.hidden % BLOCK or shape.ffn % BLOCK:
+        widths = f"a hidden state of {shape.hidden} and an FFN of {shape.ffn}"
+        raise ConfigError(f"kinds={kind}: {widths}: allowed: multiples of {BLOCK}")
+    if kind == "medusa":
+        ffn = max(BLOCK, shape.ffn // heads // BLOCK * BLOCK)
+        shape = replace(shape, num_layers=heads, ffn=ffn)
+    fields = {**PLAIN, "tied": False, "head_vocab": head_vocab, "kind": kind}
+    return replace(target, shape=shape, **fields)
+
+
 def architectures(
     config: DistillConfig, target: TransformerConfig, head_vocab: int
 ) -> dict[str, TransformerConfig]:
-    """Returns {name: architecture} of the drafts that are to be made; the name is a form, or "" for
-    layers of the target. Raises ConfigError if a draft cannot have such sizes."""
+    """Returns {name: architecture} of the drafts that are to be made; the name is a kind, a form,
+    or "" for layers of the target. Raises ConfigError if a draft cannot have such sizes."""
+    if config.kind_names:
+        return {
+            kind: state_config(target, kind, config.heads, head_vocab) for kind in config.kind_names
+        }
     forms: dict[str, Form | int] = {**config.forms} or {"": len(config.layer_numbers)}
     made = {name: draft_config(target, form, head_vocab) for name, form in forms.items()}
     return {name: replace(each, masks=config.parallel) for name, each in made.items()}
@@ -341,3 +500,18 @@ def fresh_layers(config: TransformerConfig, device: Any, seed: int) -> list[Llam
         norms = (torch.ones(hidden) for _ in range(2))
         layers.append(LlamaLayer(*(tensor.to(device) for tensor in (*matrices, *norms))))
     return layers
+
+
+def fresh_states(config: TransformerConfig, seed: int, scale: float) -> dict[str, Tensor]:
+    """Returns the float32 weights that a draft on hidden states starts from. scale: root mean
+    square of the target's states. Products that are added to the state start near 0, so that the
+    first step returns nearly the state that it read."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, size in tensors(config):
+        if len(size) == 1:
+            is_last = name == LAST_NORM or name.endswith(f".{HEAD_NORM}")
+            weights[name] = torch.full(size, scale if is_last else 1.0)
+        elif name not in (EMBEDDING, HEAD):  # those are the target's
+            weights[name] = torch.randn(size, generator=generator) * INITIAL
+    return weights

@@ -2,8 +2,8 @@
 
 One forward of each model over a finished answer is enough to know every round that could start in
 the answer, since draft tokens and their acceptance depend only on the logits after a true prefix. A
-parallel draft computes mask tokens after each answered position, and chains and trees are made of
-their distributions.
+draft on hidden states takes a chain of steps after each answered position. A parallel draft
+computes mask tokens there, and chains and trees are made of their distributions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mpissd.engine.model.transformer.trees import CHOICES, accepted, searched
-from mpissd.learn.draft import Draft, following
+from mpissd.learn.draft import Draft, ModelDraft, StateDraft, following
 from mpissd.learn.sample import Samples
 
 LOOKAHEADS = (4, 7)
@@ -29,10 +29,28 @@ AT_ONCE = {"cpu": 8, "cuda": 32}  # sequences in a forward
 def figures(draft: Draft, samples: Samples, deadline: float) -> dict[str, Any]:
     """Returns {name: value} of how well a draft agrees with the target, and of its tokens a round,
     on the answers judged before `deadline` (seconds of time.monotonic())."""
-    told = summary(*judge(draft, samples, deadline))
-    if draft.masks is not None:
-        told["parallel"] = parallel_summary(list(judge_masks(draft, samples, deadline)))
-    return told
+    if isinstance(draft, ModelDraft):
+        told = summary(*judge(draft, samples, deadline))
+        if draft.masks is not None:
+            told["parallel"] = parallel_summary(list(judge_masks(draft, samples, deadline)))
+        return told
+    medusa = draft.config.kind == "medusa"
+    steps = draft.config.shape.num_layers if medusa else max(LOOKAHEADS)
+    agrees: list[list[list[bool]]] = []
+    overlaps: list[list[float]] = [[] for _ in range(steps)]
+    for part in _parts(samples, deadline):
+        _judge_chains(draft, part, agrees, overlaps)
+    flat = [row for answer in agrees for row in answer]
+    by_place = [_mean([row[t] for row in flat if t < len(row)]) for t in range(steps)]
+    return {
+        "answers": len(agrees),
+        "tokens": len(flat),
+        "greedy_agreement": by_place[0],
+        "alpha": _mean(overlaps[0]),
+        "agreement_by_place": by_place,
+        "alpha_by_place": [_mean(part) for part in overlaps],
+        "by_lookahead": _by_lookahead(agrees, steps),
+    }
 
 
 def summary(
@@ -40,21 +58,29 @@ def summary(
 ) -> dict[str, Any]:
     """Returns {name: value} from what `judge` returns: the share of tokens that are the draft's
     likeliest, the acceptance rate alpha at temperature 1, and tokens a round."""
+    longest = max(LOOKAHEADS)
+    flat = [agrees for answer in answers for agrees in answer]
+    steps = [[answer[n : n + longest] for n in range(len(answer))] for answer in answers]
     return {
         "answers": len(answers),
-        "tokens": sum(map(len, answers)),
-        "greedy_agreement": _mean(agrees for answer in answers for agrees in answer),
+        "tokens": len(flat),
+        "greedy_agreement": _mean(flat),
         "alpha": _mean(overlaps),
         "cross_entropy": _mean(surprises),
-        "by_lookahead": {
-            str(k): {"tokens_per_round": _mean(n for of in answers for n in chain_rounds(of, k))}
-            for k in LOOKAHEADS
-        },
+        "by_lookahead": _by_lookahead(steps, longest),
+    }
+
+
+def _by_lookahead(answers: Sequence[Sequence[Sequence[bool]]], steps: int) -> dict[str, Any]:
+    return {
+        str(k): {"tokens_per_round": _mean(n for of in answers for n in chain_rounds(of, k))}
+        for k in LOOKAHEADS
+        if k <= steps
     }
 
 
 def judge(
-    draft: Draft, samples: Samples, deadline: float
+    draft: ModelDraft, samples: Samples, deadline: float
 ) -> tuple[list[list[bool]], list[float], list[float]]:
     """Returns (agreements, overlaps, surprises) on the answers judged before the deadline, in
     seconds of time.monotonic(): by answer, whether each token of the answer is the draft's
@@ -89,7 +115,7 @@ def judge(
 Marginals = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
-def judge_masks(draft: Draft, samples: Samples, deadline: float) -> Iterator[Marginals]:
+def judge_masks(draft: ModelDraft, samples: Samples, deadline: float) -> Iterator[Marginals]:
     """Runs a parallel draft, which drafts by J mask tokens in one forward, on finished answers.
     Yields two arrays for each answer judged before the deadline, by its n positions and by depth
     (how many mask tokens come before): the draft's largest logits, falling, [n, J + 1, CHOICES];
@@ -161,11 +187,44 @@ def _parts(samples: Samples, deadline: float) -> Iterator[Samples]:
         yield samples.take(slice(start, start + size))
 
 
-def chain_rounds(agrees: Sequence[bool], lookahead: int) -> list[int]:
+def _judge_chains(
+    draft: StateDraft, samples: Samples, agrees: list[list[list[bool]]], overlaps: list[list[float]]
+) -> None:
+    """Judges a draft on hidden states. Appends to `agrees`, by answer and position, whether each
+    drafted token is the answer's; and to `overlaps`, by step, Σ min(p, q) of the target's and the
+    draft's distributions. Steps beyond an answer's end are left out."""
+    tokens = samples.tokens.long()
+    steps = len(overlaps)
+    with torch.no_grad():
+        hidden = draft.blocks.hidden(draft.target, tokens, *draft.angles(tokens.shape[1]))
+        padded = F.pad(tokens, (0, steps))
+        states = F.pad(hidden, (0, 0, 0, steps))
+        answered = F.pad(samples.answered, (0, steps + 1))
+        agreed = []
+        shared = list[Any]()
+        for step, mine in enumerate(draft.steps(padded, states, steps)):
+            after = slice(step + 1, step + 1 + mine.shape[1])
+            is_asked = answered[:, after]
+            agree = torch.zeros_like(is_asked)
+            logits = draft.logits(mine[is_asked]).float()
+            rows = states[:, step : step + mine.shape[1]][is_asked]
+            p = draft.blocks.product(rows, draft.target.head).float().softmax(-1)
+            agree[is_asked] = draft.head_ids[logits.argmax(-1)] == padded[:, after][is_asked]
+            shared.append(torch.minimum(p[:, draft.head_ids], logits.softmax(-1)).sum(-1))
+            agreed.append(agree)
+        table = torch.stack(agreed, -1)
+    for overlap, values in zip(overlaps, shared, strict=True):
+        overlap += values.tolist()
+    for row, mask in zip(table.tolist(), samples.answered.tolist(), strict=True):
+        if places := [n for n, is_answered in enumerate(mask) if is_answered]:
+            last = places[-1]
+            agrees.append([row[p][: last - p] for p in range(places[0] - 1, last)])
+
+
+def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
     """Returns the numbers of tokens of the rounds that decode an answer with chains of `lookahead`
-    drafted tokens. agrees: whether each token of the answer is the draft's likeliest."""
-    starts = range(len(agrees))
-    return _rounds([[*agrees[n : n + lookahead], False].index(False) for n in starts])
+    drafted tokens. answer: for each position, whether each drafted token is the true token."""
+    return _rounds([[*at[:lookahead], False].index(False) for at in answer])
 
 
 def _rounds(accepted: Sequence[int]) -> list[int]:

@@ -77,6 +77,7 @@ def save(folder: Path, config: TransformerConfig, stored: Mapping[str, Array], a
     scaling = config.rope_scaling
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     ours = {"quantization": "int8-32", "embedding": "target", "head_vocab": config.head_vocab}
+    ours |= {"kind": config.kind} if config.kind else {}
     ours |= {"masks": config.masks} if config.masks else {}
     rope_scaling = scaling and {
         "rope_type": "llama3",

@@ -22,15 +22,18 @@ from mpissd.learn import export
 from mpissd.learn.config import DistillConfig
 from mpissd.learn.draft import (
     Draft,
+    ModelDraft,
+    StateDraft,
     architectures,
     continued,
     first_masks,
     frequent_tokens,
     fresh_layers,
+    fresh_states,
     started,
 )
 from mpissd.learn.evaluate import LOOKAHEADS, figures
-from mpissd.learn.llama import angles, blocks_of, compiled, load
+from mpissd.learn.llama import angles, blocks_of, compiled, load, trained
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
 from mpissd.learn.source import Inputs, Openings, Prompts
 from mpissd.learn.train import ProcessGroup, learn
@@ -223,8 +226,13 @@ class Distillation:
             spare = self.deadline - evaluating - SAVING * config.seconds - now
             until = now + spare / (len(wanted) - number)
             draft = self._start(architecture, np.asarray(ids, np.int64))
-            origin = "fresh layers" if config.forms else f"the target's layers {config.layers}"
-            facts: dict[str, Any] = {"origin": origin, "head": config.head}
+            facts: dict[str, Any] = {"origin": f"the target's layers {config.layers}"}
+            if architecture.kind:
+                facts = {"origin": f"a fresh {name} draft", "kind": name, "head": "target"}
+                facts["steps_ahead"] = config.heads
+            else:
+                facts = {"origin": "fresh layers"} if config.forms else facts
+                facts["head"] = config.head
             if earlier is not None:
                 name = Path(str(config.from_draft)).name
                 facts = {"origin": f"the layers of the draft {name}", "from": earlier.sha256}
@@ -249,6 +257,12 @@ class Distillation:
         target = self.target
         head_ids = torch.from_numpy(ids).to(self.device)
         shared = target, head_ids, self.blocks, self.table, self.on_gpu
+        if architecture.kind:
+            first = self.parts[0]
+            scale = float(first.hidden[first.total != 0].float().square().mean().sqrt())
+            states = fresh_states(architecture, config.seed, scale)
+            draft = StateDraft(architecture, states, *shared, ahead=config.heads)
+            return draft.mapped(lambda tensor: trained(tensor.to(self.device)))
         earlier = self.source.draft
         shares_head = earlier.shares_head if earlier else config.head == "target"
         if earlier is not None:
@@ -263,7 +277,7 @@ class Distillation:
         if config.parallel:
             kept = earlier.read(MASKS) if earlier and earlier.config.masks else ()
             masks = first_masks(target.embedding, config.parallel, config.seed, kept)
-        return Draft(architecture, weights, *shared, masks=masks, anchors=config.anchors)
+        return ModelDraft(architecture, weights, *shared, masks=masks, anchors=config.anchors)
 
     def _facts(self, draft: Draft) -> dict[str, Any]:
         """Returns {name: value} of what the report says about a draft's samples and training."""
@@ -346,7 +360,7 @@ class Result:
         """Judges the draft as it is stored on held-out answers until the deadline, and completes
         the report. answers: pairs of the name of a set of prompts and its samples."""
         stored = self.draft.mapped(rounded)
-        if stored.masks is not None:
+        if isinstance(stored, ModelDraft) and stored.masks is not None:
             stored = replace(stored, masks=self.draft.named()[MASKS].half().float())
         judged = dict[str, Any]()
         self.report["evaluation"] = judged

@@ -160,7 +160,7 @@ def read(config: DistillConfig) -> Inputs:
         sizes = f"its tokenizer has {tokenizer.vocab_size} tokens, its weights {vocab}"
         raise ConfigError(f"target={config.target}: {sizes}: allowed: the tokenizer of the weights")
     beyond = [number for number in config.layer_numbers if number > last]
-    if beyond and not (config.forms or config.from_draft):
+    if beyond and not (config.forms or config.kinds or config.from_draft):
         raise ConfigError(f"layers={beyond[0]}: allowed: 0 to {last}")
     exams = read_prompts("prompts", config.prompts, tokenizer)
     training = read_prompts("on", config.on, tokenizer)
@@ -173,7 +173,7 @@ def _draft(config: DistillConfig) -> Checkpoint:
     folder = files_of(str(config.from_draft))
     where = folder and folder / "config.json"
     ours = own_keys(hf_config.load(where)) if where and where.is_file() else {}
-    if ours.get("embedding") != "target":
-        allowed = "allowed: a draft that distill made"
+    if ours.get("embedding") != "target" or ours.get("kind"):
+        allowed = "allowed: a draft that distill made and that reads tokens"
         raise ConfigError(f"from_draft={config.from_draft}: {allowed}")
     return open_checkpoint(str(config.from_draft), config.seed, config.target)

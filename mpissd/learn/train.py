@@ -25,6 +25,7 @@ LEVEL = 0.3  # share of the training time at the full learning rate
 LAST_RATE = 0.01  # share of the full learning rate that is left in the end
 CHECK = 10  # With compiled losses, the processes compare their times only every 10 steps.
 EVERY = 50  # steps between two points of the training curves
+REGRESSION = 0.5  # weight in the loss of the relative error of predicted hidden states
 AT_ONCE = 8  # most conversations in one forward on a CPU, so that training ends in time
 STEPS = 20  # After 1/STEPS of the training time, a step of several forwards starts no further one.
 UNTIMED = 5  # first steps of a compiled training, which are not timed: they wait for the compiler
@@ -125,6 +126,8 @@ def learn(
                 losses = draft.losses(batch.take(part), num_rows)
                 loss = losses.cross_entropy
                 loss = 0.3 * loss + 3 * losses.tv if late else loss
+                if losses.state_error is not None:
+                    loss = loss + REGRESSION * losses.state_error
                 loss.backward()
                 done += 1
             group.add(flat)

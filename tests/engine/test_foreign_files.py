@@ -45,7 +45,7 @@ CONFIG_KEYS = """
     rope_parameters={"factor":4.0} rope_parameters={"partial_rotary_factor":0.5}
     rope_scaling={"rope_type":"yarn"} rope_scaling="dynamic" text_config={"model_type":"llama"}
     tie_word_embeddings="false" model_type="gemma2" mpissd={"head":"low-rank"}
-    mpissd={"masks":64} mpissd={"masks":true} mpissd={"kind":"mlp"}
+    mpissd={"masks":64} mpissd={"masks":true} mpissd={"masks":2,"kind":"mlp"}
     quantization_config={"quant_method":"awq"} mpissd={"quantization":"int4"} hidden_act="gelu"
     rope_scaling={"rope_type":"llama3","factor":8.0} head_dim=15 rope_theta=-1
     """.split()

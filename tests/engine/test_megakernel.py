@@ -139,7 +139,7 @@ def test_the_gpu_and_the_model_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("12.0", SMALL, False),  # no room for a ring of weights
     ):
         assert MegakernelOps.suits(device(capability, room), model(), heads=32) == expected
-    others: tuple[dict[str, Any], ...] = {"hidden": 2016}, {"qk_norm": True}
+    others: tuple[dict[str, Any], ...] = {"hidden": 2016}, {"qk_norm": True}, {"kind": "eagle"}
     for changed in others:
         assert not MegakernelOps.suits(device(), model(**changed), heads=32)
 

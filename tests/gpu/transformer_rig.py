@@ -17,14 +17,16 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.law.tree import BranchLayout, Shape
 from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions, TransformerShard
+from mpissd.engine.model.shard import ForwardOptions, StateShard, TransformerShard
 from mpissd.engine.model.stacks import Best
+from mpissd.engine.model.stepper import ModelSource, Stepper
 from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
 from mpissd.engine.model.transformer.device_rounds import BEFORE, SLOT, Ends, RoundStage, Sheet
 from mpissd.engine.model.transformer.growing import GrowthSheet
+from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
 from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
 from mpissd.engine.round.sequence import Placement
@@ -143,6 +145,22 @@ class Rig:
 
     def reference(self, tokens: Sequence[int]) -> Any:
         return transformer_reference.logits(self.checkpoint, tokens)
+
+
+def state_steppers(
+    backend: Any, target: str, draft: str, capacity: int = 64
+) -> tuple[Stepper, Stepper]:
+    """A target, and a draft that reads its hidden states."""
+    options = ForwardOptions(lm_head=True, values=True, capacity=capacity, states=True)
+    told = {"buckets": [1, 8, 64], "num_sequences": 2, "seed": 3}
+    whole = Stepper(
+        backend, SoloGroup(), TransformerShard(config_of(target)), options,
+        model=ModelSource(target), **told,
+    )  # fmt: skip
+    return whole, Stepper(
+        backend, SoloGroup(), StateShard(config_of(draft, target)), options,
+        model=ModelSource(draft, target), source=whole, **told,
+    )  # fmt: skip
 
 
 def prompt(rig: Rig, count: int, seed: int = 1) -> list[int]:

@@ -118,16 +118,16 @@ def test_two_processes_and_several_shapes(target: Path, tmp_path: Path) -> None:
 
 def test_too_little_time(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty steps of the whole batch would take 16 s; only --seconds_training is that short."""
-    from mpissd.learn.draft import Draft
+    from mpissd.learn.draft import ModelDraft
 
-    sizes, losses = list[int](), Draft.losses
+    sizes, losses = list[int](), ModelDraft.losses
 
-    def slow(self: Draft, samples: Any, rows: int) -> Any:
+    def slow(self: ModelDraft, samples: Any, rows: int) -> Any:
         sizes.append(len(samples.tokens))
         time.sleep(0.1)
         return losses(self, samples, rows)
 
-    monkeypatch.setattr(Draft, "losses", slow)
+    monkeypatch.setattr(ModelDraft, "losses", slow)
     flags = "--batch=64 --seconds_training=1 --held_out=0".split()
     code, told = distill(f"--target={target}", f"--out={tmp_path}", *SMALL, *flags)
     assert code == 0 and max(sizes) == 8, told
@@ -142,9 +142,12 @@ BAD: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "width": ({}, ["--shapes=2x1x1x64"], "heads that are 32 wide together"),
     "both": ({}, ["--on={home}/asked.jsonl", "--prompts={home}/asked.jsonl"], "in both"),
     "no prompt": ({}, ["--prompts={home}/none.jsonl"], "holds no prompt"),
-    "retired": ({}, ["--kinds=eagle"], "kinds"),
+    "kinds": ({}, ["--kinds=eagle,hydra"], "kinds=eagle,hydra: allowed: medusa, mlp, eagle"),
+    "kinds and shapes": ({}, ["--kinds=mlp", "--shapes=1x8x4x192"], "shapes and kinds: allowed"),
+    "parallel and kinds": ({}, ["--parallel=1", "--kinds=mlp"], "parallel and kinds: allowed"),
+    "from and kinds": ({}, ["--from_draft=x", "--kinds=mlp"], "from_draft and kinds: allowed"),
     "from and shapes": ({}, ["--from_draft=x", "--shapes=1x8x4x192"], "from_draft and shapes: al"),
-    "from": ({}, ["--from_draft={home}/target"], "allowed: a draft that distill made"),
+    "from": ({}, ["--from_draft={home}/target"], "a draft that distill made and that reads tokens"),
     "masks": ({}, ["--parallel=64"], "parallel=64: allowed: a whole number in [0, 63]"),
     "layers": ({}, ["--layers=1,0"], "layers=1,0: allowed: rising layer numbers"),
     "no folder": ({}, ["--out={home}/none.jsonl/draft"], "is not a folder"),

@@ -19,7 +19,7 @@ torch = module("torch", "PyTorch")
 
 from mpissd.learn import export  # noqa: E402
 from mpissd.learn.config import form_of  # noqa: E402
-from mpissd.learn.draft import Draft, draft_config, fresh_layers, started  # noqa: E402
+from mpissd.learn.draft import ModelDraft, draft_config, fresh_layers, started, state_config  # noqa: E402
 from mpissd.learn.job import rounded  # noqa: E402
 from mpissd.learn.llama import Llama, angles, blocks_of, load, mapped, named  # noqa: E402
 from mpissd.learn.sample import Samples  # noqa: E402
@@ -59,7 +59,7 @@ def test_a_draft_of_layers_trains_and_reloads(family: str, optimizer: str, tmp_p
     table = angles(source.config, len(TOKENS), "cpu")
     draft = started(target, [target.layers[0], target.layers[2]], head_ids)
     before = {name: tensor.detach().clone() for name, tensor in named(draft, config).items()}
-    learner = Draft(config, draft, target, head_ids, blocks, table)
+    learner = ModelDraft(config, draft, target, head_ids, blocks, table)
     tokens = torch.tensor([TOKENS])
     samples = Samples(tokens.int(), torch.ones_like(tokens).bool())
     steps, losses = learner.optimizer(optimizer), []
@@ -89,5 +89,6 @@ def test_fresh_drafts_are_llamas_whatever_the_target_is(tmp_path: Path) -> None:
     own = draft_config(source.config, form_of("1x4x2x64"), len(ids))
     target, layers = load(source, "cpu", torch.float32), fresh_layers(own, "cpu", 0)
     assert np.isfinite(torch_logits(started(target, layers, ids), own)).all()
-    assert own.family == "llama" and not (own.qkv_bias or own.qk_norm)
-    assert own.norm_eps == source.config.norm_eps
+    for config in (own, state_config(source.config, "eagle", 4, len(ids))):
+        assert config.family == "llama" and not (config.qkv_bias or config.qk_norm)
+        assert config.norm_eps == source.config.norm_eps

@@ -19,7 +19,7 @@ torch = module("torch", "PyTorch")
 module("safetensors", "safetensors")
 
 from mpissd.learn.config import DistillConfig  # noqa: E402
-from mpissd.learn.draft import Draft, draft_config, first_masks, frequent_tokens, started  # noqa: E402
+from mpissd.learn.draft import ModelDraft, draft_config, first_masks, frequent_tokens, started  # noqa: E402
 from mpissd.learn.evaluate import TREES, judge_masks, parallel_summary  # noqa: E402
 from mpissd.learn.sample import ANSWER, Sampler, Samples, blank  # noqa: E402
 from mpissd.learn.train import learn  # noqa: E402
@@ -42,17 +42,17 @@ def samples(sampler: Sampler) -> Samples:
     return written
 
 
-def draft_of(sampler: Sampler, samples: Samples, *layers: int, head: int = 96) -> Draft:
+def draft_of(sampler: Sampler, samples: Samples, *layers: int, head: int = 96) -> ModelDraft:
     counts = torch.bincount(samples.tokens[samples.answered], minlength=128)
     ids = torch.from_numpy(frequent_tokens(counts.numpy(), head, [])).long()
     config = replace(draft_config(CONFIG, len(layers), head), masks=J)
     weights = started(sampler.model, [sampler.model.layers[n] for n in layers], ids)
     masks = first_masks(sampler.model.embedding, J, 0)
     shared = sampler.model, ids, sampler.blocks, sampler.table
-    return Draft(config, weights, *shared, masks=masks, anchors=8)
+    return ModelDraft(config, weights, *shared, masks=masks, anchors=8)
 
 
-def plainly(draft: Draft, tokens: list[int]) -> Any:
+def plainly(draft: ModelDraft, tokens: list[int]) -> Any:
     """States of one sequence, in which V + j is mask token j and the order alone decides."""
     table = torch.cat([draft.weights.embedding, draft.masks])
     weights = draft.weights._replace(embedding=table)

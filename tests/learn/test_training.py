@@ -21,7 +21,7 @@ module("safetensors.numpy", "safetensors")
 torch = module("torch", "PyTorch")
 
 from mpissd.learn.config import DistillConfig, form_of  # noqa: E402
-from mpissd.learn.draft import Draft, draft_config, frequent_tokens, fresh_layers, started  # noqa: E402
+from mpissd.learn.draft import ModelDraft, draft_config, frequent_tokens, fresh_layers, started  # noqa: E402
 from mpissd.learn.evaluate import judge, summary  # noqa: E402
 from mpissd.learn.llama import angles, blocks_of, load  # noqa: E402
 from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank  # noqa: E402
@@ -48,13 +48,13 @@ def samples(sampler: Sampler) -> Samples:
     return sampler.write(given, TEMPLATE, USER, (torch.ones(64), torch.ones(64)), keep=True)
 
 
-def draft_of(sampler: Sampler, shape: str = "") -> Draft:
+def draft_of(sampler: Sampler, shape: str = "") -> ModelDraft:
     """A draft of the target's layers 0 and 3, or of a fresh shape."""
     ids = torch.from_numpy(frequent_tokens(np.arange(128, dtype=np.int32), 96, [END])).long()
     config = draft_config(CONFIG, form_of(shape) if shape else 2, len(ids))
     layers = [sampler.model.layers[n] for n in (0, 3)]
     weights = started(sampler.model, fresh_layers(config, "cpu", 0) if shape else layers, ids)
-    return Draft(config, weights, sampler.model, ids, sampler.blocks, sampler.table)
+    return ModelDraft(config, weights, sampler.model, ids, sampler.blocks, sampler.table)
 
 
 def test_a_conversation_follows_the_template(samples: Samples) -> None:
@@ -100,7 +100,7 @@ def test_the_kept_states_are_those_of_a_whole_forward(sampler: Sampler, samples:
 
 @pytest.mark.parametrize("shape", ["", "2x6x3x64"])
 def test_training_raises_agreement(sampler: Sampler, samples: Samples, shape: str) -> None:
-    draft, points, copies = draft_of(sampler, shape), list[dict[str, Any]](), list[Draft]()
+    draft, points, copies = draft_of(sampler, shape), list[dict[str, Any]](), list[ModelDraft]()
     before = summary(*judge(draft, samples, time.monotonic() + 60))
     settings = {"steps": 100, "batch": 16, "learning_rate": 5e-3, "save_every": 1e-3}
     plan = unchecked(DistillConfig, **settings)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tests.needs import module
 from tests.serve.test_driver import Script, served
 from tests.text import tiny
 from tests.text_config import finished
-from tests.tiny_pair import TinyPair, tiny_pair
+from tests.tiny_pair import KINDS, TinyPair, state_draft, tiny_pair
 
 module("llguidance", "grammars")
 COUNT = int(os.environ.get("MPISSD_GRAMMARS", "50"))
@@ -181,6 +182,18 @@ def test_a_preempted_answer_ends_at_the_same_limit(pair: TinyPair) -> None:
     found = answers(pair, asked, Serving(kv_tokens=CONTEXT), **MODES["ssd"])
     assert found.watched[0] > 0, "some are preempted"
     assert found.tokens() == answers(pair, asked, Serving(), forces=False, mode="ar").tokens()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_on_hidden_states_meets_grammars(
+    pair: TinyPair, expected: dict[int, list[int]], tmp_path: Path, kind: str
+) -> None:
+    draft = state_draft(pair.target, kind, tmp_path, layers=4 if kind == "medusa" else 1)
+    asked = [one for one, _ in requests(COUNT)][:12]
+    found = answers(replace(pair, draft=draft), asked, Serving(), **MODES["inline"])
+    tokens, ends = found.tokens(), found.ends().values()
+    assert all(one.sampling.temperature or tokens[one.id] == expected[one.id] for one in asked)
+    assert sum(end.accepted for end in ends) > 0.5 * sum(end.drafted for end in ends)
 
 
 def test_run_takes_a_grammar_from_its_flag(

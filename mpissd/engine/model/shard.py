@@ -36,11 +36,12 @@ class ForwardOptions:
     top_k: int = 1
     own_tokens: int = 1  # cached tokens after the context that a row reads for itself
     values: bool = False  # return the logits of the top-k tokens and their ids
-    # The next fields size the KV cache, and stay 0 for a model without one.
+    # The next four fields size the KV cache, and stay 0 for a model without one.
     capacity: int = 0  # the most tokens that one sequence may have in the cache
     lanes: int = 0  # number of lanes, scratch KV buffers of speculative branches
     steps: int = 0  # the most tokens of a lane (a branch's KV buffer)
     pool: int = 0  # the most tokens of all sequences together; 0: each may have `capacity`
+    states: bool = False  # keep each position's last hidden state, for a draft that reads it
 
 
 class _Costs:
@@ -258,6 +259,11 @@ class TransformerShard(_Costs):
         return int(self.vocab_range.stop - self.vocab_range.start)
 
     @property
+    def num_heads_used(self) -> int:
+        """The tokens that one forward drafts for a sequence; more than 1 for Medusa heads only."""
+        return 1
+
+    @property
     def heads(self) -> int:
         return self.q_width // self.shape.head_dim
 
@@ -318,13 +324,51 @@ class TransformerShard(_Costs):
         return rows * self.heads * splits * (self.shape.head_dim + 2) * 4
 
     def flops(self, rows: int, options: ForwardOptions) -> int:
-        """Returns the floating-point operations of a forward of `rows` rows on this rank."""
+        """Returns the floating-point operations of a forward of `rows` rows on this rank. The LM
+        head counts once for each Medusa head."""
+        repeated = (self.num_heads_used - 1) * self.shape.hidden * self.vocab
         scored = rows * (options.context + options.own_tokens)
         attended = 4 * scored * self.q_width * self.kv_layers
-        return 2 * rows * self.num_params(options) + attended
+        return 2 * rows * (self.num_params(options) + repeated) + attended
 
     def columns(self, options: ForwardOptions) -> int:
         return self.vocab
+
+
+@dataclass(frozen=True)
+class StateShard(TransformerShard):
+    """The share of a draft that reads its target's hidden states; one rank holds all of it.
+    heads_used: how many Medusa heads a forward computes (0: all heads of the file)."""
+
+    heads_used: int = 0
+
+    @property
+    def num_heads_used(self) -> int:
+        return (self.heads_used or self.shape.num_layers) if self.config.kind == "medusa" else 1
+
+    def layer_params(self) -> int:
+        """Returns the number of weights of one layer, or of one Medusa head, norms included."""
+        if self.config.kind == "eagle":
+            return super().layer_params()
+        return self.shape.hidden * (3 * self.shape.ffn + 1 + (self.config.kind == "medusa"))
+
+    def num_params(self, options: ForwardOptions) -> int:
+        hidden = self.shape.hidden
+        if self.config.kind == "medusa":
+            return self.num_heads_used * self.layer_params() + hidden * self.vocab
+        return 2 * hidden * (hidden + 1) + self.layer_params() + hidden * (self.vocab + 1)
+
+    def num_products(self, options: ForwardOptions) -> int:
+        return {"medusa": 2 * self.num_heads_used + 1, "mlp": 5, "eagle": 8}[self.config.kind]
+
+    @property
+    def kv_layers(self) -> int:
+        return int(self.config.kind == "eagle")
+
+    def cache_bytes(self, rows: int, sequences: int, options: ForwardOptions, itemsize: int) -> int:
+        """Returns the bytes of the KV cache and of the draft's and the target's hidden states."""
+        states = 2 * sequences * (options.capacity + 1) * self.shape.hidden * itemsize
+        return super().cache_bytes(rows, sequences, options, itemsize) + states
 
 
 def _range(total: int, tp: int, rank: int, block: int | None = None) -> slice:

@@ -20,15 +20,17 @@ from mpissd.common.wait import Waiter
 from mpissd.engine.backend.base import Backend, Cost, Program
 from mpissd.engine.comm.group import Group
 from mpissd.engine.model.forwards import Forwards, Places, Results, merged
-from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
+from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stacks import AnyShard, GemmStack, GemmWeights, Stack
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.model.transformer.checkpoint import Arrays
 from mpissd.engine.model.transformer.sources import open_checkpoint
 from mpissd.engine.model.transformer.stack import (
+    StateStack,
     TransformerStack,
     TransformerWeights,
     load_weights,
+    open_stack,
 )
 
 Weights = GemmWeights | TransformerWeights
@@ -39,11 +41,12 @@ class ModelSource:
     """Where a model's weights come from; equal sources make equal weights. where: a preset, folder
     or file that open_checkpoint takes; "": random weights of bare matrix products. target: the
     target's name, for a draft that reads the target's embedding. page: positions of a page of the
-    KV cache (None: the backend's default)."""
+    KV cache (None: the backend's default). heads: how many Medusa heads a forward computes."""
 
     where: str = ""
     target: str | None = None
     page: int | None = None
+    heads: int = 1
 
     def weights(
         self,
@@ -84,13 +87,15 @@ class Stepper(Forwards):
         seed: int,
         model: ModelSource = _PRODUCTS,
         weights: Weights | None = None,
+        source: Stepper | None = None,
         compiled: bool = True,
     ) -> None:
         """Allocates the model's buffers and compiles its forwards. shard: this rank's share of the
         model. buckets: the row counts to compile for. num_sequences: how many sequences the KV
         cache holds. seed: decides random weights. model: where the weights come from. weights:
-        weights that another stepper has loaded (None: loads them from `model`). compiled: whether
-        to compile now; if False, the caller calls `compile` later."""
+        weights that another stepper has loaded (None: loads them from `model`). source: the
+        target's stepper, for a draft that reads its target's hidden states. compiled: whether to
+        compile now; if False, the caller calls `compile` later."""
         self.backend = backend
         self.shard = shard
         self.options = options
@@ -105,8 +110,11 @@ class Stepper(Forwards):
             assert isinstance(shard, Shard)
             self.stack = GemmStack(backend, group, shard, options, weights, **sizes)
         else:
-            assert isinstance(shard, TransformerShard)
-            self.stack = TransformerStack(backend, group, shard, options, weights, **sizes)
+            self.stack = open_stack(weights, backend, group, shard, options, **sizes)
+        self.source = source
+        if source is not None:
+            assert isinstance(self.stack, StateStack) and isinstance(source.stack, TransformerStack)
+            self.stack.source_states = source.stack.states
         self.pages: PageTable | None = self.stack.pages
         self.draws = self.stack.draws
         self._programs: dict[tuple[int, int], Program] = {}  # by (rows, candidates)

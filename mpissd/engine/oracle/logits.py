@@ -21,7 +21,7 @@ from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
-from mpissd.engine.model.shard import TransformerShard
+from mpissd.engine.model.shard import StateShard, TransformerShard
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.oracle.sampled import (
     Case,
@@ -247,22 +247,25 @@ class LogitsDraft(SampledDraft):
         saguaro_c: float = 1.0,
         ids: Ints | None = None,
         lookup: str = "prompt",
+        heads: int | None = None,
         masks: int = 0,
         shape: Shape = CHAIN,
         grammars: GrammarStates | None = None,
     ) -> None:
         """stepper: runs the draft's forwards. lookahead: the number of drafted tokens. fan_outs:
         how many candidates get a branch. ids: the ids of the tokens that the draft knows, rising
-        (None: all). lookup: what copies tokens as a fast backup. masks: the number of mask tokens;
-        one forward drafts 1 + masks tokens."""
+        (None: all). lookup: what copies tokens as a fast backup. heads: how many tokens one forward
+        drafts, for a draft that reads the target's hidden states; None for other drafts, whose
+        forward drafts 1 + masks tokens."""
         super().__init__(seed, lookahead, fan_outs, shape)
         self._stepper = stepper
         self._saguaro_c = saguaro_c
         self._ids = ids
         self.samples = samples
         self.copies = (lookup, LONGEST, None)
-        self.chains = not samples
+        self.chains = not samples and heads is None
         self._masks = masks
+        self._levels = heads or 1 + masks  # the levels that one forward drafts
         self._grammars = grammars or GrammarStates()
         self._is_replaced = False
 
@@ -300,16 +303,19 @@ class LogitsDraft(SampledDraft):
 
     def collect(self, grown: Sequence[Branches], first_row: int) -> None:
         results = self._stepper.results()
-        for level in range(1 + self._masks):
+        _, num_rows, width = results.ids.shape
+        all_best = results.ids.reshape(-1, width)
+        for level in range(self._levels):
             counts = [len(part) * len(part.shape.inner[part.steps]) for part in grown]
             if self._masks:  # a branch has a row for each level, which all nodes of the level read
                 row_of = np.arange(sum(map(len, grown))) * (1 + self._masks)
                 rows = first_row + level + np.repeat(row_of, sum(counts) // len(row_of))
-            else:  # a node has a row
-                rows = np.arange(sum(counts)) + first_row
-            best = results.ids[0, rows]
+            else:  # a node has a row; the rows of a second head follow those of the first
+                rows = np.arange(sum(counts)) + first_row + level * num_rows
+            best = all_best[rows]
             if self._is_replaced and results.values is not None:
-                self.is_sound = bool(np.isfinite(results.values[0, rows, 0]).all())
+                values = results.values.reshape(-1, width)
+                self.is_sound = bool(np.isfinite(values[rows, 0]).all())
             drawn = Draws()
             states = [state for branches in grown for state in branches.states or ()]
             if any(state.grammar is not None for state in states):
@@ -491,8 +497,9 @@ class TextWorkload(Workload):
 
     @property
     def forces(self) -> bool:
-        """Whether a token is committed without a forward if a grammar allows no other."""
-        return self.job.serving is not None
+        """Whether a token is committed without a forward if a grammar allows no other. False if the
+        draft reads the target's hidden states, since such a token would have none."""
+        return self.job.serving is not None and not self.job.reads_states
 
     @property
     def law(self) -> str:
@@ -539,6 +546,7 @@ class TextWorkload(Workload):
     def draft_oracle(self, stepper: Forwards) -> LogitsDraft:
         job = self.job
         config = job.config
+        shard = job.draft_shard
         return self.draft_class(
             stepper,
             config.seed,
@@ -548,6 +556,7 @@ class TextWorkload(Workload):
             saguaro_c=1.0 if config.saguaro_c is None else config.saguaro_c,
             ids=self.draft_ids,
             lookup=config.lookup,
+            heads=shard.num_heads_used if isinstance(shard, StateShard) else None,
             masks=job.masks,
             shape=job.shape,
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),

@@ -162,7 +162,12 @@ class Models:
                 self._held.move_to_end(key)
         if (held := self._held.get(keys[1])) is None:
             return False
+        stepper = self._stepper(need)
         is_usable = frozenset(need.buckets) <= held.rows
+        if need.source is not None:  # The draft must read this target's hidden states.
+            is_usable &= self._is_there(need.source)
+            if is_usable and stepper is not None:
+                is_usable = stepper.source is self._stepper(need.source)
         if not is_usable:
             self._drop(keys[1])
         return is_usable
@@ -196,10 +201,11 @@ class Models:
             self._held[weights] = _Held(weight_bytes, made)
         if is_here:
             base: Any = self._held[weights].made
+            source = None if need.source is None else self._stepper(need.source)
             made = Stepper(
                 self._backend, group, shard, need.options, buckets=rows, seed=seed,
                 num_sequences=need.num_sequences, model=need.model, weights=base,
-                compiled=False,
+                source=source, compiled=False,
             )  # fmt: skip
         self._held[key] = _Held(kv_bytes, made, weights, rows)
 

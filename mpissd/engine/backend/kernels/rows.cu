@@ -14,6 +14,34 @@ extern "C" __global__ void embed(const u16* table, int entries, int width, const
     out[(long long)blockIdx.x * width + c] = to_float(from[c]);
 }
 
+// Hidden states by slot and position, for a draft that reads them. seats: [4][most], see cache.Seats.
+// The state after a trunk row is kept in front of the next position, if there is one. factors: of each
+// row of x, see arithmetic.cu; null: 1.
+extern "C" __global__ void keep(const u16* x, const float* factors, const int* seats, int most,
+                                int positions, int width, u16* states) {
+  may_start_next();
+  wait_for_last();
+  const int m = blockIdx.x, slot = seats[m], position = seats[most + m] + 1;
+  if (slot < 0 || seats[2 * most + m] >= 0 || position >= positions) return;
+  u16* to = states + ((long long)slot * positions + position) * width;
+  const u16* from = x + (long long)m * width;
+  for (int c = threadIdx.x; c < width; c += blockDim.x)
+    to[c] = factors ? to_finite_half(__fmul_rn(to_float(from[c]), factors[m])) : from[c];
+}
+
+// Brings the state in front of each row's position; after its trunk it is the draft's own.
+extern "C" __global__ void recall(const u16* states, const u16* own, const int* seats, int most,
+                                  int positions, int width, float* out) {
+  may_start_next();
+  wait_for_last();
+  const int m = blockIdx.x, slot = seats[m], position = seats[most + m];
+  const int trunk = seats[3 * most + m];
+  const u16* from = trunk >= 0 && position > trunk ? own : states;
+  from += ((long long)max(slot, 0) * positions + position) * width;
+  for (int c = threadIdx.x; c < width; c += blockDim.x)
+    out[(long long)m * width + c] = slot < 0 ? 0.0f : to_float(from[c]);
+}
+
 constexpr int NORM_THREADS = 512, NORM_WORDS = 8;  // of 16 bytes a thread: rows of up to 16384
 
 __device__ __forceinline__ float sum_of_block(float sum) {

@@ -40,6 +40,10 @@ EMBEDDING = "model.embed_tokens.weight"
 MASKS = "mask_embedding.weight"  # has a row for each mask token of a parallel draft
 HEAD = "lm_head.weight"
 LAST_NORM = "model.norm.weight"
+# Norms and matrices of a draft that joins a token's embedding with its target's hidden state.
+JOINED = ("model.embed_norm.weight", "model.state_norm.weight")
+JOINS = ("model.embed_proj.weight", "model.state_proj.weight")
+HEAD_NORM = "norm.weight"  # the norm after a Medusa head's residual block
 HEAD_IDS = "head_ids"
 WHOLE = "whole files"
 SAMPLED = "sizes, first 16 MiB and 64 blocks of 64 KiB of files above 512 MiB; others whole"
@@ -52,8 +56,10 @@ _SPREAD = 0.1  # standard deviation of random norms' weights around 1, and of bi
 
 
 def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the (name, shape) of all of a model's tensors. Matrices are [outputs, inputs]."""
+    """Yields the (name, shape) of all of a model's tensors. Matrices are [outputs, inputs]; a
+    Medusa head is named as a layer."""
     shape = config.shape
+    kind = config.kind
     hidden = shape.hidden
     ffn = shape.ffn
     yield EMBEDDING, (shape.vocab_size, hidden)
@@ -61,19 +67,26 @@ def tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield MASKS, (config.masks, hidden)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        for name, width in zip("qkv", (shape.q_width, *[shape.kv_width] * 2), strict=True):
-            yield f"{prefix}self_attn.{name}_proj.weight", (width, hidden)
-            if config.qkv_bias:
-                yield f"{prefix}self_attn.{name}_proj.bias", (width,)
-            if config.qk_norm and name != "v":
-                yield f"{prefix}self_attn.{name}_norm.weight", (shape.head_dim,)
-        yield f"{prefix}self_attn.o_proj.weight", (hidden, shape.q_width)
+        if kind in ("", "eagle"):
+            yield f"{prefix}input_layernorm.weight", (hidden,)
+            for name, width in zip("qkv", (shape.q_width, *[shape.kv_width] * 2), strict=True):
+                yield f"{prefix}self_attn.{name}_proj.weight", (width, hidden)
+                if config.qkv_bias:
+                    yield f"{prefix}self_attn.{name}_proj.bias", (width,)
+                if config.qk_norm and name != "v":
+                    yield f"{prefix}self_attn.{name}_norm.weight", (shape.head_dim,)
+            yield f"{prefix}self_attn.o_proj.weight", (hidden, shape.q_width)
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
         yield f"{prefix}mlp.gate_proj.weight", (ffn, hidden)
         yield f"{prefix}mlp.up_proj.weight", (ffn, hidden)
         yield f"{prefix}mlp.down_proj.weight", (hidden, ffn)
-    yield LAST_NORM, (hidden,)
+        if kind == "medusa":
+            yield prefix + HEAD_NORM, (hidden,)
+    if kind in ("mlp", "eagle"):
+        yield from ((name, (hidden,)) for name in JOINED)
+        yield from ((name, (hidden, hidden)) for name in JOINS)
+    if kind != "medusa":
+        yield LAST_NORM, (hidden,)
     if not config.tied:
         yield HEAD, (config.head_vocab, hidden)
 

@@ -20,7 +20,7 @@ from mpissd.common import hf_config
 from mpissd.common.errors import ConfigError
 from mpissd.common.gguf import GgufFile
 from mpissd.common.presets import ModelShape
-from mpissd.common.shapes import MOST_MASKS
+from mpissd.common.shapes import MOST_MASKS, STATE_KINDS
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _DENSE = "weights in 32 or 16 bits, a .gguf, or a draft that mpissd distilled"
@@ -72,9 +72,12 @@ class TransformerConfig:
     by head (Qwen3). tied: whether the LM head is the embedding. rope_divisor: divides all rotary
     frequencies (linear scaling). max_positions: the longest context in tokens. head_vocab: rows of
     the LM head, fewer than shape.vocab_size if a draft can propose only some of its target's
-    tokens. bits: the mean size in bits of a weight in a CPU's memory. masks: the number J of mask
-    tokens of a parallel draft, whose ids V, …, V + J − 1 follow its vocabulary of V tokens (PARD,
-    2504.18583). Raises ConfigError for an odd head_dim, which cannot be rotated."""
+    tokens. bits: the mean size in bits of a weight in a CPU's memory. kind: one of
+    shapes.STATE_KINDS, for a draft that reads its target's hidden state; "" for others. Medusa
+    heads count as layers. masks: the number J of mask tokens of a parallel draft, whose ids V, …, V
+    + J − 1 follow its vocabulary of V tokens (PARD, 2504.18583). Raises ConfigError for an odd
+    head_dim, which cannot be rotated.
+    """
 
     shape: ModelShape
     family: str
@@ -88,6 +91,7 @@ class TransformerConfig:
     max_positions: int = 2048
     head_vocab: int = 0
     bits: float = 16.0
+    kind: str = ""
     masks: int = 0
 
     def __post_init__(self) -> None:
@@ -196,7 +200,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
     is_own = isinstance(classes, list) and {str(n).lower() for n in classes} <= {own_class.lower()}
     quantization, head, kind = (ours.get(key) for key in ("quantization", "head", "kind"))
     masks = ours.get("masks", 0)
-    has_some = type(masks) is int and 0 < masks <= MOST_MASKS
+    has_some = type(masks) is int and 0 < masks <= MOST_MASKS and not kind
     others = [(key, config.get(key)) for key in CHANGING]
     rules: list[Rule] = [
         ("model_type", family, family in FAMILIES, ", ".join(FAMILIES)),
@@ -206,8 +210,8 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         ("quantization_config", method, not packed, _DENSE),
         ("mpissd.quantization", quantization, quantization in (None, "int8-32"), "int8-32"),
         ("mpissd.head", head, head in (None, "own", "target"), "own, target"),
-        ("mpissd.kind", kind, kind is None, "null, a draft that reads tokens only"),
-        ("mpissd.masks", masks, masks in (0, None) or has_some, f"1..{MOST_MASKS}"),
+        ("mpissd.kind", kind, kind in (None, *STATE_KINDS), ", ".join(STATE_KINDS)),
+        ("mpissd.masks", masks, masks in (0, None) or has_some, f"1..{MOST_MASKS}, of no kind"),
         ("is_causal", causal, causal in (None, True), "true"),
         ("hidden_act", activation, activation in ("silu", "swish"), "silu"),
         ("attention_bias", bias, not bias or family == "qwen2", "false"),
@@ -224,6 +228,7 @@ def of_folder(path: Path, shape: ModelShape) -> TransformerConfig:
         qk_norm=family == "qwen3",
         tied=bool(tied),
         max_positions=longest,
+        kind=kind or "",
         masks=masks or 0,
     )
 

@@ -28,17 +28,17 @@ _MADE_BY = {"numpy": ("numba_ops.ops", "NumbaOps"), "cupy": ("cupy_ops.megakerne
 
 @dataclass
 class LayerWeights:
-    """One layer's weights on this rank; None where the model family has none."""
+    """One layer's weights on this rank; None where the model family or kind of draft has none."""
 
-    attention_norm: Array
-    qkv: Array  # the weights of q, k and v as one matrix
-    o: Array
-    ffn_norm: Array
-    gate_up: Array
-    down: Array
+    attention_norm: Array = None
+    qkv: Array = None  # the weights of q, k and v as one matrix
     qkv_bias: Array | None = None
     q_norm: Array | None = None  # [head_dim], the weight of the RMSNorm of each query head
     k_norm: Array | None = None
+    o: Array = None
+    ffn_norm: Array = None
+    gate_up: Array = None
+    down: Array = None
 
 
 class Ops(Protocol):
@@ -94,6 +94,18 @@ class Ops(Protocol):
     def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
         """Copies an accepted branch into its sequence: the first stop − start keys and values of a
         lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
+
+    def states(self, slots: int, positions: int) -> Array:
+        """Allocates the hidden state before each position, as zeros [slots, positions, hidden]."""
+
+    def keep(self, x: Array, cache: Array, states: Array, rows: int) -> None:
+        """Stores hidden states for a draft that reads them: states[slot][position + 1] = x for each
+        row that is stored in its slot (and not in a lane), except at the last position."""
+
+    def recall(self, target: Array, draft: Array, cache: Array, hidden: Array, rows: int) -> None:
+        """Sets each row of `hidden` to the last hidden state before the row's position; 0 for
+        padding. The state is read from `target` up to the row's trunk (the tokens before its
+        branch), and from `draft` after the trunk."""
 
     def begin(self, cache: Array, rows: int) -> None:
         """Begins a forward: copies to the device where its rows lie in the KV cache."""

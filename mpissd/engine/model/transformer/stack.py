@@ -1,4 +1,18 @@
-"""A transformer on one rank: its share of the weights (see shard.py), and its forward."""
+"""A transformer on one rank: its share of the weights (see shard.py), and its forward.
+
+Drafts that read their target's last hidden state (shapes.STATE_KINDS) have another input and
+output. Let e be the embedding of a position's token, h the target's normalised last hidden state
+before that position, n, n', n_i, norm_i RMSNorms and S, E matrices of the draft:
+
+    mlp, eagle   u = h + S·n(h) + E·n'(e); one layer on u (mlp: its SwiGLU block only); its final
+                 norm gives s. The LM head reads s, and s is h of the next position.
+    medusa       s_i = norm_i(h + SwiGLU_i(n_i(h))) for each head i; one forward drafts all tokens.
+
+S and E side by side are the matrix that fuses h and e in EAGLE (2401.15077, section 4.1) and in
+DeepSeek-V3's module (2412.19437, equation 21). Wertheimer et al. (2404.19124) have a normalised sum
+and GELU with other weights at each drafted position; `mlp` has SwiGLU with the same weights at all.
+A Medusa head's block is SwiGLU, and not one SiLU product (2401.10774, section 2.1.1).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +32,9 @@ from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlac
 from mpissd.engine.model.transformer.checkpoint import (
     ALL,
     HEAD,
+    HEAD_NORM,
+    JOINED,
+    JOINS,
     LAST_NORM,
     Arrays,
     Checkpoint,
@@ -34,7 +51,9 @@ class TransformerWeights:
     """One rank's packed weights of a transformer; without arrays on a backend that computes
     nothing. table: the embedding, the vocabulary's rows and then those of the config's mask tokens.
     head_ids: the token of each row of the LM head, for a draft whose vocabulary is smaller than its
-    target's; None: row n is token n. source: the checkpoint that the weights were read from."""
+    target's; None: row n is token n. source: the checkpoint that the weights were read from. Of
+    drafts that read hidden states: joined_norms and joins, the norms and matrices that join a
+    hidden state and an embedding; head_norms, the norm of each Medusa head."""
 
     config: TransformerConfig
     max_rows: int
@@ -45,6 +64,9 @@ class TransformerWeights:
     head: Array = None
     head_ids: Ints | None = None
     source: Checkpoint | None = None
+    joined_norms: tuple[Array, ...] = ()
+    joins: tuple[Array, ...] = ()
+    head_norms: tuple[Array, ...] = ()
 
     @property
     def kernel(self) -> str:
@@ -67,22 +89,28 @@ def load_weights(
     if ops is None:
         return TransformerWeights(config, max_rows, None)
     part = checkpoint.part
+    is_medusa = config.kind == "medusa"
+    joined, joins = (JOINED, JOINS) if config.kind in ("mlp", "eagle") else ((), ())
     prefixes = [f"model.layers.{n}." for n in range(shard.shape.num_layers)]
+    norms = [prefix + HEAD_NORM for prefix in prefixes] if is_medusa else []
     return TransformerWeights(
         config,
         max_rows,
         ops,
         tuple(_layer(ops, checkpoint, shard, prefix) for prefix in prefixes),
-        ops.table(checkpoint.table()),
-        ops.vector(checkpoint.read(LAST_NORM)),
+        None if is_medusa else ops.table(checkpoint.table()),
+        None if is_medusa else ops.vector(checkpoint.read(LAST_NORM)),
         ops.matrix([part(HEAD, shard.vocab_range)]),
         checkpoint.head_ids,
         checkpoint,
+        tuple(ops.vector(checkpoint.read(name)) for name in joined),
+        tuple(ops.matrix([part(name)]) for name in joins),
+        tuple(ops.vector(checkpoint.read(name)) for name in norms),
     )
 
 
 def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: str) -> LayerWeights:
-    """Packs one layer, whose tensors' names begin with `prefix`."""
+    """Packs one layer, with its attention if it has one; its tensors' names begin with `prefix`."""
     config = checkpoint.config
     part = checkpoint.part
 
@@ -92,11 +120,7 @@ def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: st
             np.concatenate([checkpoint.read(prefix + name, part) for name, part in parts])
         )
 
-    rows = {"self_attn.q_proj": shard.q, "self_attn.k_proj": shard.kv, "self_attn.v_proj": shard.kv}
     layer = LayerWeights(
-        attention_norm=vector("input_layernorm.weight"),
-        qkv=ops.qkv_matrix([part(f"{prefix}{name}.weight", at) for name, at in rows.items()]),
-        o=ops.matrix([part(f"{prefix}self_attn.o_proj.weight", columns=shard.q)]),
         ffn_norm=vector("post_attention_layernorm.weight"),
         gate_up=ops.gate_up(
             part(f"{prefix}mlp.gate_proj.weight", shard.ffn),
@@ -104,11 +128,17 @@ def _layer(ops: Ops, checkpoint: Checkpoint, shard: TransformerShard, prefix: st
         ),
         down=ops.matrix([part(f"{prefix}mlp.down_proj.weight", columns=shard.ffn)]),
     )
+    if config.kind not in ("", "eagle"):
+        return layer
+    rows = {"self_attn.q_proj": shard.q, "self_attn.k_proj": shard.kv, "self_attn.v_proj": shard.kv}
+    layer.attention_norm = vector("input_layernorm.weight")
+    layer.qkv = ops.qkv_matrix([part(f"{prefix}{name}.weight", at) for name, at in rows.items()])
     if config.qkv_bias:
         layer.qkv_bias = vector(*(f"{name}.bias" for name in rows), rows=[*rows.values()])
     if config.qk_norm:
         layer.q_norm = vector("self_attn.q_norm.weight")
         layer.k_norm = vector("self_attn.k_norm.weight")
+    layer.o = ops.matrix([part(f"{prefix}self_attn.o_proj.weight", columns=shard.q)])
     return layer
 
 
@@ -137,8 +167,9 @@ class Buffers:
 
 
 class TransformerStack(Stack):
-    """A transformer on one rank: weights, buffers, KV cache, and the forward `body(rows)`. firsts:
-    int32 [T], for each of T ranks the token of its first logit."""
+    """A transformer on one rank: weights, buffers, KV cache, and the forward `body(rows)`. states:
+    the last layer's hidden state at each position, kept only for a draft that reads it
+    (ForwardOptions.states). firsts: int32 [T], for each of T ranks the token of its first logit."""
 
     pages: PageTable
 
@@ -156,6 +187,7 @@ class TransformerStack(Stack):
         """Allocates the buffers, and a KV cache for max_sequences sequences."""
         super().__init__(backend, group, shard, options)
         self.weights = weights
+        self.states = None
         ops = weights.ops
         sizes = CacheSizes(
             shard.kv_layers,
@@ -174,6 +206,8 @@ class TransformerStack(Stack):
         self.buffers = Buffers(backend, shard, ops, max_rows)
         if ops is not None and group.size == 1:  # If ranks share the logits, the host samples.
             self.draws = ops.draws(self.buffers.logits)
+        if ops is not None and options.states:
+            self.states = ops.states(max_sequences, options.capacity + 1)
         self.candidates = ReadOut(backend, group, max_rows, options.top_k)
         self._placed = 0
         self._reads = True
@@ -240,8 +274,7 @@ class TransformerStack(Stack):
         cache = self.cache
         weights = self.weights
         ops.begin(cache, rows)
-        ops.embed(weights.table, memory.tokens, memory.hidden, rows)
-        delta = None
+        delta = self._enter(ops, rows)
         is_read = self._reads or ops.computes_padding
 
         def summed(x: Array, weight: Array) -> Array:
@@ -251,20 +284,30 @@ class TransformerStack(Stack):
                 ops.sum_ranks(self.group, memory.delta, rows)
             return memory.delta
 
-        is_done = ops.at_once(weights, memory, cache, rows)
+        is_done = self.states is None and ops.at_once(weights, memory, cache, rows)
         for number, layer in enumerate(() if is_done else weights.layers):
-            ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
-            ops.qkv(memory.x, layer, cache, number, memory.q, rows)
-            ops.attend(cache, number, memory.q, memory.attended, rows)
-            delta = summed(memory.attended, layer.o)
+            if layer.o is not None:
+                ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)
+                ops.qkv(memory.x, layer, cache, number, memory.q, rows)
+                ops.attend(cache, number, memory.q, memory.attended, rows)
+                delta = summed(memory.attended, layer.o)
             ops.norm(memory.hidden, delta, layer.ffn_norm, memory.x, rows)
             ops.gated(memory.x, layer.gate_up, memory.inner, rows)
             delta = summed(memory.inner, layer.down)
+        if not is_done and (is_read or self.states is not None):
+            ops.norm(memory.hidden, memory.delta, weights.norm, memory.x, rows)
+        if self.states is not None:
+            ops.keep(memory.x, cache, self.states, rows)
         if is_read and not is_done:
-            ops.norm(memory.hidden, delta, weights.norm, memory.x, rows)
             ops.product(memory.x, weights.head, memory.logits, rows)
         if is_read:
             self.candidates.issue(self.best(rows), rows, k)
+
+    def _enter(self, ops: Ops, rows: int) -> Array | None:
+        """Sets the residual stream to the tokens' embeddings. Returns a sum that the first norm has
+        to add to the stream, or None."""
+        ops.embed(self.weights.table, self.buffers.tokens, self.buffers.hidden, rows)
+        return None
 
     def best(self, rows: int) -> Find:
         ops = self.weights.ops
@@ -272,7 +315,10 @@ class TransformerStack(Stack):
         return lambda k, ids, values: ops.top_k(logits, k, ids, values, rows)
 
     def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
-        ids, values = self.candidates.read(self._rows(rows), k or self.options.top_k)
+        return self._read(self._rows(rows), k)
+
+    def _read(self, rows: int, k: int | None) -> tuple[Ints, Floats]:
+        ids, values = self.candidates.read(rows, k or self.options.top_k)
         ids = ids + self.firsts[:, None, None]
         if self.weights.head_ids is not None:
             ids = self.weights.head_ids[ids]
@@ -281,3 +327,82 @@ class TransformerStack(Stack):
     def logits(self, rows: Sequence[int]) -> Floats:
         logits: Floats = self.weights.ops.read(self.buffers.logits, rows)
         return logits
+
+
+class StateStack(TransformerStack):
+    """An MLP speculator or an EAGLE layer on one rank, a draft that reads its target's hidden
+    states. source_states: the target's hidden states, set before forwards are compiled. states: the
+    draft's own hidden states."""
+
+    source_states: Array = None
+
+    def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
+        super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
+        ops = self.weights.ops
+        self._joined = None if ops is None else ops.delta(max_rows)  # E·n'(e)
+
+    def _enter(self, ops: Ops, rows: int) -> Array:
+        memory = self.buffers
+        weights = self.weights
+        ops.embed(weights.table, memory.tokens, memory.hidden, rows)
+        ops.norm(memory.hidden, None, weights.joined_norms[0], memory.x, rows)
+        ops.product(memory.x, weights.joins[0], self._joined, rows)
+        ops.recall(self.source_states, self.states, self.cache, memory.hidden, rows)
+        ops.norm(memory.hidden, None, weights.joined_norms[1], memory.x, rows)
+        ops.product(memory.x, weights.joins[1], memory.delta, rows)
+        ops.norm(memory.hidden, self._joined, weights.joined_norms[1], memory.x, rows)
+        return memory.delta
+
+
+class MedusaStack(StateStack):
+    """Medusa heads on one rank: one forward drafts a token with each head. All rows' logits of a
+    head lie together, head after head. The host samples, because only `read` knows where a row's
+    logits lie."""
+
+    _stride = 0  # number of rows per head in the forward that was read last
+
+    def __init__(self, *parts: Any, max_rows: int, max_sequences: int) -> None:
+        super().__init__(*parts, max_rows=max_rows, max_sequences=max_sequences)
+        self._heads = self.shard.num_heads_used
+        ops = self.weights.ops
+        self.draws = None
+        total = self._heads * max_rows
+        self.candidates = ReadOut(self.backend, self.group, total, self.options.top_k)
+        if ops is not None:
+            self.buffers.logits = ops.logits(total, self.shard.vocab)
+            self._drafted = ops.buffer(total, self.shard.shape.hidden)
+
+    def _forward(self, ops: Ops, rows: int, k: int) -> None:
+        memory = self.buffers
+        ops.begin(self.cache, rows)
+        for head in range(self._heads):
+            layer = self.weights.layers[head]
+            ops.recall(self.source_states, self.states, self.cache, memory.hidden, rows)
+            ops.norm(memory.hidden, None, layer.ffn_norm, memory.x, rows)
+            ops.gated(memory.x, layer.gate_up, memory.inner, rows)
+            ops.product(memory.inner, layer.down, memory.delta, rows)
+            out = self._drafted[head * rows : (head + 1) * rows]
+            ops.norm(memory.hidden, memory.delta, self.weights.head_norms[head], out, rows)
+        total = self._heads * rows
+        ops.product(self._drafted, self.weights.head, memory.logits, total)
+        self.candidates.issue(self.best(total), total, k)
+
+    def read(self, rows: int, k: int | None = None) -> tuple[Ints, Floats]:
+        self._stride = self._rows(rows)
+        ids, values = self._read(self._heads * self._stride, k)
+        shape = self._heads, 1, self._stride, -1
+        return ids.reshape(shape), values.reshape(shape)
+
+    def logits(self, rows: Sequence[int]) -> Floats:
+        """Returns the logits of some rows of the last forward; must be called after `read`. Row m
+        of head h has number h · n + m, where n is the forward's number of rows."""
+        count = self._placed or self._stride
+        return super().logits([row // count * self._stride + row % count for row in rows])
+
+
+def open_stack(weights: TransformerWeights, *parts: Any, **sizes: int) -> TransformerStack:
+    """Makes the model on this rank that suits the weights: a transformer, Medusa heads, or another
+    draft that reads hidden states. parts, sizes: the other arguments of TransformerStack."""
+    kinds: dict[str, Any] = {"": TransformerStack, "medusa": MedusaStack}
+    stack: TransformerStack = kinds.get(weights.config.kind, StateStack)(*parts, weights, **sizes)
+    return stack

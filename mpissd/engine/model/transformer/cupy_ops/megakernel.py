@@ -181,7 +181,7 @@ class MegakernelOps(CupyOps):
         # CUDA's MPS shares a GPU among processes, and does not promise to run all blocks at once.
         mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
         is_shared = Path(mps, "control").exists()
-        if config.qk_norm or capability_of(backend) < 90 or is_shared:
+        if config.qk_norm or config.kind or capability_of(backend) < 90 or is_shared:
             return False
         room = backend.launcher(early=cls.early).shared_bytes
         return geometry_of(1, shape.head_dim, 0, room).fits

@@ -329,6 +329,17 @@ class CupyOps(Ops):
         for part in (cache.keys, cache.values, cache.lane_keys, cache.lane_values):
             self.launcher.copy(0, part)
 
+    def states(self, slots: int, positions: int) -> Any:
+        return self.launcher.zeros((slots, positions, self._config.shape.hidden), np.float16)
+
+    def keep(self, x: Any, cache: GpuCache, states: Any, rows: int) -> None:
+        args = (*values_and_factors(x), *cache.places, *map(np.int32, states.shape[1:]), states)
+        self._launch("keep", (rows,), (256,), args)
+
+    def recall(self, target: Any, draft: Any, cache: GpuCache, hidden: Any, rows: int) -> None:
+        args = (target, draft, *cache.places, *map(np.int32, target.shape[1:]), hidden)
+        self._launch("recall", (rows,), (256,), args)
+
     def embed(self, table: Any, tokens: Any, hidden: Any, rows: int) -> None:
         entries, width = table.shape
         sizes = np.int32(entries), np.int32(width)

@@ -142,6 +142,30 @@ def exp(x):
 
 
 @njit(**JIT)
+def keep(x, row_places, states, rows):
+    """Sets states[slot, position + 1] = x for each row that is stored in its slot (lane −1), so
+    that a draft can read the hidden state; see Ops.keep."""
+    for m in range(rows):
+        slot = row_places[_SLOT, m]
+        position = row_places[_POSITION, m] + 1
+        if slot >= 0 and row_places[_LANE, m] < 0 and position < states.shape[1]:
+            for column in range(states.shape[2]):
+                states[slot, position, column] = x[m, column]
+
+
+@njit(**JIT)
+def recall(target, draft, row_places, hidden, rows):
+    """Sets hidden[m] to the hidden state before row m's position: from `target` up to the row's
+    trunk (the tokens before its branch), from `draft` after the trunk; zeros for padding."""
+    for m in range(rows):
+        slot = row_places[_SLOT, m]
+        position = row_places[_POSITION, m]
+        states = draft if 0 <= row_places[_TRUNK, m] < position else target
+        for column in range(states.shape[2]):
+            hidden[m, column] = states[slot, position, column] if slot >= 0 else np.float32(0)
+
+
+@njit(**JIT)
 def inverse_rms(row, eps):
     """Returns 1 / √(mean of squares + eps) of a vector; the squares add up in 8 partial sums."""
     a = b = c = d = e = f = g = h = np.float32(0)

@@ -180,6 +180,17 @@ class NumbaOps(Ops):
         for array in cache.arrays:
             array.fill(0)
 
+    def states(self, slots: int, positions: int) -> Floats:
+        return np.zeros((slots, positions, self._config.shape.hidden), np.float32)
+
+    def keep(self, x: Floats, cache: CpuCache, states: Floats, count: int) -> None:
+        kernels.keep(x, cache.places[0], states, count)
+
+    def recall(
+        self, target: Floats, draft: Floats, cache: CpuCache, hidden: Floats, count: int
+    ) -> None:
+        kernels.recall(target, draft, cache.places[0], hidden, count)
+
     def begin(self, cache: CpuCache, rows: int) -> None:
         """Does nothing, because operations read the rows' places where the host wrote them."""
 
