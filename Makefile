@@ -40,7 +40,7 @@
 ##   SCRIPT=launch/slurm.sh  COMMAND=run|probe  SBATCH="--qos=… …"  CLUSTER=bridges2|other
 ##   SERVE=2 (replicas of a server; HOST, REGISTER=out/replicas)  DRY=1 (do not submit, ask for the expected start)
 ## PYTHON=…  use this interpreter as it is: no .venv, nothing is installed
-## MPIRUN=…  use this mpirun (options allowed), and install none
+## MPIRUN=…  use this mpirun (options allowed), and install none; LAUNCHER=srun: srun, inside a job
 ##
 ## They count on make's command line. A TP, K, OUT or PYTHON in the environment is ignored; MPIRUN
 ## alone is also taken from there, since clusters set it.

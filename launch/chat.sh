@@ -4,5 +4,4 @@
 set -eu
 # shellcheck source-path=SCRIPTDIR
 . "${0%/*}/env.sh"
-export MPIRUN
 exec "$PYTHON" -m mpissd chat "$@"

@@ -12,22 +12,32 @@ if ! command -v "$PYTHON" >/dev/null; then
 fi
 python_bin=$(dirname "$(command -v "$PYTHON")")
 
-# MPIRUN may hold options as well ("mpirun --hostfile hosts").
-: "${MPIRUN:=mpirun}"
+# MPIRUN may hold options as well ("mpirun --hostfile hosts"). LAUNCHER=srun: srun in its place.
+case ${LAUNCHER:-mpirun} in
+    mpirun) : "${MPIRUN:=mpirun}" ;;
+    srun) MPIRUN=srun ;;
+    *) echo "LAUNCHER=$LAUNCHER: allowed: mpirun, srun" >&2; exit 2 ;;
+esac
+export MPIRUN
 PATH=$PATH:$python_bin # where the wheel puts mpirun
 mpirun_path=$(command -v "${MPIRUN%% *}") || {
     echo "no ${MPIRUN%% *}: load an MPI module, set MPIRUN, or pip install 'mpissd[mpi]'" >&2
     exit 2
 }
+srun=''
+case ${MPIRUN%% *} in srun | */srun) srun=yes ;; esac
+if [ -n "$srun" ]; then
+    [ -n "${SLURM_JOB_ID:-}" ] || { echo "srun outside a job: salloc first, or sbatch launch/slurm.sh" >&2; exit 2; }
+    mpirun_path=$(command -v mpirun) || mpirun_path=$python_bin/mpirun # its MPI's library is meant
+fi
 
 # mpi4py's wheels take the first MPI library that they find, and look beside Python first. It has to
 # be the library of this mpirun, or each rank believes to be alone.
 mpi_home=$(dirname "$(dirname "$mpirun_path")")
+case $(readlink -f "$mpirun_path") in *mpich* | *hydra* | *intel*) pmi=pmi2 ;; *) pmi=pmix ;; esac
 if [ ! "$mpi_home" -ef "$python_bin/.." ]; then
-    case $(readlink -f "$mpirun_path") in
-        *mpich* | *hydra* | *intel*) libraries=libmpi.so.12:libmpi.so.40 ;;
-        *) libraries=libmpi.so.40:libmpi.so.12 ;;
-    esac
+    libraries=libmpi.so.40:libmpi.so.12
+    [ "$pmi" = pmix ] || libraries=libmpi.so.12:libmpi.so.40
     default MPI4PY_LIBMPI "$mpi_home/lib:$mpi_home/lib64:$libraries"
 fi
 
@@ -63,6 +73,14 @@ default OMPI_MCA_rmaps_base_oversubscribe 1 # Open MPI 4
 default OMPI_MCA_hwloc_base_binding_policy none
 default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe # Open MPI 5
 default PRTE_MCA_hwloc_default_binding_policy none
+
+# How ranks of this library find each other, and the cores that sbatch was asked for; a shell that is
+# a step itself (srun --pty) shares its cores and GPUs.
+if [ -n "$srun" ]; then
+    ! srun --mpi=list 2>&1 | grep -qw $pmi || default SLURM_MPI_TYPE $pmi
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || default SRUN_CPUS_PER_TASK "$SLURM_CPUS_PER_TASK"
+    default SLURM_OVERLAP 1
+fi
 
 # Open MPI 4 gives up where it finds no ssh, even on one node.
 command -v ssh >/dev/null || command -v rsh >/dev/null || default OMPI_MCA_plm_rsh_agent ''

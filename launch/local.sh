@@ -18,4 +18,4 @@ shift
 # A mistake in the flags costs one line here, instead of one from each rank and mpirun's comments.
 trap 'exit 130' INT
 (trap '' INT && MPISSD_CHECKS=1 exec "$PYTHON" -m mpissd "$command" --dry_run="$np" "$@" </dev/null >/dev/null)
-exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null
+exec $MPIRUN -n "$np" "$PYTHON" -m mpi4py -m mpissd "$command" "$@" </dev/null

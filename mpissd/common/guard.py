@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -96,11 +97,10 @@ def join(
         return
     if process.stat(os.getpid()) is None:
         return  # Ranks are watched through /proc.
-    sizes = (os.environ.get(name, "") for name in _LOCAL_SIZES)
     about = {
         "rank": rank,
         "size": size,
-        "local_size": next((int(text) for text in sizes if text.isdecimal()), None),
+        "local_size": local_size(os.environ),
         "host": socket.gethostname(),
         "launcher": os.getppid(),
         "deadline_s": deadline_s,
@@ -117,6 +117,18 @@ def join(
     _guard = _Guard(link)
     sys.excepthook = _at_exception
     atexit.register(_at_exit)
+
+
+def local_size(environ: Mapping[str, str]) -> int | None:
+    """Returns how many ranks mpirun or srun started on this host, by environment variables; None if
+    they do not say. srun lists the hosts: 3(x2),1 are 3, 3 and 1 ranks on hosts 0, 1 and 2."""
+    for name in _LOCAL_SIZES:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
+    host = environ.get("SLURM_NODEID", "")
+    return counts[int(host)] if host.isdecimal() and int(host) < len(counts) else None
 
 
 def _connect() -> socket.socket | None:

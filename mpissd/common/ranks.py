@@ -108,7 +108,7 @@ def ranks_command(
 ) -> list[str]:
     """Returns the command that starts `num_ranks` ranks of mpissd with these arguments; raises
     ConfigError without an mpirun. options: options of the launcher."""
-    ranks = ["-np", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
+    ranks = ["-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "mpissd"]
     return [*launcher(), *options, *ranks, *arguments]
 
 

@@ -4,6 +4,7 @@ ranks gets. No MPI is started, and no GPU used."""
 import pytest
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.guard import local_size
 from mpissd.engine.comm.mpi_group import GpuPlace, choose
 from mpissd.engine.comm.topology import check_world, label_hosts, launcher_rank, launcher_size
 
@@ -18,12 +19,22 @@ MPICH = {"PMI_SIZE": "4", "PMI_RANK": "1"}
         ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"}, 5, 4),
         # mpirun inside an allocation: mpirun's variables count.
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", **MPICH}, 4, 1),
+        # A shell by srun --pty: nothing was launched yet.
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None, 0),
         ({"SLURM_NTASKS": "7"}, None, 0),  # of the allocation, in which nothing was launched yet
         ({"PMI_SIZE": "many", "PMI_RANK": "1"}, None, 0),
     ],
 )
 def test_what_launchers_say(environ: dict[str, str], size: int | None, rank: int) -> None:
     assert (launcher_size(environ), launcher_rank(environ)) == (size, rank)
+
+
+def test_ranks_of_this_host() -> None:
+    """A watchdog that expects no further rank ends with the last one, for which srun waits."""
+    listed = {"SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}
+    told = [local_size({**listed, "SLURM_NODEID": host}) for host in ("0", "1", "2", "3")]
+    assert told == [3, 3, 1, None]
+    assert local_size({**listed, "SLURM_NODEID": "2", "MPI_LOCALNRANKS": "4"}) == 4
 
 
 def test_a_world_is_t_and_d_and_groups_divide_its_targets() -> None:

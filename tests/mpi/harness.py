@@ -33,7 +33,7 @@ from tests.scripts import ROOT, until
 DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
 
 # mpirun as launch/local.sh starts it, without the dry run that comes first there.
-DIRECT = '. launch/env.sh; np=$1; shift; exec $MPIRUN -np "$np" "$PYTHON" -m mpi4py -m "$@"'
+DIRECT = '. launch/env.sh; np=$1; shift; exec $MPIRUN -n "$np" "$PYTHON" -m mpi4py -m "$@"'
 ALWAYS = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}  # the GPU has tests of its own
 # A launcher's variables of this process, if pytest itself runs under one.
 _LAUNCHERS = ("OMPI_COMM", "PMIX_", "PMI_", "PRTE_", "SLURM_")

@@ -60,7 +60,7 @@ def launched(box: Path, *variables: str, **env: str) -> tuple[int, list[str]]:
     done = make_run(box, *variables, **env)
     assert done.returncode == 0, done.stderr
     argv = json.loads(done.stdout.splitlines()[-1])[0]
-    prefix = ["-np", argv[1], "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "run"]
+    prefix = ["-n", argv[1], "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "run"]
     assert argv[: len(prefix)] == prefix
     flags = argv[len(prefix) :]
     is_compared = not any("GROUPS" in each or "--learners" in each for each in variables)
@@ -129,7 +129,7 @@ def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
     done = call(box, "make", "sweep", *fakes, *given)
     assert done.returncode == 0, done.stderr
     argv = json.loads(done.stdout.splitlines()[-1])[0]
-    assert argv[:8] == ["-np", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
+    assert argv[:8] == ["-n", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
     told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=1"}
     assert set(argv[8:]) == told
     done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")

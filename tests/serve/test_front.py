@@ -122,7 +122,7 @@ def test_it_serves_until_it_is_told_to_end(pair: TinyPair, tmp_path: Path) -> No
         assert serving.process.wait(60) == 0
         until(lambda: not Path(f"/proc/{ranks}").exists())
     log = serving.log
-    assert "-np 2" in log and "Traceback" not in log and "ERROR" not in log
+    assert "-n 2" in log and "Traceback" not in log and "ERROR" not in log
     assert log.startswith("mpissd: serve: loads target with draft on 2 ranks")
 
 

@@ -13,5 +13,7 @@ def slurm() -> Iterator[Sandbox]:
     if what := why_not():
         lack(what)
     with Sandbox() as sandbox:
+        if not sandbox.ask("srun", "--mpi=pmix", "echo", "there"):
+            lack("PMIx for srun (libpmix-dev)")
         yield sandbox
     assert sandbox.left == []

@@ -1,4 +1,4 @@
-"""Every launch script under a real Slurm: rows, exit codes, refusals, and the end by a signal.
+"""Launch scripts under a real Slurm, by mpirun and srun: rows, exit codes, refusals, signals, GPUs.
 
 All jobs of the module are in the queue before the first is waited for.
 """
@@ -125,8 +125,14 @@ class Queue:
         self.slurm, self.folder = slurm, folder
         three = self.script("three.sh", THREE)
         self.warned = self.submit("warned", "--ntasks=2", "--time=1", "--signal=B:TERM@55", three)
-        self.cancelled = self.submit("cancelled", "--ntasks=2", three)
-        self.ran = self.submit(SCRIPT, f"launch/{SCRIPT}.sh", *MINE, **NULL)
+        self.cancelled = self.submit("cancelled", "--ntasks=2", three, LAUNCHER="srun")
+        script = f"launch/{SCRIPT}.sh"
+        self.ran = {
+            "mpirun": self.submit("mpirun", script, *MINE, **NULL),
+            "srun": self.submit(
+                "srun", "--gpus-per-task=v100-32:1", script, *MINE, LAUNCHER="srun", **NULL
+            ),
+        }
 
     def submit(self, name: str, *words: str, **env: str) -> Job:
         return Job.submit(self.slurm, self.folder / name, *words, env=env)
@@ -162,14 +168,60 @@ def test_the_time_limit_leaves_the_rows_and_nothing_else(queue: Queue) -> None:
     assert f"job: ended by a signal; the rows so far are in {job.folder}/out" in job.log
 
 
-def test_a_script_runs_to_its_rows(queue: Queue) -> None:
-    job = queue.ran
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_script_runs_to_its_rows(queue: Queue, launcher: str) -> None:
+    job = queue.ran[launcher]
     assert job.code == 0, job.log[-2000:]
     keys = ("mode", "tp", "num_drafts", "target")
     assert [tuple(row[key] for key in keys) for row in job.rows] == ROWS
     assert {(row["backend"], row["seed"]) for row in job.rows} == {("emulated", 7)}
     printed = [flat(json.loads(line)) for line in job.log.splitlines() if line.startswith("{")]
     assert printed == job.rows  # each run's JSON line
+
+
+# How ranks start, salloc's option or srun's --gpu-bind, and the GPUs that they open; "": refused.
+BOUND = [
+    ("mpirun", "", "abc"),
+    ("mpirun", "--gpus-per-task=1", "abc"),
+    ("srun", "", "abc"),
+    ("srun", "--gpus-per-task=1", "abc"),
+    ("srun", "single:1", "abc"),
+    ("srun", "map_gpu:1", ""),
+    ("srun", "map_gpu:2,0,1", "abc"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "option", "opened"), BOUND)
+def test_ranks_open_the_gpus_that_slurm_binds(
+    slurm: Sandbox, launcher: str, option: str, opened: str
+) -> None:
+    """CuPy is a fake that sees GPUs a to d through Slurm's masks."""
+    env = {"PYTHON": sys.executable, "FAKE_GPUS": "a b c d", "PYTHONPATH": "tests/fakes"}
+    env |= {"LAUNCHER": launcher} | ({"SLURM_GPU_BIND": option} if ":" in option else {})
+    asked = option if option.startswith("--") else "--gpus=3"
+    script = '. launch/env.sh; exec $MPIRUN -n 3 "$PYTHON" -m mpi4py -m mpissd run --backend=cupy'
+    done = subprocess.run(
+        ["salloc", "--ntasks=3", asked, "bash", "-c", f"{script} --pair=toy"],
+        cwd=ROOT,
+        env={**slurm.env, **env},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    found = sorted(line[-1] for line in done.stdout.splitlines() if line.startswith("opened"))
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpissd")]
+    assert (done.returncode, "".join(found)) == (2, opened), done.stdout + done.stderr
+    assert ("share GPU-" in line) == (not opened)
+
+
+def test_ranks_that_do_not_meet_are_one_line_with_srun_s_remedy(slurm: Sandbox) -> None:
+    words = ["srun", "-n2", "--mpi=none", sys.executable, "-m", "mpi4py", "-m", "mpissd", "run"]
+    done = subprocess.run(
+        [*words, "--backend=emulated", "--pair=toy"], cwd=ROOT, env=slurm.env, capture_output=True,
+        text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpissd")]
+    assert done.returncode == 2 and "srun --mpi=pmix for Open MPI" in line
 
 
 def test_an_array_goes_on_where_scancel_ended_it(slurm: Sandbox, tmp_path: Path) -> None:

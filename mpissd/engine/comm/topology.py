@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from mpissd.engine.backend.base import DeviceInfo
 
 # Environment variables with (number of ranks, rank), as set by Open MPI, MPICH and srun.
+_SRUN_SIZE = "SLURM_STEP_NUM_TASKS"
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    (_SRUN_SIZE, "SLURM_PROCID"),
 )
 
 
@@ -39,10 +40,24 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[int | None, int]:
-    for size, rank in ((environ.get(s, ""), environ.get(r, "")) for s, r in _LAUNCHERS):
-        if size.isdigit():
+    for name, of_rank in _LAUNCHERS:
+        size, rank = environ.get(name, ""), environ.get(of_rank, "")
+        # A shell that Slurm started (srun --pty) is a step of one task, and no launcher.
+        if size.isdigit() and (name, size) != (_SRUN_SIZE, "1"):
             return int(size), int(rank) if rank.isdigit() else 0
     return None, 0
+
+
+def _mismatch(launched: int, seen: int, library: str) -> str:
+    """Returns a refusal of ranks that MPI does not join, which happens if the launcher and mpi4py
+    belong to two MPIs. library: the name of mpi4py's."""
+    fix = "use the mpirun that belongs to mpi4py's library"
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ and os.environ.get(_SRUN_SIZE) == str(launched):
+        fix = "srun --mpi=pmix for Open MPI or --mpi=pmi2 for MPICH, or mpirun inside the job"
+    return (
+        f"launcher mismatch: it started {launched} processes, but MPI sees {seen}; {fix} "
+        f"(mpi4py's library: {library})"
+    )
 
 
 def check_world(world_size: int, num_drafts: int, groups: int = 1) -> int:
@@ -125,10 +140,7 @@ def open_topology(num_drafts: int, groups: int = 1, world: MPI.Comm | None = Non
     launched = launcher_size()
     if launched is not None and launched != all_ranks.size:
         library = MPI.Get_library_version().split(",")[0].strip()
-        raise ConfigError(
-            f"launcher mismatch: it started {launched} processes, but MPI sees {all_ranks.size}; "
-            f"use the mpirun that belongs to mpi4py's library ({library})"
-        )
+        raise ConfigError(_mismatch(launched, all_ranks.size, library))
     world = world or all_ranks
     return placed(world, check_world(world.size, num_drafts, groups), groups)
 
