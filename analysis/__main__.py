@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from analysis.figures import FIGURES
-from analysis.rows import Data, NothingLeft, load, tidy
-from analysis.select import by_pair, machines, on_machine
-from analysis.style import FORMATS, NO_ROWS, Poster, save, themed
+from .figures import FIGURES
+from .rows import Data, NothingLeft, load, tidy
+from .select import by_pair, machines, on_machine
+from .style import FORMATS, NO_ROWS, Poster, save, themed
 from mpissd.common.errors import MpissdError, unknown
 from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
 from mpissd.common.output import open_streams, unless_unread
@@ -125,7 +125,7 @@ def _draw_one(out: Path, kinds: Sequence[str], job: tuple[str, str]) -> tuple[li
 def usage(name: str) -> int:
     """Prints the help: what the figure `name` shows and which rows it needs (for another name: a
     list of all figures), and the flags. Returns the exit code 0."""
-    print(f"python -m analysis {name if name in FIGURES else 'FIGURE'} [--name=value …]\n")
+    print(f"python -m {__package__} {name if name in FIGURES else 'FIGURE'} [--name=value …]\n")
     if name in FIGURES:
         text = inspect.cleandoc(FIGURES[name].draw.__doc__ or "")
         try:  # Drawn without rows, a figure raises an error that names the rows it needs.

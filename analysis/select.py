@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis.rows import Data, NothingLeft
+from .rows import Data, NothingLeft
 from mpissd.common.errors import unknown
 from mpissd.lab.tables.compare import Comparison, claim_or_ratio, gain_of
 from mpissd.lab.tables.uses import are_predicted

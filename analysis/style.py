@@ -27,7 +27,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
-from analysis.rows import NothingLeft
+from .rows import NothingLeft
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import whole_file
 from mpissd.common.real_pairs import ASSUMED_LAW

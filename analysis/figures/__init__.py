@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis.figures.hits import batch_scaling, cache_hits, fan_out, pareto
-from analysis.figures.kinds import drafts, kinds, saguaro
-from analysis.figures.latency import latency
-from analysis.figures.rates import throughput
-from analysis.figures.roofline import roofline, window
-from analysis.figures.study import hidden, host_path, measured, over_batch, over_gpus, uses
-from analysis.rows import Data
-from analysis.style import Poster
+from .hits import batch_scaling, cache_hits, fan_out, pareto
+from .kinds import drafts, kinds, saguaro
+from .latency import latency
+from .rates import throughput
+from .roofline import roofline, window
+from .study import hidden, host_path, measured, over_batch, over_gpus, uses
+from ..rows import Data
+from ..style import Poster
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.rows import Data
-from analysis.select import (
+from ..rows import Data
+from ..select import (
     Case,
     cases,
     fastest,
@@ -24,7 +24,7 @@ from analysis.select import (
     short,
     where,
 )
-from analysis.style import (
+from ..style import (
     BARS,
     BLACK,
     MARKERS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 
-from analysis.rows import Data
-from analysis.select import CONDITIONS, points, short, usual, where
-from analysis.style import GREY, MARKERS, RAMP, SERIES, Poster, caption, label_points, look, need
+from ..rows import Data
+from ..select import CONDITIONS, points, short, usual, where
+from ..style import GREY, MARKERS, RAMP, SERIES, Poster, caption, label_points, look, need
 
 # All rows of one panel share these keys, so that every draft drafts the same text.
 _SHARED = ("target", "tp", "prompts_sha256", "temperature", "token_limit", *CONDITIONS)

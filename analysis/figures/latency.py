@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.figures.study import best_shapes, used
-from analysis.rows import Data
-from analysis.select import Case, cases, plain, where
-from analysis.style import (
+from .study import best_shapes, used
+from ..rows import Data
+from ..select import Case, cases, plain, where
+from ..style import (
     BLACK,
     GREEN,
     GREY,

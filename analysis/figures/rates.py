@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.rows import Data
-from analysis.select import Case, best_points, cases, plain, points, richest, where
-from analysis.style import BARS, GREY, RED, Poster, caption, look, need, note, unit
+from ..rows import Data
+from ..select import Case, best_points, cases, plain, points, richest, where
+from ..style import BARS, GREY, RED, Poster, caption, look, need, note, unit
 
 _METHODS = ("SD inline", "SD", "SSD")
 

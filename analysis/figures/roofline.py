@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis.rows import Data
-from analysis.select import plain, short
-from analysis.style import BLACK, GREY, SERIES, YELLOW, Poster, label_points, need, plain_ticks
+from ..rows import Data
+from ..select import plain, short
+from ..style import BLACK, GREY, SERIES, YELLOW, Poster, label_points, need, plain_ticks
 
 _BYTES = 2  # Bytes of a 16-bit number.
 _OF_RANKS = {1: "o", 2: "s", 4: "D", 8: "^"}

@@ -15,9 +15,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from analysis.rows import Data
-from analysis.select import best_rows, fastest, plain, points, prompts, ratio, short, where
-from analysis.style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
+from ..rows import Data
+from ..select import best_rows, fastest, plain, points, prompts, ratio, short, where
+from ..style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.law.acceptance import named_hit_law
 
