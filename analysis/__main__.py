@@ -30,13 +30,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from mpissd.common.errors import MpissdError, unknown
+from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
+from mpissd.common.output import open_streams, unless_unread
+
 from .figures import FIGURES
 from .rows import Data, NothingLeft, load, tidy
 from .select import by_pair, machines, on_machine
 from .style import FORMATS, NO_ROWS, Poster, save, themed
-from mpissd.common.errors import MpissdError, unknown
-from mpissd.common.flags import Checked, flag, flags_of, integer, parse_into, read, words
-from mpissd.common.output import open_streams, unless_unread
 
 ABOUT = {name: spec.about for name, spec in FIGURES.items()}
 ABOUT["all"] = "every figure of every machine for which there are rows"

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from .rows import Data, NothingLeft
 from mpissd.common.errors import unknown
 from mpissd.lab.tables.compare import Comparison, claim_or_ratio, gain_of
 from mpissd.lab.tables.uses import are_predicted
+
+from .rows import Data, NothingLeft
 
 # All rows of a figure have the same values in these columns.
 CONDITIONS = "dtype fuse graph lm_head context num_layers all_reduce other_draft".split()

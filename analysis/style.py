@@ -27,11 +27,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter
 from PIL import Image
 
-from .rows import NothingLeft
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import whole_file
 from mpissd.common.real_pairs import ASSUMED_LAW
 from mpissd.lab.tables.compare import HEADLINE_ROUNDS, HEADLINE_SEEDS
+
+from .rows import NothingLeft
 
 # The colours are Okabe and Ito's, which are distinct for any colour vision.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (

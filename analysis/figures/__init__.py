@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..rows import Data
+from ..style import Poster
 from .hits import batch_scaling, cache_hits, fan_out, pareto
 from .kinds import drafts, kinds, saguaro
 from .latency import latency
 from .rates import throughput
 from .roofline import roofline, window
 from .study import hidden, host_path, measured, over_batch, over_gpus, uses
-from ..rows import Data
-from ..style import Poster
 
 
 @dataclass(frozen=True)

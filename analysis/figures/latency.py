@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pandas as pd
 from matplotlib.axes import Axes
 
-from .study import best_shapes, used
 from ..rows import Data
 from ..select import Case, cases, plain, where
 from ..style import (
@@ -23,6 +22,7 @@ from ..style import (
     note,
     unit,
 )
+from .study import best_shapes, used
 
 _DRAFTING = ("drafting, or finishing a hit", YELLOW)
 _WAITING = ("waiting for the other rank", "#DDDDDD")

@@ -15,11 +15,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from mpissd.common.theory import accept_probabilities, expected_tokens
+from mpissd.engine.law.acceptance import named_hit_law
+
 from ..rows import Data
 from ..select import best_rows, fastest, plain, points, prompts, ratio, short, where
 from ..style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
-from mpissd.common.theory import accept_probabilities, expected_tokens
-from mpissd.engine.law.acceptance import named_hit_law
 
 # Predicted speedups in this range decide nothing, as measured ones were 2 to 16% lower.
 UNDECIDED = 1.0, 1.16
