@@ -139,6 +139,12 @@ class MethodFlags(Checked):
         words,
         "branches kept: uniform:F, geometric:B or list:F0,…,FK; A/B: B after a miss (ssd)",
     )
+    cache: str = growing(
+        "lead",
+        choice("lead", "draft"),
+        "where hits are found: at the target's rank 0 (lead), to which whole branches are sent, or "
+        "at the draft (ssd)",
+    )
     backup: str = drafting(
         "jit",
         choice("jit", "fast"),

@@ -176,17 +176,25 @@ class Outcome:
     the columns id, epoch, event, num_accepted (k; with a draft tree, the node at which the accepted
     path ends) and bonus (t*). The Speculation of the next round has a row for each of these rows
     whose event keeps its sequence in the batch (LIVE), in the same order. prompts: the requests of
-    new sequences with a prompt. control: the decisions about the next round."""
+    new sequences with a prompt. control: the decisions about the next round. taken: the version of
+    the draft's weights that drafted the branches which rank 0 took from its own cache for all
+    sequences (None: it asks the draft)."""
 
     WIDTH = 5
 
     def __init__(
-        self, round_: int, rows: Ints, prompts: Requests = _NONE, control: Control = _FREE
+        self,
+        round_: int,
+        rows: Ints,
+        prompts: Requests = _NONE,
+        control: Control = _FREE,
+        taken: int | None = None,
     ) -> None:
         self.round = round_
         self.rows = rows
         self.prompts = prompts
         self.control = control
+        self.taken = taken
         self.ids: Ints = rows[:, 0]
         self.events: Ints = rows[:, 2]
         self.num_accepted: Ints = rows[:, 3]
@@ -283,6 +291,46 @@ class Speculation:
     def num_rows(self) -> int:
         """The number of rows of the target's forward that verifies these tokens, Σ(num_draft+1)."""
         return int(self.num_draft.sum()) + len(self.rows)
+
+
+class ReadyBranches:
+    """Whole branches that a draft sends to the target's rank 0, which then needs no answer if the
+    outcome of round `round` is among theirs. version: of the draft's weights. levels: how many
+    levels each branch has (None: K). rows: int32 [n, 4 + 3 + K]: the request id, epoch, number of
+    accepted tokens (in a tree: node) and bonus token for which the branch was grown, then a row of
+    the Speculation that serves it."""
+
+    KEY = 4
+
+    def __init__(
+        self, round_: int, rows: Ints, version: int = 0, levels: int | None = None
+    ) -> None:
+        self.round = round_
+        self.rows = rows
+        self.version = version
+        self.levels = levels
+
+    def served(self, outcome: Outcome, *, sampled: bool) -> Speculation | None:
+        """Returns the drafted tokens of the round after `outcome` if every sequence that goes on
+        has a branch for its outcome, and no sequence joins or has tokens forced by a grammar; else
+        None. sampled: whether rows hold probabilities q."""
+        asked = outcome.control.lookahead
+        if asked is not None and Speculation.width(asked, sampled) + self.KEY >= self.rows.shape[1]:
+            asked = None  # all K tokens of a chain
+        events = outcome.events
+        is_live = events == Event.COMMIT
+        goes_on = is_live | (events == Event.RELEASE) | (events == Event.PREFILL)
+        if asked != self.levels or not is_live.any() or not goes_on.all():
+            return None
+        wanted = outcome.rows[is_live][:, _KEY_OF_OUTCOME]
+        is_same = (self.rows[:, : self.KEY] == wanted[:, None]).all(axis=2)  # [b, n]
+        if not is_same.any(axis=1).all():
+            return None
+        rows = self.rows[is_same.argmax(axis=1), self.KEY :]
+        return Speculation(outcome.round + 1, rows, sampled=sampled, version=self.version)
+
+
+_KEY_OF_OUTCOME = [0, 1, 3, 4]
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:

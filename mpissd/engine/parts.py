@@ -31,6 +31,7 @@ def link_shape(job: Job, group: int = 0) -> LinkShape:
         vocab=workload.proposal_width if sampled else 0,
         prompt_tokens=workload.prompt_tokens,
         forced=2 * job.verified + job.lookahead + 1,
+        branches=job.fan_outs.branches if job.config.cache == "lead" else 0,
     )
 
 

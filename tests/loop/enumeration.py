@@ -6,7 +6,7 @@ States after a round that have the same future are merged and their probabilitie
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -88,6 +88,7 @@ class Case:
 
     watched: sequences that are enumerated; all others draw their usual numbers.
     steps: growth steps in the time of a round. tamper: a biased draft's change of its answer.
+    pushes: whether the lead has a cache, to which whole branches are sent.
     confirms: whether the round's distributions have arrived at verification (Speculator.confirm).
     judge: the target oracle. rename: which uniform replaces a named one. fresh: a uniform serves
     one round (checked).
@@ -103,6 +104,7 @@ class Case:
     worker: type[Watched] = Watched
     workers: Callable[[Case], tuple[DraftWorker, TargetWorker]] | None = None  # None: markov's
     tamper: Callable[[Decoding, Speculation, Rows], None] | None = None
+    pushes: bool = False
     confirms: Callable[[Decoding], bool] = lambda decoding: True
     judge: type[Judged] = Judged
     rename: Callable[[Name], Name] = lambda name: name
@@ -126,7 +128,8 @@ class Decoding(RemoteSpeculator):
 
     def __init__(self, case: Case, choices: Choices, last: int) -> None:
         pair = case.pair
-        lead, self._end = queue_link(pair.shape, WAITER)
+        branches = pair.fans.branches if case.pushes else 0
+        lead, self._end = queue_link(replace(pair.shape, branches=branches), WAITER)
         super().__init__(lead)
         self.case, self.choices, self._last = case, choices, last
         drafts, target = (case.workers or _markov)(case)
@@ -184,20 +187,31 @@ class Decoding(RemoteSpeculator):
         past = *self.accepted, int(accepted[self.case.watched[0]]), self.case.remembers(self)
         return tuple(map(tuple, emitted)), tuple(lanes), past, known
 
-    def answer(self, round_: int, count: int) -> Speculation:
-        """The draft's turn, then the answer that the lead receives."""
-        outcome, _ = self._end.outcome(round_ - 1)
-        self.choices.round = round_
+    def ask(self, outcome: Outcome) -> None:
+        """The end of the draft's growth, then the outcome."""
         if self._previous is not None:
             if self.case.merged:  # later than it really is, when it is known who lost
                 self._forget_losers(outcome)
                 self._grow()
+            ready = None if self.drafter.growing else self.drafter._ready(outcome.round)
+            if self.case.pushes and ready is not None:
+                self._end.send_branches(ready)
+                self.drafter._pushed = self.drafter.cache
             self.drafter.close_round(self._previous)
+        super().ask(outcome)
+
+    def answer(self, round_: int, count: int) -> Speculation:
+        """The draft's turn, then the answer that the lead receives."""
+        outcome, _ = self._end.outcome(round_ - 1)
+        self.choices.round = round_
         answer = self.drafter.answer(outcome)
+        if self.case.pushes and self.case.control is Case.control:
+            assert (outcome.taken is not None) == answer.hit.all(), "every hit is the lead's"
         rows: Any = answer.drawn_from
         if self.case.tamper is not None:
             self.case.tamper(self, answer, rows)
-        self._end.send_speculation(answer)
+        if outcome.taken is None:
+            self._end.send_speculation(answer)
         if flat := [row for _, found in sorted(rows.items()) for row in found]:
             self._end.send_proposals(round_, flat)
         self.drafter.start_round(answer)

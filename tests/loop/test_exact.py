@@ -50,6 +50,19 @@ LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
         Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past),
         {(CACHE, 1), (CACHE, 2), (JIT, 2)},
     ),
+    "hit at the lead, or jit": (Case(SSD, pushes=True), {(CACHE, 2), (JIT, 2)}),
+    "hit at the lead, by past k": (
+        Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past, pushes=True),
+        {(CACHE, 1), (CACHE, 2), (JIT, 2)},
+    ),
+    "hit at the lead, distributions lost at random": (
+        Case(SMALL, confirms=lambda decoding: bool(decoding.choices.among(2)), pushes=True),
+        {(CACHE, 2), (JIT, 2)},
+    ),
+    "a tree, hit at the lead": (
+        Case(replace(SMALL, tree=FORKED), pushes=True),
+        {(CACHE, 4), (JIT, 4)},
+    ),
     "deeper": (
         Case(Pair(vocab=3, lookahead=3, fan_out=(1, 1, 1, 2)), count=4),
         {(CACHE, 3), (JIT, 3)},

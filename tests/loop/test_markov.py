@@ -72,9 +72,9 @@ PAIR = Pair(vocab=20, order=2, divergence=0.4, lookahead=3, batch=2, fan_out=(2,
 Hook = Callable[[LeadEnd, DraftEnd], None]  # sees both ends of the link first
 
 
-def decode(pair: Pair, count: int, hook: Hook | None = None) -> Decoder:
+def decode(pair: Pair, count: int, hook: Hook | None = None, **flags: Any) -> Decoder:
     """Decodes so many tokens of each sequence."""
-    told: dict[str, Any] = {"pair": "toy", "backend": "emulated", "device": "null"}
+    told: dict[str, Any] = {"pair": "toy", "backend": "emulated", "device": "null", **flags}
     for name in ("mode", "vocab", "order", "divergence", "temperature", "prompt_tokens", "seed"):
         told[name] = getattr(pair, name)
     if pair.K:

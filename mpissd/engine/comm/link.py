@@ -2,8 +2,9 @@
 an outcome (accepted count and bonus token of each sequence); the draft answers with a speculation
 (the drafted tokens of the next round).
 
-Two more messages may follow these. PROPOSALS holds the distributions that sampled tokens were drawn
-from, sent while the target verifies; PROMPT the prompts of sequences that an outcome admits.
+Three more messages may follow these. While the target verifies, BRANCHES sends rank 0 whole
+branches, so that an outcome that is among them needs no answer, and PROPOSALS the distributions
+that sampled tokens were drawn from. PROMPT holds the prompts of sequences that an outcome admits.
 
 mpi_link.py connects two ranks, and `queue_link` two threads of one process. `socket_boxes` connects
 a draft to another inference engine by a Unix socket. There the draft, which is greedy, first sends
@@ -24,8 +25,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import FaultError
-from mpissd.common.rounds import Ints, Outcome, Speculation
+from mpissd.common.errors import FaultError, ProtocolError
+from mpissd.common.rounds import Ints, Outcome, ReadyBranches, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.wait import Overdue, Waiter
 from mpissd.engine.comm import wire
@@ -100,20 +101,47 @@ class LeadEnd:
         self._speculations = inbox(shape.message(Kind.SPECULATION))
         self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
+        self._branches = inbox(shape.message(Kind.BRANCHES)) if shape.branches else None
+        self._unended = 0  # how many stops the draft has not yet answered by its last branches
         self.num_messages = self.num_bytes = 0
 
-    def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
+    def send_outcome(self, outcome: Outcome, stop: bool = False, taken: int | None = None) -> None:
         """Starts to send an outcome to the draft, which answers with the drafted tokens of the next
-        round, or ends if `stop` is set."""
+        round, unless rank 0 has taken branches of the version `taken` from its own cache; or ends
+        if `stop` is set."""
         self._outcomes.ready()
         message = self._outcomes.message
-        self._outcomes.send(wire.write_outcome(message, outcome, stop))
+        self._outcomes.send(wire.write_outcome(message, outcome, stop, taken=taken))
+        self._unended += stop and self._branches is not None
         self._count(4 * message.usual)
         if self._prompts is not None and outcome.prompts and len(outcome.fresh):
             self._prompts.ready()
             size = wire.write_prompts(self._prompts.message, outcome)
             self._prompts.send(size)
             self._count(4 * size)
+
+    def branches(self, round_: int) -> ReadyBranches | None:
+        """Returns the branches grown for outcomes of round `round_`, if they have arrived, without
+        waiting. Drops those of earlier rounds, and those sent before the draft ended its loop."""
+        inbox = self._branches
+        found = None
+        while inbox is not None and inbox.arrived():
+            ready, is_end = wire.read_branches(inbox.message)
+            inbox.release()
+            self._count(4 * (HEADER + ready.rows.size))
+            if is_end:
+                self._unended -= 1
+            elif not self._unended and ready.round > round_:
+                what = f"round is {ready.round}, expected at most {round_}"
+                raise ProtocolError(f"round {ready.round}: BRANCHES message refused: {what}")
+            elif not self._unended and ready.round == round_:
+                found = ready
+        return found
+
+    def _is_ended(self) -> bool:
+        if self._unended:
+            self.branches(-1)
+        return not self._unended
 
     def speculation(self, round_: int, count: int) -> Speculation:
         """Waits for the drafted tokens of round `round_` and `count` sequences; returns them."""
@@ -156,14 +184,19 @@ class LeadEnd:
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Finishes sends and cancels receives that are still in progress."""
-        close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
+        """Takes the draft's last branches, finishes sends and cancels other receives."""
+        self.waiter.until(self._is_ended, "draft: last branches")
+        close_all(
+            self._outcomes, self._speculations, self._prompts, self._proposals, self._branches
+        )
 
 
 class DraftEnd:
     """The draft's end of the link to the target's rank 0: it receives outcomes, and sends drafted
     tokens. waiter: waits for messages with a deadline. outbox, inbox: functions that make the
     sender and the receiver of one kind of message."""
+
+    _branches: Outbox | None = None
 
     def __init__(
         self, shape: LinkShape, waiter: Waiter, outbox: MakeOutbox, inbox: MakeInbox
@@ -173,6 +206,12 @@ class DraftEnd:
         self._speculations = outbox(shape.message(Kind.SPECULATION))
         self._prompts = inbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = outbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
+        self._branches = outbox(shape.message(Kind.BRANCHES)) if shape.branches else None
+
+    @property
+    def pushes(self) -> bool:
+        """Whether the target's rank 0 has a cache of its own, to which whole branches are sent."""
+        return self._branches is not None
 
     def outcome_arrived(self) -> bool:
         """Returns, without blocking, whether an outcome has arrived."""
@@ -199,9 +238,22 @@ class DraftEnd:
         self._proposals.ready()
         self._proposals.send(wire.write_proposals(self._proposals.message, round_, rows))
 
+    def send_branches(self, ready: ReadyBranches, *, stop: bool = False) -> None:
+        """Starts to send whole branches to rank 0's cache. stop: whether they are the last."""
+        assert self._branches is not None, "branches for a rank 0 without a cache"
+        self._branches.ready()
+        self._branches.send(wire.write_branches(self._branches.message, ready, stop=stop))
+
+    def end_branches(self) -> None:
+        """Tells the target's rank 0 that no more branches follow, if it has a cache."""
+        if self.pushes:
+            self.send_branches(ReadyBranches(0, np.zeros((0, 0), np.int32)), stop=True)
+
     def close(self) -> None:
         """Finishes sends and cancels receives that are still in progress."""
-        close_all(self._outcomes, self._speculations, self._prompts, self._proposals)
+        close_all(
+            self._outcomes, self._speculations, self._prompts, self._proposals, self._branches
+        )
 
 
 def close_all(*boxes: Outbox | Inbox | None) -> None:

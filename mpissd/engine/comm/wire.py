@@ -1,9 +1,10 @@
 """The layout of the messages of a round, and the checks of received messages.
 
-A message is a header of twelve 32-bit numbers, declared in Header, and a body of int32. The body
+A message is a header of thirteen 32-bit numbers, declared in Header, and a body of int32. The body
 holds rows of an Outcome, of a Speculation or of both (PLAN), distributions (PROPOSALS), prompts
-(PROMPT), or tokens imposed on the models (START). A receiver checks the header against what it
-expects, and the message against its checksum. A difference raises ProtocolError with both values.
+(PROMPT), tokens imposed on the models (START), or ready branches (BRANCHES). A receiver checks the
+header against what it expects, and the message against its checksum. A difference raises
+ProtocolError with both values.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from mpissd.common.rounds import (
     Control,
     Ints,
     Outcome,
+    ReadyBranches,
     Request,
     Sampling,
     Speculation,
 )
 
-VERSION = 0x5D06
+VERSION = 0x5D07
 MOST = int(np.iinfo(np.int32).max)
 _BY_CRC = 1 << 16  # largest body, in int32, whose CRC is computed directly; others are folded
 _FOLD = 1 << 10  # the number of int32 to which XOR folds a larger body before its CRC
@@ -50,6 +52,7 @@ class Kind(IntEnum):
     PROMPT = 5
     HELLO = 6  # a draft's first message on a socket: the limits of its messages
     START = 7  # rank 0 to other target ranks: start a round that the GPUs run without the host
+    BRANCHES = 8  # a draft to rank 0: whole branches, for its cache
 
 
 class Header(NamedTuple):
@@ -57,7 +60,8 @@ class Header(NamedTuple):
     that follows it. rows: the number of rows, distributions or prompts. size: int32 in the body.
     stop, lookahead, width, fill: sent with an outcome: whether to stop, and the next round's
     limits, set by the target's rank 0 (Control; −1: None). weights: the version of the draft's
-    weights."""
+    weights. taken: sent with an outcome: that of branches that rank 0 took from its cache (−1: it
+    asks the draft). BRANCHES: stop ends them; lookahead: their levels (−1: K)."""
 
     checksum: int
     version: int
@@ -71,9 +75,10 @@ class Header(NamedTuple):
     width: int = -1
     fill: int = 0
     weights: int = 0
+    taken: int = -1
 
 
-_HEADER = Struct("=I11i")
+_HEADER = Struct("=I12i")
 HEADER = _HEADER.size // 4  # the size of a header in int32
 
 
@@ -84,7 +89,8 @@ class LinkShape:
     group: the number of the target group. batch: the largest batch size b. lookahead: the most
     drafted tokens of a sequence. vocab: V if distributions of sampled tokens are sent, else 0.
     prompt_tokens: the most prompt tokens of a sequence; 0 if sequences have no prompts. forced: the
-    most numbers that START imposes on a sequence's round.
+    most numbers that START imposes on a sequence's round. branches: the most branches of a sequence
+    that the draft sends to rank 0's cache; 0: rank 0 has none.
     """
 
     group: int
@@ -94,6 +100,7 @@ class LinkShape:
     vocab: int = 0
     prompt_tokens: int = 0
     forced: int = 0
+    branches: int = 0
 
     @property
     def sampled(self) -> bool:
@@ -104,6 +111,11 @@ class LinkShape:
     def speculation_width(self) -> int:
         """The number of int32 that one sequence's drafted tokens take in a message."""
         return Speculation.width(self.lookahead, self.sampled)
+
+    @property
+    def branch_width(self) -> int:
+        """The number of int32 that a ready branch takes in a message."""
+        return ReadyBranches.KEY + self.speculation_width
 
     def capacity(self, kind: Kind) -> int:
         """Returns the size in int32 of this kind's largest body, without tokens that grammars
@@ -117,6 +129,7 @@ class LinkShape:
             Kind.PROPOSALS: self.lookahead * self.vocab,
             Kind.PROMPT: _PROMPT_HEAD + self.prompt_tokens + MOST_SAMPLING // 4,
             Kind.START: self.forced,
+            Kind.BRANCHES: self.branches * self.branch_width,
         }
         return self.batch * each[kind]
 
@@ -145,7 +158,12 @@ class Message:
         most = Header(2**32 - 1, *self._same, MOST, size, size)
         if kind in (Kind.OUTCOME, Kind.PLAN):
             most = most._replace(stop=1, lookahead=shape.lookahead, width=MOST, fill=MOST)
-        self._most = most._replace(weights=MOST) if kind == Kind.SPECULATION else most
+        if kind == Kind.OUTCOME:
+            most = most._replace(taken=MOST)
+        if kind == Kind.BRANCHES:
+            most = most._replace(stop=1, lookahead=shape.lookahead)
+        drafted = kind in (Kind.SPECULATION, Kind.BRANCHES)
+        self._most = most._replace(weights=MOST) if drafted else most
 
     def write(
         self,
@@ -156,6 +174,7 @@ class Message:
         stop: bool = False,
         control: Control | None = None,
         weights: int = 0,
+        taken: int | None = None,
     ) -> int:
         """Writes a message with the body `parts`; returns its size in int32, header included."""
         end = HEADER
@@ -169,7 +188,9 @@ class Message:
             lookahead = -1 if control.lookahead is None else control.lookahead
             width = -1 if control.width is None else control.width
             fill = control.prefill_rows
-        _HEADER.pack_into(self._bytes, 0, 0, *fields, lookahead, width, fill, weights)
+        limits = lookahead, width, fill
+        version = -1 if taken is None else taken
+        _HEADER.pack_into(self._bytes, 0, 0, *fields, *limits, weights, version)
         self._words[0] = self._checksum(end - HEADER)
         return end
 
@@ -222,14 +243,19 @@ class Message:
 
 
 def write_outcome(
-    message: Message, outcome: Outcome, stop: bool = False, speculation: Speculation | None = None
+    message: Message,
+    outcome: Outcome,
+    stop: bool = False,
+    speculation: Speculation | None = None,
+    taken: int | None = None,
 ) -> int | None:
     """Writes an outcome into the message; with a speculation, writes a plan: the outcome that the
-    other target ranks apply and the tokens that they verify next. Returns its size in int32, or
-    None for the usual one."""
+    other target ranks apply and the tokens that they verify next. taken: of an outcome to the
+    draft, Outcome.taken. Returns its size in int32, or None for the usual one."""
     parts = [outcome.rows, *([] if speculation is None else [speculation.rows])]
     count = len(outcome.rows)
-    end = message.write(outcome.round, count, parts, stop=stop, control=outcome.control)
+    control = outcome.control
+    end = message.write(outcome.round, count, parts, stop=stop, control=control, taken=taken)
     return end if end > message.usual else None
 
 
@@ -237,7 +263,8 @@ def read_outcome(message: Message, round_: int | None = None) -> tuple[Outcome, 
     """Returns a copy of the received outcome, and whether the receiver has to stop."""
     header = message.header(round_)
     rows = message.body(header, Outcome.WIDTH)
-    return Outcome(header.round, rows, control=_control(header)), bool(header.stop)
+    taken = None if header.taken < 0 else header.taken
+    return Outcome(header.round, rows, control=_control(header), taken=taken), bool(header.stop)
 
 
 def _control(header: Header) -> Control:
@@ -256,6 +283,24 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
     header, shape = message.header(round_, count), message.shape
     rows = message.body(header, shape.speculation_width)
     return Speculation(round_, rows, sampled=shape.sampled, version=header.weights)
+
+
+def write_branches(message: Message, ready: ReadyBranches, *, stop: bool = False) -> int:
+    """Writes ready branches into the message; `stop` says that no more follow. Returns its size in
+    int32."""
+    control = Control(ready.levels)
+    count = len(ready.rows)
+    parts = [ready.rows]
+    version = ready.version
+    return message.write(ready.round, count, parts, stop=stop, control=control, weights=version)
+
+
+def read_branches(message: Message) -> tuple[ReadyBranches, bool]:
+    """Returns a copy of the received branches, and whether they are the last."""
+    header = message.header()
+    rows = message.body(header, message.shape.branch_width)
+    levels = _control(header).lookahead
+    return ReadyBranches(header.round, rows, header.weights, levels), bool(header.stop)
 
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
@@ -316,4 +361,4 @@ def read_prompts(message: Message, outcome: Outcome) -> Outcome:
             raise message.refused(header, f"{error}, expected a Sampling in JSON") from error
         prompt = tuple(tokens.tolist())
         prompts[id_, epoch] = Request(id_, last, epoch, prompt, sampling, answered)
-    return Outcome(outcome.round, outcome.rows, prompts, outcome.control)
+    return Outcome(outcome.round, outcome.rows, prompts, outcome.control, outcome.taken)

@@ -84,6 +84,7 @@ class ARFallback(RemoteSpeculator):
     def ask(self, outcome: Outcome) -> None:
         ask = super().ask
         self._answers = True  # `answer` then detects a lost draft rank, even if K = 0
+        self._taken = None
         self._survives(lambda: ask(outcome))
 
     def answer(self, round_: int, count: int) -> Speculation:

@@ -18,14 +18,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.errors import DivergedError
-from mpissd.common.rounds import Control, Outcome, Source, Speculation
+from mpissd.common.errors import DivergedError, ProtocolError
+from mpissd.common.rounds import Control, Outcome, ReadyBranches, Source, Speculation
 from mpissd.common.trace import DraftLog, DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
+from mpissd.engine.round.sequence import LiveSequence
 
 # While nothing is drafted, a sequence's tokens are stored once more than so many are missing.
 STORE_AFTER = 7
@@ -46,17 +47,19 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
         log.mark(DraftPhase.WAIT)
         if stop:
             drafter.leave()
+            link.end_branches()
             return
         # Answers by the branch grown for the outcome (a hit), or after a miss by a new draft.
         answer = drafter.answer(outcome)
         if drafter.is_asked:
-            link.send_speculation(answer)
+            if outcome.taken is None:
+                link.send_speculation(answer)
             if rows := proposals(answer):
                 link.send_proposals(answer.round, rows)
         log.mark(DraftPhase.SEND)
         # While the target verifies the answer, drafts ahead for its possible outcomes.
         drafter.start_round(answer)
-        drafter.grow(answer, link.outcome_arrived)
+        drafter.grow(answer, link.outcome_arrived, link.send_branches if link.pushes else None)
         drafter.close_round(answer)
         while refresh is not None and refresh() and not link.outcome_arrived():
             continue
@@ -118,6 +121,8 @@ class Drafter:
         self.log = log or DraftLog()
         self.batch = worker.open_batch(capacity)
         self.cache = SpeculationCache()
+        self._pushed: SpeculationCache | None = None  # the branches that rank 0 has
+        self._pushed_version = 0
         self.version = 0
         self.divergence: str | None = None
         self._control = Control()  # limits of the coming round, set by the target's rank 0
@@ -141,12 +146,31 @@ class Drafter:
         """Returns the drafted tokens for the round after `outcome`: for each sequence the branch
         that was hit, completed if necessary, or after a miss a new draft by the backup."""
         self.take(outcome)
+        if outcome.taken is not None:
+            self._return_to_pushed(outcome)
         found = self._resolved(outcome)
+        if outcome.taken is not None and None in found:
+            raise ProtocolError(
+                f"round {outcome.round}: rank 0 took branches for {outcome.rows[:, :5].tolist()} "
+                "(id, epoch, event, k, token), which the draft has not sent"
+            )
         parts = self._completed(found)
         speculation = self.assembled(outcome.round + 1, parts)
         self.cache.clear()
+        self._pushed = None
         self.log.mark(DraftPhase.SPECULATE)
         return speculation
+
+    def _return_to_pushed(self, outcome: Outcome) -> None:
+        """Returns to the branches that rank 0 has, if newer weights were loaded since they were
+        sent. Raises ProtocolError if rank 0 names another version than theirs."""
+        if self._pushed is None or self._pushed_version != outcome.taken:
+            sent = "none" if self._pushed is None else f"version {self._pushed_version}"
+            raise ProtocolError(
+                f"round {outcome.round}: rank 0 took branches of version {outcome.taken}, sent "
+                f"were {sent}"
+            )
+        self.cache = self._pushed
 
     def take(self, outcome: Outcome) -> None:
         """Applies an outcome to the batch, whose sequences get their accepted and bonus tokens."""
@@ -251,9 +275,7 @@ class Drafter:
             table[rows, :head] = source, int(is_hit), nodes
             table[rows, head : head + nodes] = branches.tokens[:, :nodes]
             for row in numbers:
-                most = after_forced.get(row, nodes)
-                if (limit := self.batch.sequences[row].request.sampling.lookahead) is not None:
-                    most = min(most, ends[min(limit, len(ends) - 1)])
+                most = self._most(self.batch.sequences[row], after_forced.get(row, nodes))
                 if most != nodes:
                     speculation.num_draft[row] = most
             if sampled:
@@ -262,6 +284,12 @@ class Drafter:
                     kept = int(speculation.num_draft[row])
                     drawn_from[row] = branches.distributions(branch, kept)
         return speculation
+
+    def _most(self, sequence: LiveSequence, nodes: int) -> int:
+        """Returns how many of `nodes` drafted tokens a sequence's request wants."""
+        limit = sequence.request.sampling.lookahead
+        ends = self.batch.shape.ends
+        return nodes if limit is None else min(nodes, ends[min(limit, len(ends) - 1)])
 
     def _skip_forced(self, branches: Branches, nodes: int) -> Mapping[int, int]:
         """Drops the first tokens of branches that were hit, where grammars have committed them
@@ -286,12 +314,23 @@ class Drafter:
         if self.log.ranks is not None:
             self.log.ranks.served(speculation)
 
-    def grow(self, speculation: Speculation, is_over: Callable[[], bool]) -> None:
+    def grow(
+        self,
+        speculation: Speculation,
+        is_over: Callable[[], bool],
+        push: Callable[[ReadyBranches], None] | None = None,
+    ) -> None:
         """Grows branches for possible outcomes of verifying `speculation`, then stores parts of
-        prompts. Ends when nothing is left to do, or when is_over() returns True."""
+        prompts. Ends when nothing is left to do, or when is_over() returns True. push: sends the
+        branches to the target's rank 0 once they are whole (None: it has no cache)."""
         if self.begin_growth(speculation):
             while self.growing and not is_over():
                 self.grow_step()
+            if push is not None and not self.growing and (ready := self._ready(speculation.round)):
+                push(ready)
+                self._pushed = self.cache
+                self._pushed_version = ready.version
+                self.log.mark(DraftPhase.SEND)
         if self._control.prefill_rows and not is_over():
             self._store_opened()
 
@@ -336,6 +375,31 @@ class Drafter:
         if not self.growing:
             self.log.growth_ends()
         self.log.mark(DraftPhase.GROW)
+
+    def _ready(self, round_: int) -> ReadyBranches | None:
+        """Returns the cache's branches, which are whole, as they are served after a hit; None if it
+        has none. round_: the round whose outcomes they were grown for."""
+        branches = self.cache.branches
+        if branches is None or not len(branches):
+            return None
+        key = ReadyBranches.KEY
+        head = key + Speculation.HEAD
+        nodes = self.batch.shape.ends[self.levels]
+        width = Speculation.width(self.batch.shape.ends[self.policy.lookahead], self.policy.sampled)
+        table = np.zeros((len(branches), key + width), np.int32)
+        table[:, :2] = self.batch.identity[branches.rows, :2]
+        table[:, 2] = branches.nodes
+        table[:, 3] = branches.first
+        table[:, key:head] = Source.CACHE, True, nodes
+        table[:, head : head + nodes] = branches.tokens[:, :nodes]
+        drafts = Speculation(round_, table[:, key:], sampled=self.policy.sampled)
+        if self.policy.sampled:
+            drafts.q[:, :nodes] = 1.0 if branches.q is None else branches.q[:, :nodes]
+        most = [self._most(sequence, nodes) for sequence in self.batch.sequences]
+        drafts.num_draft[...] = np.array(most)[branches.rows]
+        levels = None if self.levels == self.policy.lookahead else self.levels
+        served = table[drafts.num_draft > 0]
+        return ReadyBranches(round_, served, self.version, levels)
 
     def _store_opened(self) -> None:
         """Stores K and V of as many prompt tokens as the target stores in this round (chunked
@@ -389,7 +453,7 @@ class Drafter:
     def change(self, version: int) -> None:
         """Called between two rounds, after other weights were loaded. Drops the branches of the old
         weights, so that the tokens of a draft and their q come from one version."""
-        self.cache.clear()
+        self.cache = SpeculationCache()  # rank 0 may have taken the branches of the other
         self.worker.forget(self.batch)
         self.version = version
         self.divergence = None

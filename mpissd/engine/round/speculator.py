@@ -100,25 +100,32 @@ class InlineSpeculator(Speculator):
 
 
 class RemoteSpeculator(Speculator):
-    """The speculator of SD and SSD whose draft runs on a rank of its own, reached by a link."""
+    """The speculator of SD and SSD whose draft runs on a rank of its own, reached by a link.
+
+    In SSD the draft also sends its whole branches ahead, so that after a hit the next verification
+    need not wait for an answer."""
 
     def __init__(self, link: LeadEnd) -> None:
         super().__init__(link.lookahead, sampled=link.sampled)
         self._link = link
         self._answers = True  # False in a round with K = 0, which the draft does not answer
+        self._taken: Speculation | None = None  # drafted tokens of branches that came ahead
         self._served: Speculation
         self._waiting = 0  # how many distributions of the last answer's tokens are still to come
         self._rows: NDArray[np.float32] | None = None  # the distributions received, [n, V]
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0
-        self._link.send_outcome(outcome)
+        ready = self._link.branches(outcome.round)
+        self._taken = None if ready is None else ready.served(outcome, sampled=self._sampled)
+        taken = None if self._taken is None else self._taken.version
+        self._link.send_outcome(outcome, taken=taken)
 
     def answer(self, round_: int, count: int) -> Speculation:
         self._drop_proposals()
         if not self._answers:
             return super().answer(round_, count)
-        self._served = self._link.speculation(round_, count)
+        self._served = self._taken or self._link.speculation(round_, count)
         if self._served.sampled:
             self._waiting = int(self._served.num_proposals.sum())
         return self._served

@@ -203,6 +203,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         fan_out=list(job.fan_out) or None,
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,
+        cache=job.config.cache if job.fan_out else None,
         batch_size=config.batch_size,
         inline_draft=job.inline,
         all_reduce=session.group.name,

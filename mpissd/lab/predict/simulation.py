@@ -10,6 +10,9 @@ one has arrived. A running step is always finished. The times of a round:
     asked   sent + link + verification + rank 0's work + link: the outcome is at the draft
     seen    the draft's first poll at or after `asked`
 
+With --cache=lead the draft sends branches to rank 0 once they are whole. If they arrive before
+the outcome, and all sequences hit, rank 0 goes on without an answer.
+
 Many configurations are simulated at once, each as several independent chains of rounds. `expect`
 returns long-run means, for which all configurations use the same random numbers. `follow` predicts
 the rounds of a run from its recorded outcomes. Arrays have the shapes [G, R] for G configurations
@@ -53,7 +56,8 @@ class Grid:
 
     lookahead, backup_lookahead [G]: K, and the number of tokens drafted after a cache miss. steps,
     backup_steps [G]: forwards that draft so many tokens. fast [G]: whether a lookup drafts after a
-    miss. inline [G]: whether rank 0 drafts itself, or nothing drafts. lanes_s [G, U+1]: seconds of
+    miss. inline [G]: whether rank 0 drafts itself, or nothing drafts. pushes [G]: whether rank 0
+    has a cache of its own. lanes_s [G, U+1]: seconds of
     a draft step of 0, 1, … U units. units [G]: for how many units a sequence counts: K if one
     forward drafts all K tokens, else 1; if catches_up [G], one more for each token just accepted.
     hazards [G, K]: acceptance rate of each position, given that the ones before were accepted;
@@ -76,6 +80,7 @@ class Grid:
     catches_up: Mask
     fast: Mask
     inline: Mask
+    pushes: Mask
     hazards: Floats
     hazards_fast: Floats
     p_hit: Floats
@@ -155,6 +160,7 @@ class Grid:
             catches_up=catches_up,
             fast=np.array([job.config.backup == "fast" for job in jobs]),
             inline=np.array([job.inline for job in jobs]) | (lookahead == 0),
+            pushes=np.array([job.config.cache == "lead" and bool(job.fan_out) for job in jobs]),
             hazards=_widened([job.rates(Source.CACHE) for job in jobs], longest),
             hazards_fast=_widened([job.rates(Source.FAST) for job in jobs], longest),
             p_hit=_widened([_hit_chances(job) for job in jobs], longest + 1),
@@ -402,12 +408,16 @@ class Rounds:
             with np.errstate(divide="ignore", invalid="ignore"):
                 begun = np.ceil(np.where(grown_s > 0, grown_s / step_s, 0.0))
             steps = np.minimum(begun, grid.most_steps.ravel()[self._grown]).astype(np.int64)
-            free = free + steps * step_s + host.draft_record
-            noticed = np.maximum(free, asked)
+            is_whole = (steps > 0) & (steps == grid.most_steps.ravel()[self._grown])
+            free = free + steps * step_s
+            pushed = grid.pushes[:, None] & is_whole
+            free += np.where(pushed, host.draft_send, 0.0)
+            has_come = pushed & (free + host.link <= self._clock) & (won == live)
+            noticed = np.maximum(free + host.draft_record, asked)
             drafting_s = self._drafting_s(won, live, steps)
             self._sent = noticed + drafting_s + (host.draft_read + host.draft_s + host.draft_send)
             self._grown = place
-            seen = np.maximum(ready, self._sent + host.link)
+            seen = np.where(has_come, ready, np.maximum(ready, self._sent + host.link))
             if inline.any():
                 seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
