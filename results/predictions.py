@@ -114,6 +114,7 @@ def job_of_row(row: Row) -> Job:
     if row.tree_nodes:  # A tree's fan-out has a count for each node, but the flag takes their sum.
         lists = [[sum(counts), *[0] * int(row.lookahead)] for counts in lists]
     if lists:
+        flags["cache"] = row.cache or "draft"
         flags["fan_out"] = "/".join("list:" + ",".join(map(str, counts)) for counts in lists)
     if row.forward == "transformer":  # The mean context depends on the run's length.
         flags |= {"forward": row.forward, "num_tokens": row.token_limit, "lm_head": None}

@@ -21,7 +21,7 @@ _LATER = ("top_p", "stop", "prompts_sha256")  # keys that older rows of text lac
 # Two compared rows may differ in these keys; the output lists the differences.
 _CHOSEN = (
     "mode backend device_name dtype tp num_drafts inline_draft draft lookahead fan_out "
-    "fan_out_miss acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
+    "fan_out_miss cache acceptance acceptance_fast hit_law divergence saguaro_c on_late backup "
     "backup_lookahead all_reduce graph fuse"
 ).split()
 

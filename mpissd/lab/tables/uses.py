@@ -268,6 +268,7 @@ def method_of(row: Row) -> str:
         words += [f"{name}={flags[name]}" for name in ("fan_out", "fan_out_miss") if name in flags]
         words += [str(row.hit_law)] * bool(row.hit_law)
         words += [f"on_late={row.on_late}"] * (row.on_late not in (None, "finish"))
+        words += ["cache=draft"] * (row.cache == "draft")
         words += [f"C={row.saguaro_c:g}"] if row.saguaro_c not in (None, 1.0) else []
     return " ".join(words)
 
