@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 Biases = tuple[tuple[int, float], ...]
+Ids = tuple[int, ...]
 MOST_GRAMMAR = 1 << 15  # most bytes of a request's grammar
 MOST_SAMPLING = 1 << 17  # most bytes of a Sampling as JSON, with a grammar and 1,024 biases
 MOST_FORCED = 32  # most tokens that a grammar forces in one round
@@ -54,6 +55,14 @@ class Logprob(NamedTuple):
     top: Sequence[tuple[int, float]] = ()
 
 
+class Scored(NamedTuple):
+    """Log-probabilities of some tokens of a prompt, those at positions start, start + 1, …"""
+
+    request_id: int
+    start: int
+    logprobs: Sequence[Logprob]
+
+
 class Control(NamedTuple):
     """What the target's rank 0 decided about the next round, for all ranks. lookahead: the most
     draft tokens of a sequence (None: as the flags say). width: for each possible number of accepted
@@ -77,7 +86,12 @@ class Sampling:
     answer; frequency_penalty: subtracted once for each occurrence of a token in the answer [OpenAI
     API reference]. grammar: the grammar that the answer must match, as text ("": none). lookahead:
     the most draft tokens in a round (None: K; 0: none are drafted). mode: "ar", "sd" or "ssd", if
-    the request asks a server for a decoding mode."""
+    the request asks a server for a decoding mode. top_k: how many of the likeliest tokens are kept
+    (0: all). min_p: tokens less likely than min_p times the likeliest one are dropped.
+    repetition_penalty: divides the positive logits, and multiplies the negative ones, of all tokens
+    of prompt and answer, before the other penalties [Keskar 2019, section 4.1]. stop_ids: the
+    tokens that end the answer (None: the model's). min_tokens: none of them is among the first
+    min_tokens tokens. prompt_logprobs: as logprobs, of the prompt's tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -89,14 +103,26 @@ class Sampling:
     grammar: str = ""
     lookahead: int | None = None
     mode: str | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: Ids | None = None
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def adjusts(self) -> bool:
-        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(self.logit_bias or penalties or (self.min_tokens and self.stop_ids))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are dropped."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and top_p alone choose the tokens: no bias, penalty or grammar."""
+        """Whether no bias, penalty or grammar changes the logits."""
         return not (self.adjusts or self.grammar)
 
     @property
@@ -106,15 +132,21 @@ class Sampling:
         return self.logprobs is not None or not self.is_plain
 
     def adjusted(
-        self, logits: NDArray[np.floating[Any]], answer: Sequence[int]
+        self, logits: NDArray[np.floating[Any]], answer: Sequence[int], prompt: Sequence[int]
     ) -> NDArray[np.float64]:
-        """Returns a copy of a row of logits [V] with the biases and penalties applied. answer: the
-        answer's tokens before this row."""
+        """Returns a copy of a row of logits [V] with the biases and penalties applied, in vLLM's
+        order. answer: the answer's tokens before this row. prompt: the tokens before them."""
         adjusted = logits.astype(np.float64)
         bias = dict(self.logit_bias)
         adjusted[list(bias)] += list(bias.values())
+        if (factor := self.repetition_penalty) != 1:
+            seen = np.unique(np.array([*prompt, *answer], np.int64))
+            found = adjusted[seen]
+            adjusted[seen] = np.where(found > 0, found / factor, found * factor)
         tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
         adjusted[tokens] -= self.presence_penalty + self.frequency_penalty * counts
+        if len(answer) < self.min_tokens:
+            adjusted[list(self.stop_ids or ())] = -np.inf
         return adjusted
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,6 +168,8 @@ def _read(kind: str, value: Any) -> Any:
     if the value has another type."""
     if kind == "Biases":
         return tuple((_read("int | None", token), _read("float", bias)) for token, bias in value)
+    if kind.startswith("Ids"):
+        return tuple(_read("int", token) for token in value)
     if kind.startswith("str"):
         value.encode()  # raises for other types than str, and for half of a surrogate pair
         return value

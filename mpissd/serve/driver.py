@@ -12,7 +12,7 @@ from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.round.scheduler import Emitted, Scheduler, Task, Turn
 from mpissd.engine.round.target import RoundObserver, RoundResult, TargetLoop
 from mpissd.engine.text.answer import BONUS, SOURCES
-from mpissd.serve.protocol import Cancel, End, Line, Stats, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Line, PromptTokens, Stats, Submit, Tokens
 
 _STATS_S = 0.1
 _KEPT = 3  # rounds for which K and fan-out are kept if the number of sequences stays the same
@@ -119,6 +119,8 @@ class Driver(RoundObserver):
         loop.control = Control(way.lookahead, None if is_fixed else way.width, fill)
         self._started_s = start = self._clock()
         result = loop.step()
+        for scored in result.scored:
+            self._mail.put(PromptTokens(*scored))
         if live:
             times.add(result.num_rows, result.t_target_s)
             if result.stored_s:

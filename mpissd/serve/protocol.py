@@ -83,6 +83,17 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class PromptTokens:
+    """Log-probabilities of a request's prompt tokens, from position `start` on; those of the first
+    token are never sent. After a preemption the same ones are sent again."""
+
+    op: ClassVar[str] = "prompt"
+    id: int
+    start: int
+    logprobs: Sequence[Logprob]
+
+
+@dataclass(frozen=True)
 class End:
     """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
     "deadline" or "refused" (`why` is the message). drafted, accepted: numbers of draft tokens in
@@ -120,7 +131,7 @@ class Stats:
     rounds: int = 0
 
 
-Message = Submit | Cancel | Ready | Tokens | End | Stats
+Message = Submit | Cancel | Ready | PromptTokens | Tokens | End | Stats
 _KINDS: dict[str, Any] = {kind.op: kind for kind in Message.__args__}
 _NAMES = {kind: frozenset(f.name for f in fields(kind)) for kind in _KINDS.values()}
 

@@ -230,7 +230,9 @@ def test_prompts_of_any_numbers_are_refused(numbers: list[int]) -> None:
 def test_the_largest_sampling_fits_its_message() -> None:
     biases = tuple((10**9 - 1 - n, -1.2345678901234567e-101) for n in range(MOST_BIASES))
     told = Sampling(*(1e-300 / 3, 1e-300 / 7, 2**64 - 1, MOST_TOP, biases), 1 / 3, 2 / 3)
-    told = replace(told, grammar='"' * MOST_GRAMMAR, lookahead=256)
+    told = replace(told, grammar='"' * MOST_GRAMMAR, lookahead=256, top_k=10**6, min_p=1 / 3)
+    stops = tuple(range(10**6, 10**6 + 64))
+    told = replace(told, repetition_penalty=4 / 3, stop_ids=stops, min_tokens=10**6)
     packed = json.dumps(told.to_dict(), ensure_ascii=False)
     assert len(packed.encode()) + 3 <= MOST_SAMPLING
     assert Sampling.from_dict(json.loads(packed)) == told

@@ -24,6 +24,8 @@ V = 4
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
 FORKED, SMALL = Shape((0, 0, 1, 1)), Shape((0, 0, 1))
 PENALTIES = ((2, -1.0), (3, 0.7)), 0.9, 0.6  # bias, presence, frequency
+RULES = ("repetition_penalty", 3.0), ("min_tokens", 2), ("stop_ids", (1, 3))
+CUTS = ("top_k", 3), ("min_p", 0.15)
 FEWER = ((2, -1.0),), 0.9, 0.6
 
 
@@ -67,6 +69,10 @@ def enumerated(pair: TextPair, count: int = 3, **told: Any) -> Found:
         ({"tree": Shape((0, 0)), "lookahead": 1}, {CACHE, JIT}),
         ({"penalties": PENALTIES}, {CACHE, JIT}),
         ({"penalties": PENALTIES, "mode": "sd", "tree": SMALL}, {JIT}),
+        ({"rules": RULES}, {CACHE, JIT}),
+        ({"rules": CUTS}, {CACHE, JIT}),
+        ({"rules": (*RULES, *CUTS), "top_p": 0.9, "mode": "sd", "tree": SMALL}, {JIT}),
+        ({"rules": (*RULES, *CUTS), "is_parallel": True, "backup": "fast"}, {CACHE, FAST}),
         ({"is_parallel": True}, {CACHE, JIT}),
         ({"is_parallel": True, "temperature": 0.5, "saguaro_c": 0.3}, {CACHE, JIT}),
         ({"is_parallel": True, "tree": SMALL, "fan_out": (1,) * 4}, {CACHE, JIT}),
@@ -124,10 +130,20 @@ def test_a_target_that_forgets_top_p_is_found(base: TextPair) -> None:
     assert enumerated(replace(base, top_p=0.7, wrong_top_p=1.0)).bias > 0.01
 
 
-@pytest.mark.parametrize("tree", [Shape((0, 1)), SMALL])
-def test_penalties_that_forget_the_draft_s_tokens_are_found(base: TextPair, tree: Shape) -> None:
-    forgets = {"penalties": PENALTIES, "forgets_drafts": True, "mode": "sd", "tree": tree}
-    assert enumerated(replace(base, **forgets)).bias > 0.01  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("told", "tree"),
+    [
+        ({"penalties": PENALTIES}, Shape((0, 1))),
+        ({"penalties": PENALTIES}, SMALL),
+        ({"rules": RULES[:1]}, Shape((0, 1))),
+        ({"rules": RULES[1:]}, Shape((0, 1))),
+    ],
+)
+def test_penalties_that_forget_the_draft_s_tokens_are_found(
+    base: TextPair, told: dict[str, Any], tree: Shape
+) -> None:
+    forgets: dict[str, Any] = {"forgets_drafts": True, "mode": "sd", "tree": tree}
+    assert enumerated(replace(base, **told, **forgets)).bias > 0.01
 
 
 class OtherDepth(WatchedText):

@@ -29,7 +29,8 @@ from mpissd.engine.trees import TreeBatch
 from tests.loop.enumeration import Case, Judging, Watching
 from tests.loop.markov_rig import Pair
 
-_CAPACITY, _LANES = 32, 32
+_CAPACITY, _LANES = 96, 32
+Rules = tuple[tuple[str, Any], ...]  # further values of Sampling
 Penalties = tuple[tuple[tuple[int, float], ...], float, float] | None  # bias, presence, frequency
 # A grammar over the tokens a, b, c and the end, 0 … 3, and by state the next state of each token
 # that it allows; state 3 is after the end, where no token is masked.
@@ -56,7 +57,7 @@ def stepper_of(where: str, target: str, batch: int, lookahead: int, which: str) 
     return Stepper(
         NumpyBackend(), SoloGroup(), TransformerShard(config),
         ForwardOptions(lm_head=True, values=True, top_k=top_k, **sizes),
-        buckets=[1, 2, 4, 8, 32], num_sequences=batch, seed=0,
+        buckets=[1, 2, 4, 8, 32, _CAPACITY], num_sequences=batch, seed=0,
         model=ModelSource(where, target, page=16),
     )  # fmt: skip
 
@@ -82,6 +83,7 @@ class TextModel:
     prompt_tokens: int = 0
     penalties: Penalties = None
     has_grammar: bool = False
+    rules: Rules = ()
 
     def context(self, tokens: abc.Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
@@ -98,9 +100,17 @@ class TextModel:
             for token in range(len(logits)):
                 logits[token] += dict(bias).get(token, 0.0) - presence * (token in answer)
                 logits[token] -= frequency * answer.count(token)
+        rules = dict(self.rules)
+        for token in set(context):
+            factor = rules.get("repetition_penalty", 1.0)
+            logits[token] *= 1 / factor if logits[token] > 0 else factor
+        if len(answer) < rules.get("min_tokens", 0):
+            logits[list(rules["stop_ids"])] = -np.inf
         probs = sampling.weigh(logits, self.temperature).probs
+        probs[probs < rules.get("min_p", 0.0) * probs.max()] = 0.0
+        probs[np.argsort(-probs, kind="stable")[rules.get("top_k", len(probs)) :]] = 0.0
         with np.errstate(divide="ignore"):
-            return np.log(sampling.nucleus(probs, self.top_p)) * self.temperature
+            return np.log(sampling.nucleus(probs / probs.sum(), self.top_p)) * self.temperature
 
 
 @dataclass(frozen=True)
@@ -125,6 +135,7 @@ class TextPair(Pair):
     prompts: tuple[tuple[int, ...], ...] = ((1, 0, 2), (2, 1))
     wrong_top_p: float | None = None  # the target's top_p, if it is to differ from top_p
     penalties: Penalties = None
+    rules: Rules = ()
     forgets_drafts: bool = False  # whether penalties count only committed tokens
     has_grammar: bool = False
     forces: bool = False
@@ -138,7 +149,7 @@ class TextPair(Pair):
 
     @property
     def laws(self) -> TextLaws:  # type: ignore[override]
-        told = self.top_p, len(self.prompts[0]), self.penalties, self.has_grammar
+        told = self.top_p, len(self.prompts[0]), self.penalties, self.has_grammar, self.rules
         model = TextModel(self.target_where, self.temperature, *told)
         return TextLaws(model, self.temperature, self.prompts)
 
@@ -148,6 +159,7 @@ class TextPair(Pair):
         penalties = {"presence_penalty": presence, "frequency_penalty": frequency}
         grammar = GRAMMAR if self.has_grammar else ""
         told = Sampling(self.temperature, self.top_p, logit_bias=bias, grammar=grammar, **penalties)
+        told = replace(told, **dict(self.rules))
         return [Request(n, prompt[-1], 0, prompt, told) for n, prompt in enumerate(asked)]
 
     def forced(self, answer: list[int]) -> list[int]:

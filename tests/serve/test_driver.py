@@ -16,7 +16,7 @@ from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
 from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler, Task
 from mpissd.serve.driver import Driver
-from mpissd.serve.protocol import Cancel, End, Message, Submit, Tokens
+from mpissd.serve.protocol import Cancel, End, Message, PromptTokens, Submit, Tokens
 from mpissd.serve.ranks import warm
 from tests.loop.text_rig import logits_behind
 from tests.text_config import finished, text_config
@@ -242,6 +242,50 @@ def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> N
         context = (*context, token)
 
 
+@pytest.mark.parametrize("mode", ["ar", "inline", "ssd", "tree", "parallel ssd"])
+def test_logprobs_of_a_prompt_are_those_behind_its_tokens(pair: TinyPair, mode: str) -> None:
+    """Stored in parts, beside others, alone, and after a request with the same pages."""
+    prompt = tuple(n * 7 % 97 for n in range(70))
+    told = Sampling(logprobs=1, prompt_logprobs=2)
+    mail = Script(
+        (0, Submit(0, [5, 6, 7], 60)),
+        (2, Submit(1, prompt, 4, told)),
+        (200, Submit(2, prompt, 4, told)),
+    )
+    run(pair, mode, mail, times=ThreeRows())
+    assert mail.tokens()[1] == alone(pair, [*prompt], 4) == mail.tokens()[2]
+    for request_id in (1, 2):
+        parts = [m for m in mail.sent if isinstance(m, PromptTokens) and m.id == request_id]
+        assert len(parts) > 1 or request_id == 2
+        found = {m.start + n: one for m in parts for n, one in enumerate(m.logprobs)}
+        assert [*found] == [*range(1, len(prompt))]
+        for place, one in found.items():
+            logits = logits_behind(str(pair.target), prompt[:place]).astype(np.float64)
+            own = logits - np.log(np.exp(logits).sum())
+            assert one.value == pytest.approx(own[prompt[place]], abs=1e-4)
+            assert [n for n, _ in one.top] == np.argsort(-own, kind="stable")[:2].tolist()
+        assert mail.ends()[request_id].cached == 0
+
+
+def test_stop_ids_replace_the_model_s(pair: TinyPair) -> None:
+    """An answer ends at them, and not before its least number of tokens."""
+    prompt = [5, 6, 7]
+    free = alone(pair, prompt, 30)
+    stop = free[4]
+    asked = [
+        Submit(0, prompt, 30, Sampling(stop_ids=(stop,))),
+        Submit(1, prompt, 30, Sampling(stop_ids=(stop,), min_tokens=9)),
+        Submit(2, prompt, 30, Sampling(stop_ids=())),
+    ]
+    for mode in ("ar", "inline", "ssd"):
+        mail = Script(*((0, one) for one in asked))
+        run(pair, mode, mail)
+        tokens = mail.tokens()
+        assert tokens[0] == free[: free.index(stop) + 1] and mail.ends()[0].reason == "stop"
+        assert stop not in tokens[1][:9] and len(tokens[1]) > 9
+        assert tokens[2] == free and mail.ends()[2].reason == "length"
+
+
 def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
     """Greedy ones among others, some of them sampled; their definition decodes one by one."""
     every = [[5, 6, 7 + n] for n in range(4)]
@@ -251,9 +295,10 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
         Submit(1, every[1], 25, Sampling(logit_bias=((7, 3.0), (8, -100.0)), logprobs=1)),
         Submit(2, every[2], 25),
         Submit(3, every[3], 25, replace(greedy, temperature=0.9)),
+        Submit(4, every[0], 25, Sampling(repetition_penalty=1.8, top_k=3, min_p=0.1)),
     ]
     want = {2: alone(pair, every[2], 25)}
-    for one in asked[:2]:
+    for one in (*asked[:2], asked[4]):
         tokens, told = tuple(one.prompt), one.sampling
         for _ in range(25):
             logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
@@ -261,9 +306,12 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
             z = logits - told.presence_penalty * np.sign(counts) - told.frequency_penalty * counts
             for token, addend in told.logit_bias:
                 z[token] += addend
+            for token in set(tokens):
+                factor = told.repetition_penalty
+                z[token] = z[token] / factor if z[token] > 0 else z[token] * factor
             tokens = (*tokens, int(np.argmax(z)))
         want[one.id] = list(tokens[len(one.prompt) :])
-        assert want[one.id] != alone(pair, every[one.id], 25)
+        assert want[one.id] != alone(pair, [*one.prompt], 25)
     drafted = "inline", "ssd", "tree", "branches of trees"
     for mode in ("ar", *drafted, *(f"parallel {mode}" for mode in drafted)):
         mail = Script(*((n, one) for n, one in enumerate(asked)))

@@ -238,6 +238,21 @@ def checked_total(row: Row | Floats, token: int, q: float, ids: NDArray[np.int32
     return total
 
 
+def cut(probs: Floats, top_p: float, top_k: int = 0, min_p: float = 0.0) -> Floats:
+    """Drops unlikely tokens of a distribution [V], in vLLM's order: those less likely than min_p
+    times the likeliest one, all but the top_k likeliest (0: none), and all outside the nucleus. Of
+    equal probabilities the smaller id is kept first."""
+    if min_p > 0:
+        probs = np.where(probs >= min_p * probs.max(), probs, 0.0)
+        probs = probs / probs.sum()
+    if 0 < top_k < len(probs):
+        chosen = largest(probs, top_k)
+        kept = np.zeros_like(probs)
+        kept[chosen] = probs[chosen]
+        probs = kept / kept.sum()
+    return nucleus(probs, top_p)
+
+
 def nucleus(probs: Floats, top_p: float) -> Floats:
     """Cuts a distribution [V] to its likeliest tokens, as few as have a sum of at least top_p, and
     renormalises it [Holtzman 2020]. Of equal probabilities the smaller id is kept first."""

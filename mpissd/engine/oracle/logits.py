@@ -13,7 +13,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, ProtocolError
 from mpissd.common.presets import has_weights
-from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Sampling, Scored, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.common.workloads import class_of
 from mpissd.engine.law import sampling
@@ -39,7 +39,7 @@ from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import Logits, LogitsGather, OpenGather, Proposals
 from mpissd.engine.round.rows import TargetWorker
 from mpissd.engine.round.scheduler import Endings
-from mpissd.engine.round.sequence import Batch, Index, LiveSequence
+from mpissd.engine.round.sequence import Batch, Index, LiveSequence, Part
 from mpissd.engine.sizes import WARM_TOKENS, Sizes
 from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
@@ -100,7 +100,7 @@ class LogitsTarget(SampledTarget):
         self._reads_logits = self._draws_any or asked
 
     def gather(self, rows: int, waiter: Waiter) -> None:
-        if self._gather is not None and self._reads_logits:
+        if self._gather is not None and (self._reads_logits or self.scores):
             local = self._stepper.logits(range(rows))
             padded = np.full((rows, max(self._widths)), -np.inf, np.float32)
             padded[:, : local.shape[1]] = local
@@ -136,7 +136,7 @@ class LogitsTarget(SampledTarget):
         if draws is None or self._gather is not None or not self.shape.is_chain:
             return super()._judge_all(cases)
         settings = [case.sequence.request.sampling for case in cases]
-        is_drawn = [s.top_p >= 1 and s.is_plain for s in settings]
+        is_drawn = [s.is_plain and not s.cuts for s in settings]
         drawn = list(compress(cases, is_drawn))
         verdicts = iter(judged(draws, drawn, self._draft_ids) if drawn else ())
         pairs = zip(cases, is_drawn, strict=True)
@@ -151,16 +151,30 @@ class LogitsTarget(SampledTarget):
             if (count := sequence.request.sampling.logprobs) is not None:
                 path = self.shape.paths[accepted[row]]
                 tokens = [*sequence.path(path), int(bonus[row])]
-                logprobs[row] = []
-                for node, token in zip([-1, *path], tokens, strict=True):
-                    logits = self.logits_of(start + 1 + node).astype(np.float64)
-                    logits -= logits.max()
-                    logits -= np.log(np.exp(logits).sum())
-                    likeliest = sampling.largest(logits, count).tolist()
-                    top = [(other, float(logits[other])) for other in likeliest]
-                    logprobs[row].append(Logprob(float(logits[token]), top))
+                rows = (start + 1 + node for node in (-1, *path))
+                each = zip(rows, tokens, strict=True)
+                logprobs[row] = [self._logprob(at, token, count) for at, token in each]
             start += len(sequence.served) + 1
         return logprobs
+
+    def scored(self, parts: Sequence[Part]) -> list[Scored]:
+        found = list[Scored]()
+        for sequence, gap, row in parts:
+            request, count = sequence.request, sequence.request.sampling.prompt_logprobs or 0
+            following = request.prompt[gap.start + 1 : gap.stop + 1]
+            each = [self._logprob(row + n, token, count) for n, token in enumerate(following)]
+            found.append(Scored(request.request_id, gap.start + 1, each))
+        return found
+
+    def _logprob(self, row: int, token: int, count: int) -> Logprob:
+        """Returns the log-probabilities of `token` and the `count` likeliest tokens after a row."""
+        found = self.logits_of(row)
+        check_finite(found, "target")
+        logits = found.astype(np.float64)
+        logits -= logits.max()
+        logits -= np.log(np.exp(logits).sum())
+        likeliest = sampling.largest(logits, count).tolist()
+        return Logprob(float(logits[token]), [(one, float(logits[one])) for one in likeliest])
 
     def forced(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[int]]:
         forced = dict[int, list[int]]()
@@ -191,7 +205,8 @@ class LogitsTarget(SampledTarget):
 
     def _target_row(self, sequence: LiveSequence, start: int, i: int) -> sampling.Weights:
         logits = self._masked(sequence, start, i)
-        return weigh(logits, sequence.request.sampling, self._answer(sequence, i))
+        request = sequence.request
+        return weigh(logits, request.sampling, self._answer(sequence, i), prompt=request.prompt)
 
     def _answer(self, sequence: LiveSequence, node: int) -> list[int]:
         """Returns the answer's tokens and the drafted tokens up to node `node` of the draft."""

@@ -77,17 +77,20 @@ def weigh(
     answer: Sequence[int] | None,
     top: int = 0,
     scale: float = 1.0,
+    prompt: Sequence[int] = (),
 ) -> sampling.Weights:
     """Returns the distribution of a request's next token, from a model's logits [V]. settings: the
     request's sampling options. answer: the answer's tokens so far, which the target's penalties
-    read; None for a draft, which ignores bias, penalties and top_p. top, scale: Saguaro's sampling
-    multiplies the probabilities of the `top` likeliest tokens by `scale`."""
+    read; None for a draft, which only reads the temperature. top, scale: Saguaro's sampling
+    multiplies the probabilities of the `top` likeliest tokens by `scale`. prompt: the tokens before
+    the answer, for the repetition penalty."""
     if answer is not None and settings.adjusts:
-        logits = settings.adjusted(logits, answer)
+        logits = settings.adjusted(logits, answer, prompt)
     weights = sampling.weigh(logits, settings.temperature, top, scale)
-    if answer is None or settings.top_p >= 1:
+    if answer is None or not settings.cuts:
         return weights
-    return sampling.Weights(sampling.nucleus(weights.probs, settings.top_p), 1.0)
+    cut = sampling.cut(weights.probs, settings.top_p, settings.top_k, settings.min_p)
+    return sampling.Weights(cut, 1.0)
 
 
 class GrammarStates:

@@ -16,12 +16,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Ints, Logprob, Request, Source, Speculation
+from mpissd.common.rounds import Ints, Logprob, Request, Scored, Source, Speculation
 from mpissd.common.wait import Waiter
 from mpissd.engine.law.fanout import FanOuts
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.round.branches import Branches
-from mpissd.engine.round.sequence import Batch, LiveSequence
+from mpissd.engine.round.sequence import Batch, LiveSequence, Part
 
 Logits = NDArray[np.float32]
 # (batch row, i) → the distribution, float32 [V], of the row's i-th token with probability q < 1
@@ -62,7 +62,10 @@ class Oracle:
 
 
 class TargetOracle(Oracle, ABC):
-    """Decides which drafted tokens the target accepts, and the token that follows them."""
+    """Decides which drafted tokens the target accepts, and the token that follows them. scores:
+    whether the coming forward stores parts of prompts whose log-probabilities are asked for."""
+
+    scores = False
 
     def gather(self, rows: int, waiter: Waiter) -> None:
         """Collects what `judge` needs from the other target ranks, such as logits, after a forward
@@ -92,6 +95,11 @@ class TargetOracle(Oracle, ABC):
         """Returns, by batch row, the log-probabilities of a round's emitted tokens, for requests
         that ask for them. accepted, bonus: the result of `judge`. The default returns none."""
         return _NO_LOGPROBS
+
+    def scored(self, parts: Sequence[Part]) -> Sequence[Scored]:
+        """Returns the log-probabilities of the prompts' tokens that follow those of `parts`, which
+        the last forward stored. The default returns none."""
+        return ()
 
     def logits_of(self, row: int) -> Logits:
         """Returns the target's logits in row `row` of the last forward, [V] for V tokens."""

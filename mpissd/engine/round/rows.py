@@ -21,7 +21,7 @@ from mpissd.engine.model.forwards import Forwards, joined
 from mpissd.engine.model.transformer.cache import PageTable
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.oracle import DraftOracle, Oracle, Proposals, TargetOracle
-from mpissd.engine.round.sequence import Batch, Change, Gap, Placement, places_of
+from mpissd.engine.round.sequence import Batch, Change, Gap, Part, Placement, places_of
 
 AnyOracle = TypeVar("AnyOracle", bound=Oracle)
 
@@ -31,7 +31,9 @@ class Worker(Generic[AnyOracle]):
 
     num_rows: the rows of the last forward that verified or scored drafted tokens. adopted: by
     request id, for the sequences that joined in this round, how many of their tokens are stored in
-    KV pages of other sequences, which they share.
+    KV pages of other sequences, which they share. prompt_parts: the parts of prompts in the
+    last forward whose log-probabilities are asked for. Such prompts share no pages, since pages
+    hold no logits.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Worker(Generic[AnyOracle]):
         self.placement = placement
         self.num_rows = 0
         self.adopted: Mapping[int, int] = {}
+        self.prompt_parts: list[Part] = []
 
     def open_batch(self, capacity: int) -> Batch:
         """Returns an empty batch, the list of live sequences, of at most `capacity` sequences."""
@@ -79,7 +82,9 @@ class Worker(Generic[AnyOracle]):
                 for sequence in change.started:  # later ones can share its prompt's K, V
                     pages.keep(sequence.slot, batch.stored_of(sequence))
                 self.adopted = {
-                    sequence.request.request_id: pages.adopt(sequence.slot, sequence.tokens[:-1])
+                    sequence.request.request_id: pages.adopt(
+                        sequence.slot, () if sequence.is_scored else sequence.tokens[:-1]
+                    )
                     for sequence in change.placed
                 }
                 for sequence in change.placed:
@@ -164,6 +169,7 @@ class Worker(Generic[AnyOracle]):
         count = len(tokens)
         rows = count if rows is None else rows
         self.num_rows = rows
+        self.prompt_parts = []
         if self.placement is None:
             self.stepper.upload(rows, tokens, lists=lists)
             return count
@@ -173,10 +179,15 @@ class Worker(Generic[AnyOracle]):
         fill = min(fill, self.stepper.most_rows - rows - sum(gap.size for gap in gaps))
         if opened := batch.opened_gaps(fill) if fill > 0 else []:
             stored.append(batch.store(opened))
+            first = count + sum(gap.size for gap in gaps)
+            for gap in opened:
+                if batch.opened[gap.slot].is_scored:
+                    self.prompt_parts.append(Part(batch.opened[gap.slot], gap, first))
+                first += gap.size
         if stored:
             others = [batch.committed(gap) for gap in (*gaps, *opened)]
             tokens = np.concatenate([tokens, *others])
-            places = joined([places, *stored], reads=len(batch) > 0)
+            places = joined([places, *stored], reads=len(batch) > 0 or bool(self.prompt_parts))
             rows += sum(map(len, others))
             self.num_rows = rows
         self.stepper.upload(rows, tokens, places, lists=lists)
@@ -194,6 +205,9 @@ class TargetWorker(Worker[TargetOracle]):
         that are stored in parts (chunked prefill)."""
         batch.serve(speculation)
         self._verified = self._upload_trunk(batch, speculation, fill=fill)
+        self.oracle.scores = bool(self.prompt_parts)
+        if self.prompt_parts:
+            self._verified = self.num_rows
 
     def wait(self, waiter: Waiter) -> None:
         """Waits until the forward is over. Then collects what judging needs from other ranks."""

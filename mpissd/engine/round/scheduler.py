@@ -50,10 +50,12 @@ class Endings:
 
     def _stopped(self, request_id: int, tokens: Sequence[int]) -> int | None:
         """Returns the number of tokens up to and including a stop token, or None without one."""
-        for n, token in enumerate(tokens, 1):
-            if token in self._stop:
-                return n
-        return None
+        return stopped(tokens, self._stop)
+
+
+def stopped(tokens: Sequence[int], stops: Collection[int]) -> int | None:
+    """Returns the number of tokens up to and including the first one in `stops`, or None."""
+    return next((n for n, token in enumerate(tokens, 1) if token in stops), None)
 
 
 @dataclass(frozen=True)
@@ -309,7 +311,9 @@ class Scheduler:
             tokens = [*drafted[3 : 3 + accepted], bonus, *result.forced.get(row, ())]
             before = len(task.tokens)
             kept = None
-            if self._endings is not None:
+            if (stops := task.request.sampling.stop_ids) is not None:
+                kept = stopped(tokens, stops)
+            elif self._endings is not None:
                 kept = self._endings.kept(request_id, before, tokens)
             stop = None if kept is None else before + kept
             reason = None if kept is None else "stop"

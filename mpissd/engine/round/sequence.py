@@ -105,6 +105,11 @@ class LiveSequence:
         """The committed tokens of the answer, also those emitted before a preemption."""
         return self.tokens[len(self.request.prompt) - self.request.answered :]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are asked for."""
+        return self.request.sampling.prompt_logprobs is not None
+
     def path(self, columns: Sequence[int]) -> list[int]:
         """Returns the tokens under verification with the indices `columns`, a path of the chain or
         tree."""
@@ -144,6 +149,14 @@ class LiveSequence:
         lookup = self._lookups[kind]
         lookup.follow(self.tokens)
         return lookup.padded(count, filler)
+
+
+class Part(NamedTuple):
+    """A part of a prompt that a forward stores. row: the forward's row of its first token."""
+
+    sequence: LiveSequence
+    gap: Gap
+    row: int
 
 
 class Change(NamedTuple):

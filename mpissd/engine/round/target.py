@@ -14,7 +14,16 @@ from time import perf_counter
 
 import numpy as np
 
-from mpissd.common.rounds import Control, Event, Ints, Logprob, Outcome, Request, Speculation
+from mpissd.common.rounds import (
+    Control,
+    Event,
+    Ints,
+    Logprob,
+    Outcome,
+    Request,
+    Scored,
+    Speculation,
+)
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.common.wait import Waiter
 from mpissd.engine.round.rows import TargetWorker
@@ -35,7 +44,8 @@ class RoundResult:
     with those of prompts. wait_s: the seconds of waiting for the draft, without stored_s. stored_s:
     the seconds in which a draft on the same device stored tokens that its KV cache lacked. adopted:
     by id of a new sequence, how many tokens of its prompt other sequences had stored in the KV
-    cache. forced: by batch row, the tokens that a grammar forces after the bonus token.
+    cache. forced: by batch row, the tokens that a grammar forces after the bonus token. scored:
+    log-probabilities of prompts' tokens, for requests that ask for them.
     """
 
     speculation: Speculation
@@ -47,6 +57,7 @@ class RoundResult:
     stored_s: float = 0.0
     adopted: Mapping[int, int] = field(default_factory=dict)
     forced: Mapping[int, list[int]] = field(default_factory=dict)
+    scored: Sequence[Scored] = ()
 
     def emitted(self) -> list[tuple[int, list[int]]]:
         """Returns (request id, accepted tokens and bonus token) of every sequence, without the
@@ -140,6 +151,7 @@ class TargetLoop:
         rows[:, 3] = accepted
         rows[:, 4] = bonus
         logprobs = worker.oracle.logprobs(self.batch, accepted, bonus)
+        scored = worker.oracle.scored(worker.prompt_parts) if worker.prompt_parts else ()
         self._decided = rows
         self._unobserved = accepted, bonus
         mark(LeadPhase.SAMPLE)
@@ -156,6 +168,7 @@ class TargetLoop:
             stored_s=stored_s,
             adopted=worker.adopted,
             forced=self._forced,
+            scored=scored,
         )
 
     def _verified(self, speculation: Speculation, prefill_rows: int) -> Speculation:
