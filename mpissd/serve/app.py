@@ -34,23 +34,39 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
+from mpissd.serve.fields import (
+    ChatBody,
+    CompletionBody,
+    Detokenize,
+    Problem,
+    Tokenize,
+    read_fields,
+    read_object,
+)
 from mpissd.serve.lead import Lead
-from mpissd.serve.protocol import End
-from mpissd.serve.request import Exchange, Problem, parse, whole
+from mpissd.serve.protocol import End, PromptTokens
+from mpissd.serve.request import Exchange, conversation, made
+from mpissd.serve.responses import parse_response
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
 DRAINED_BYTES = 1 << 25  # bytes read of a too long body: most clients read no reply while they send
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
-_CHAT = "/v1/chat/completions"
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_RESPONSES = "/v1/responses"
+_DRAFTED = {  # vLLM's counters, which tools and dashboards read
+    "num_drafts": "rounds that verified drafted tokens",
+    "num_draft_tokens": "drafted tokens",
+    "num_accepted_tokens": "accepted tokens",
+}
 _OPEN = ("/", "/health", "/ready")  # paths that need no API key
 _PAGE = Path(__file__).with_name("page.html")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # not in ASCII
 _STATS = {
     "running": "sequences that decode",
     "waiting": "requests that wait for the lead",
@@ -86,8 +102,8 @@ class Endpoints:
         self._under_way = 0  # requests
         registry = self._registry = CollectorRegistry()
 
-        def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"mpissd_{name}", about, labels, registry=registry)
+        def counter(name: str, about: str, *labels: str, prefix: str = "mpissd_") -> Counter:
+            return Counter(f"{prefix}{name}", about, labels, registry=registry)
 
         def times(name: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             about = f"{name.replace('_', ' ')}, in seconds"
@@ -100,6 +116,13 @@ class Endpoints:
         self._tokens = counter("tokens", "tokens by kind", "kind")
         self._rounds = counter("answer_rounds", "rounds of answers: a batch of N counts N times")
         self._hits = counter("cache_hits", "of these, whose outcome was in the cache")
+        speculative = {"prefix": "vllm:spec_decode_"}
+        self._drafted = {
+            name: counter(name, about, "model_name", **speculative)
+            for name, about in _DRAFTED.items()
+        }
+        told = "accepted tokens by their place in the draft", "model_name", "position"
+        self._places = counter("num_accepted_tokens_per_pos", *told, **speculative)
         self._first_s = times("time_to_first_token")
         self._token_s = times("time_per_output_token", _TOKEN_SECONDS)
         self._request_s = times("request")
@@ -110,16 +133,26 @@ class Endpoints:
         gauge("stats_age_seconds", "since the lead's last report", lambda: lead.stats_age_s)
         gauge("up", "whether the ranks are there", lambda: lead.is_serving)
 
-        routes = [Route(path, self._post, methods=["POST"]) for path in (_CHAT, "/v1/completions")]
+        posts: dict[str, Callable[[Http], Coroutine[Any, Any, Response]]] = {
+            _CHAT: self._answer,
+            _COMPLETIONS: self._answer,
+            _RESPONSES: self._answer,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        routes = [
+            Route(path, partial(_post, answer), methods=["POST"]) for path, answer in posts.items()
+        ]
         gets = {
             "/": self._home,
             "/v1/models": self._models,
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._metrics,
+            "/tokenizer_info": self._tokenizer_info,
         }
         routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-        self._paths = {_CHAT, "/v1/completions", *gets}
+        self._paths = {*posts, *gets}
         self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
         self._app.router.redirect_slashes = False
         self._html = _PAGE.read_text(encoding="utf-8")
@@ -168,48 +201,42 @@ class Endpoints:
         wrong = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer …"
         return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _post(self, http: Http) -> Response:
-        try:
-            return await self._answer(http)
-        except Problem as problem:
-            return refusal(problem)
-        except ClientDisconnect:
-            return Response(status_code=499)  # the client is gone
-
     async def _answer(self, http: Http) -> Response:
         """Answers a request for a chat or a text completion, as a whole or as a stream."""
         arrived_s = time.monotonic()
         self._lead.check_room()
         defaults = Sampling(temperature=self._config.run.temperature)
-        request = parse(await read_body(http), is_chat=http.url.path == _CHAT, defaults=defaults)
+        fields, path = read_object(await read_body(http)), http.url.path
+        if path == _RESPONSES:
+            request: Exchange = parse_response(fields, defaults)
+        else:
+            request = made(fields, ChatBody if path == _CHAT else CompletionBody, defaults)
         choices = await self._complete(request, http, arrived_s)
         self._lead.submit(choices)
         arriving = self._arriving(choices, arrived_s)
 
-        async def first_part() -> dict[str, Any]:
+        async def first_part() -> bytes:
             async for choice in arriving:
-                if request.stream:
-                    return choice.to_dict()
-            return whole(choices)
+                if request.asked.stream:
+                    return choice.part()
+            return json.dumps(request.whole(choices), ensure_ascii=False).encode()
 
-        async def events(first: dict[str, Any]) -> AsyncIterator[bytes]:
-            yield event(first)
+        async def events(first: bytes) -> AsyncIterator[bytes]:
+            yield first
             try:
                 async for choice in arriving:
-                    yield event(choice.to_dict())
-                if request.include_usage:
-                    yield event({**whole(choices), "choices": []})
+                    yield choice.part()
+                yield request.ending(choices)
             except Problem as problem:  # the HTTP status was sent before
-                yield event(problem.to_dict())
-            yield b"data: [DONE]\n\n"
+                yield request.failed(problem)
 
         try:  # A stream starts with its first text, so that a refusal has an HTTP status.
             first = await unless_gone(http, first_part())
         except BaseException:
             self._lead.cancel(*choices)
             raise
-        if not request.stream:
-            return JSONResponse(first)
+        if not request.asked.stream:
+            return Response(first, media_type="application/json")
         return StreamingResponse(
             events(first),
             headers={"cache-control": "no-store"},
@@ -218,13 +245,11 @@ class Endpoints:
         )
 
     async def _complete(self, request: Exchange, http: Http, arrived_s: float) -> list[Exchange]:
-        """Encodes a request's prompt and fills in defaults; returns its n choices (answers).
-        Prompts that wait to be encoded count as waiting requests. A prompt is not encoded if its
+        """Encodes a request's prompts and fills in defaults; returns its choices (answers).
+        Requests that wait to be encoded count as waiting ones. A prompt is not encoded if its
         client leaves earlier. Raises Problem for a request that this server cannot answer."""
-        config, names = self._config, self._names
-        if request.model is not None and request.model not in names:
-            message = f"model={request.model!r}: allowed: {', '.join(names)}"
-            raise Problem(404, message, "model", code="model_not_found")
+        config, asked = self._config, request.asked
+        self._check_model(asked.model)
         sampling = request.sampling
         if sampling.mode is not None and sampling.mode not in config.modes:
             allowed = ", ".join(config.modes)
@@ -246,27 +271,44 @@ class Endpoints:
         try:
             loop = asyncio.get_running_loop()
             encoded = loop.run_in_executor(self._encoder, request.encode, self._tokenizer)
-            request.prompt = await unless_gone(http, encoded)
+            request.prompts = await unless_gone(http, encoded)
         finally:
             self._encoding -= 1
-        ready, subject = self._lead.check(), "messages" if request.is_chat else "prompt"
-        for name, ids in ((subject, request.prompt), ("logit_bias", dict(sampling.logit_bias))):
+        ready, subject = (
+            self._lead.check(),
+            "prompt" if http.url.path == _COMPLETIONS else "messages",
+        )
+        every = [(subject, prompt) for prompt in request.prompts]
+        given = ("logit_bias", [*dict(sampling.logit_bias)])
+        for name, ids in (*every, given, ("stop_token_ids", asked.stop_token_ids)):
             if (largest := max(ids, default=0)) >= ready.vocab:
                 message = f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}"
                 raise Problem(400, message, name)
-        room = ready.context - len(request.prompt)
-        if room < 1 or (request.max_tokens or 0) > room:
+        longest = max(map(len, request.prompts))
+        room = ready.context - longest
+        if room < 1 or (request.max_tokens or asked.min_tokens) > room:
             raise Problem(
                 400,
-                f"{len(request.prompt)} tokens of prompt and max_tokens={request.max_tokens or 1}: "
+                f"{longest} tokens of prompt and max_tokens={request.max_tokens or 1}: "
                 f"allowed: {ready.context} together, the server's --context",
                 "max_tokens" if room > 0 else subject,
                 code="context_length_exceeded",
             )
-        request.max_tokens = request.max_tokens or min(room, config.run.num_tokens or 512)
-        longest_s = min(request.deadline_s or config.max_wait_s, config.max_wait_s)
+        count, most = len(request.prompts) * asked.n, ready.max_running + config.max_queue
+        if count > most:
+            message = f"{count} answers: allowed: {most}, which run and wait at once"
+            raise Problem(400, message, subject)
+        usual = max(config.run.num_tokens or 512, asked.min_tokens)
+        request.max_tokens = request.max_tokens or min(room, usual)
+        longest_s = min(asked.deadline_s or config.max_wait_s, config.max_wait_s)
         request.ends_s = arrived_s + longest_s
-        return request.begin(self._tokenizer, ready.stop_ids, names[0])
+        return request.begin(self._tokenizer, ready, self._names[0])
+
+    def _check_model(self, model: str | None) -> None:
+        """Raises Problem if a request names another model."""
+        if model not in (None, *self._names):
+            message = f"model={model!r}: allowed: {', '.join(self._names)}"
+            raise Problem(404, message, "model", code="model_not_found")
 
     async def _arriving(
         self, choices: Sequence[Exchange], arrived_s: float
@@ -280,10 +322,14 @@ class Endpoints:
             message = await messages.get()
             if isinstance(message, Problem):
                 raise message
-            for other in choices:  # The prompt that all share is now in the KV cache.
-                if not other.is_sent:
+            choice = every[message.id]
+            if isinstance(message, PromptTokens):
+                choice.add(message)
+                continue
+            for other in choices:  # The prompt that these share is now in the KV cache.
+                if not other.is_sent and other.prompt is choice.prompt:
                     self._lead.send(other)
-            choice = fresh[message.id] = every[message.id]
+            fresh[message.id] = choice
             if isinstance(message, End):
                 running.remove(message.id)
                 choice.close(message)
@@ -312,6 +358,12 @@ class Endpoints:
         for kind, count in kinds.items():
             self._tokens.labels(kind).inc(count)
         self._hits.inc(end.hits - choice.num_hits)
+        counts = sum(end.steps), end.drafted, end.accepted
+        for counter, count in zip(self._drafted.values(), counts, strict=True):
+            counter.labels(self._names[0]).inc(count)
+        for place in range(1, len(end.steps)):
+            reached = sum(end.steps[place:])
+            self._places.labels(self._names[0], str(place - 1)).inc(reached)
         self._request_s.observe(time.monotonic() - arrived_s)
         if choice.num_tokens > 1:
             self._token_s.observe((time.monotonic() - choice.first_s) / (choice.num_tokens - 1))
@@ -328,6 +380,33 @@ class Endpoints:
         model["mpissd"] = {**self._about, **known, "chat": chat}
         data = [{"id": name, **model} for name in self._names]
         return JSONResponse({"object": "list", "data": data})
+
+    async def _tokenize(self, http: Http) -> Response:
+        """Answers as vLLM's server does."""
+        asked = read_fields(read_object(await read_body(http)), Tokenize)
+        self._check_model(asked.model)
+        words = self._tokenizer
+        try:
+            if asked.messages:
+                begins = asked.add_generation_prompt
+                tokens = words.chat(conversation(asked.messages), begins=begins)
+            else:
+                tokens = words.encode(asked.prompt or "", specials=asked.add_special_tokens)
+        except ConfigError as error:
+            raise Problem(400, str(error), "messages") from error
+        names = [words.piece(token) for token in tokens] if asked.return_token_strs else None
+        most = self._lead.check().context
+        told = {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
+        return JSONResponse(told)
+
+    async def _detokenize(self, http: Http) -> Response:
+        asked = read_fields(read_object(await read_body(http)), Detokenize)
+        self._check_model(asked.model)
+        return JSONResponse({"prompt": self._tokenizer.decode(asked.tokens, specials=True)})
+
+    async def _tokenizer_info(self, http: Http) -> Response:
+        words = self._tokenizer
+        return JSONResponse({**words.specials, "chat_template": words.template})
 
     async def _health(self, http: Http) -> Response:
         gone = self._lead.gone
@@ -354,6 +433,15 @@ class Endpoints:
 
     async def _home(self, http: Http) -> Response:
         return HTMLResponse(self._html, headers=self._html_headers)
+
+
+async def _post(answer: Callable[[Http], Coroutine[Any, Any, Response]], http: Http) -> Response:
+    try:
+        return await answer(http)
+    except Problem as problem:
+        return refusal(problem)
+    except ClientDisconnect:
+        return Response(status_code=499)  # the client is gone
 
 
 async def read_body(http: Http) -> bytes:
@@ -428,8 +516,3 @@ async def _unrouted(http: Http, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
     return refusal(Problem(error.status_code, message, headers=dict(error.headers or {})))
-
-
-def event(data: dict[str, Any]) -> bytes:
-    """Returns a server-sent event; escapes Unicode's line ends, at which some clients split."""
-    return f"data: {json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)}\n\n".encode()

@@ -190,7 +190,9 @@ class Driver(RoundObserver):
                 )
             if one.ended is not None:
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
-                self._mail.put(End(task.request_id, one.ended, *counts, task.forced))
+                steps = [task.steps[n] for n in range(self.lookahead + 1)]
+                end = End(task.request_id, one.ended, *counts, task.forced, steps=steps)
+                self._mail.put(end)
         self._unsent = []
         now, scheduler, chosen = self._clock(), self.scheduler, self.goodput
         if now - self._stats_sent_s >= _STATS_S:

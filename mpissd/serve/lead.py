@@ -12,8 +12,20 @@ import time
 from collections.abc import Sequence
 
 from mpissd.common.errors import ProtocolError
-from mpissd.serve.protocol import Cancel, End, Message, Ready, Stats, Submit, Tokens, pack, unpack
-from mpissd.serve.request import Exchange, Problem
+from mpissd.serve.fields import Problem
+from mpissd.serve.protocol import (
+    Cancel,
+    End,
+    Message,
+    PromptTokens,
+    Ready,
+    Stats,
+    Submit,
+    Tokens,
+    pack,
+    unpack,
+)
+from mpissd.serve.request import Exchange
 
 _LINE_LIMIT = 1 << 22
 RETRY = {"retry-after": "5"}  # seconds
@@ -89,15 +101,16 @@ class Lead:
             raise Problem(503, message, code="draining", headers=RETRY)
 
     def submit(self, choices: Sequence[Exchange]) -> None:
-        """Gives the n choices (answers) of a request their ids, and sends the first to the lead.
-        The caller sends the remaining ones once the lead has stored the prompt, which all share.
+        """Gives the choices (answers) of a request their ids, and sends the first one of each
+        prompt to the lead. The caller sends the others once the lead has stored their prompt.
         Raises Problem if there is no lead, or no room for all."""
         self.check_room(len(choices) - 1)
         for choice in choices:
             self._last_id += 1
             choice.id = self._last_id
             self._open[choice.id] = choice
-        self.send(choices[0])
+            if choice.is_first:
+                self.send(choice)
 
     def send(self, choice: Exchange) -> None:
         """Sends the target's rank 0 a choice (one of a request's n answers), which has an id."""
@@ -158,7 +171,7 @@ class Lead:
             self.connected.set()
         elif isinstance(message, Stats):
             self.stats, self._stats_s = message, time.monotonic()
-        elif isinstance(message, Tokens) and message.id in self._open:
+        elif isinstance(message, (PromptTokens, Tokens)) and message.id in self._open:
             self._open[message.id].messages.put_nowait(message)
         elif isinstance(message, End) and message.id in self._open:
             end = Problem(400, message.why) if message.reason == "refused" else message

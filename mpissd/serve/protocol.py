@@ -1,21 +1,20 @@
 """Messages between the server's two halves: JSON objects, one on a line, over a local socket.
 
     front → lead    submit, cancel
-    lead → front    ready, tokens, end, stats
+    lead → front    ready, prompt, tokens, end, stats
 
 The front is the process that HTTP clients connect to; the lead is the target's first rank. If the
-front closes the socket, the job ends. A message is a frozen dataclass; its line has the dataclass's
-fields and `op`. Only the front handles text and checks requests; the lead gets token ids.
+front closes the socket, the job ends. A message is a struct; its line has the struct's fields and
+`op`. Only the front handles text and checks requests; the lead gets token ids.
 """
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+
+import msgspec
 
 from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
@@ -25,13 +24,15 @@ _CHUNK, _CHUNKS = 1 << 16, 16  # the most bytes of one read, and the most reads 
 _MOST_UNREAD = 64 << 20  # bytes of unread messages after which the front counts as gone
 
 
-@dataclass(frozen=True)
-class Submit:
+class _Message(msgspec.Struct, tag_field="op"):
+    """Base class of messages."""
+
+
+class Submit(_Message, tag="submit"):
     """Asks the lead (the target's rank 0) to answer a request. id: the request's number, chosen by
     the front (the HTTP process) and never used again. prompt: token ids. deadline_s: after how many
     seconds from now the answer is cut off, or None."""
 
-    op: ClassVar[str] = "submit"
     id: int
     prompt: Sequence[int]
     max_tokens: int
@@ -39,23 +40,19 @@ class Submit:
     deadline_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(_Message, tag="cancel"):
     """Asks the target's rank 0 to end a request early. It sends an `End`, unless it already has."""
 
-    op: ClassVar[str] = "cancel"
     id: int
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(_Message, tag="ready"):
     """Says that the lead (the target's rank 0) decodes from now on. model: the target's name.
     context: the most tokens of prompt and answer together. stop_ids: tokens that end an answer.
     max_running: how many requests decode together. vocab: the number of token ids. backend,
     device_name: what the lead computes with. draws: where the lead draws sampled tokens, "device"
     or "host" (None: nowhere)."""
 
-    op: ClassVar[str] = "ready"
     model: str
     context: int
     stop_ids: Sequence[int]
@@ -67,14 +64,12 @@ class Ready:
     draws: str | None = None
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(_Message, tag="tokens"):
     """New tokens of a request, from one round; a stop token may be among them. sources: what
     drafted each token, or the target. logprobs: the target's log-probabilities of the tokens, if
     the request asked for them. hits: in how many of the request's rounds so far the drafts came
     from the speculation cache."""
 
-    op: ClassVar[str] = "tokens"
     id: int
     tokens: Sequence[int]
     sources: Sequence[str] = ()
@@ -82,26 +77,23 @@ class Tokens:
     hits: int = 0
 
 
-@dataclass(frozen=True)
-class PromptTokens:
+class PromptTokens(_Message, tag="prompt"):
     """Log-probabilities of a request's prompt tokens, from position `start` on; those of the first
     token are never sent. After a preemption the same ones are sent again."""
 
-    op: ClassVar[str] = "prompt"
     id: int
     start: int
     logprobs: Sequence[Logprob]
 
 
-@dataclass(frozen=True)
-class End:
+class End(_Message, tag="end"):
     """Says why a request has ended. reason: "stop" (a stop token), "length", "cancelled",
     "deadline" or "refused" (`why` is the message). drafted, accepted: numbers of draft tokens in
     all rounds of the request. hits: the number of rounds whose drafts came from the speculation
     cache. cached: number of prompt tokens that were in the KV cache already. forced: number of
-    tokens that the grammar dictated."""
+    tokens that the grammar dictated. steps: for each number of tokens, 0 to K, in how many
+    rounds so many drafted tokens were accepted."""
 
-    op: ClassVar[str] = "end"
     id: int
     reason: str
     drafted: int = 0
@@ -111,15 +103,14 @@ class End:
     cached: int = 0
     forced: int = 0
     why: str = ""
+    steps: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(_Message, tag="stats"):
     """The scheduler's state, sent about ten times a second. running, waiting: numbers of requests.
     free_pages, pages: of the KV cache. mode, lookahead: the method and K of the last round. draft:
     "present" or "lost". preempted, rounds: counts since the start."""
 
-    op: ClassVar[str] = "stats"
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
@@ -132,27 +123,20 @@ class Stats:
 
 
 Message = Submit | Cancel | Ready | PromptTokens | Tokens | End | Stats
-_KINDS: dict[str, Any] = {kind.op: kind for kind in Message.__args__}
-_NAMES = {kind: frozenset(f.name for f in fields(kind)) for kind in _KINDS.values()}
+_read = msgspec.json.Decoder(Message).decode
 
 
 def pack(message: Message) -> bytes:
     """Returns a message as a line of JSON."""
-    values = {"op": message.op, **vars(message)}
-    return json.dumps(values, default=Sampling.to_dict).encode() + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def unpack(line: bytes) -> Message:
     """Returns the message in a line, without fields that this version does not know. Raises
     ProtocolError if the line is no message."""
     try:
-        values = json.loads(line)
-        kind = _KINDS[values.pop("op")]
-        if kind is Submit:
-            values["sampling"] = Sampling.from_dict(values["sampling"])
-        message: Message = kind(**{name: values[name] for name in values if name in _NAMES[kind]})
-        return message
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return _read(line)
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"serve: no message: {line[:80]!r} ({error})") from error
 
 

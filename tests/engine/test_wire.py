@@ -34,7 +34,7 @@ from mpissd.engine.model.transformer.cache import CacheSizes, PageTable, RowPlac
 from mpissd.engine.oracle.markov import MarkovDraft, MarkovLaws, MarkovModel, MarkovTarget
 from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.sequence import Batch, Placement
-from mpissd.serve.request import MOST_BIASES, MOST_TOP
+from mpissd.serve.fields import MOST_BIASES, MOST_TOP
 from tests.loop.harness import CountingForwards
 
 BATCH, K, V, ROUND, MOST_PROMPT = 3, 4, 50, 7, 9

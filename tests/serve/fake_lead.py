@@ -22,6 +22,7 @@ from mpissd.serve.protocol import (
     Cancel,
     End,
     Message,
+    PromptTokens,
     Ready,
     Stats,
     Submit,
@@ -90,6 +91,10 @@ class FakeLead:
 
     async def _decode(self, asked: Submit) -> None:
         tokens = list(self.script.answer)[: asked.max_tokens]
+        if (count := asked.sampling.prompt_logprobs) is not None:
+            scores = [Logprob(-0.5 - n, self.script.likeliest[:count]) for n in asked.prompt[1:]]
+            self._tell(PromptTokens(asked.id, 1, scores[:1]))
+            self._tell(PromptTokens(asked.id, 2, scores[1:]))
         async with self._room:
             while not self.script.gate():
                 await asyncio.sleep(0.01)
@@ -111,7 +116,9 @@ class FakeLead:
 
     def _end(self, number: int, reason: str) -> None:
         self.script.ended[number] = reason
-        self._tell(End(number, reason, drafted=8, accepted=5, hits=3, rounds=4, cached=2))
+        steps = [1, 1, 2, 0, 0]
+        told = {"drafted": 8, "accepted": 5, "hits": 3, "rounds": 4, "cached": 2, "steps": steps}
+        self._tell(End(number, reason, **told))
 
     def _tell(self, message: Message) -> None:
         if not self._writer.is_closing():

@@ -26,8 +26,8 @@ from tests.text import tiny
 
 module("uvicorn", "the extra serve")
 from mpissd.serve import app, front  # noqa: E402
+from mpissd.serve.fields import Problem  # noqa: E402
 from mpissd.serve.lead import Lead  # noqa: E402
-from mpissd.serve.request import Problem  # noqa: E402
 from tests.serve.rig import Rig, answered, sent, serving  # noqa: E402
 
 STOP = 1
@@ -172,10 +172,10 @@ class SlowWords:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._words, name)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **told: bool) -> list[int]:
         self.encoded += 1
         assert self.gate.wait(60)
-        return self._words.encode(text)
+        return self._words.encode(text, **told)
 
 
 def test_prompts_of_clients_that_have_left_hold_nobody_up(words: Tokenizer) -> None:
@@ -291,6 +291,10 @@ def test_the_state_is_shown(rig: Rig) -> None:
         'mpissd_tokens_total{kind="accepted"} 5.0',
         'mpissd_tokens_total{kind="cached"} 2.0',
         "mpissd_cache_hits_total 3.0",
+        'vllm:spec_decode_num_drafts_total{model_name="tiny"} 4.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="tiny"} 8.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"} 5.0',
+        'num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 2.0',
         "mpissd_time_to_first_token_seconds_count 1.0",
         "mpissd_free_pages 7.0",
         "mpissd_draft_present 1.0",

@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.protocol import End, Tokens
-from mpissd.serve.request import CALL, Exchange, Problem, called, parse
+from mpissd.serve.fields import Problem
+from mpissd.serve.protocol import End, Ready, Tokens
+from mpissd.serve.request import CALL, Exchange, called, parse
 from tests.text import tiny
 
 NAMES = (
@@ -38,51 +39,62 @@ VALUES = st.recursive(
 
 
 USER = {"role": "user", "content": "x"}
+CALLED = {"function": {"name": "f", "arguments": "{"}}
 FIELDS: list[tuple[str, Any, str]] = [
-    ("max_tokens", 0, "a whole number >= 1"),
-    ("max_tokens", True, "a whole number >= 1"),
-    ("temperature", 2.5, "at most 2"),
-    ("temperature", [], "at most 2"),
-    ("top_p", 0, "above 0"),
-    ("seed", 2**63, "a whole number in"),
-    ("deadline_s", -1, "above 0"),
-    ("n", 9, "in [1, 8]"),
-    ("echo", True, "allowed: false"),
-    ("logprobs", 6, "in [0, 5]"),
-    ("presence_penalty", 2.5, "at most 2"),
-    ("frequency_penalty", "1", ">= -2"),
-    ("logit_bias", {"é": 1}, '{"TOKEN ID": NUMBER}'),
+    ("max_tokens", 0, "max_tokens=0: allowed: int >= 1"),
+    ("max_tokens", True, "max_tokens=true: allowed: int"),
+    ("temperature", 2.5, "<= 2"),
+    ("temperature", [], "allowed: float"),
+    ("top_p", 0, "> 0"),
+    ("top_k", -2, ">= -1"),
+    ("min_p", 1.5, "<= 1"),
+    ("repetition_penalty", 0, "> 0"),
+    ("min_tokens", -1, ">= 0"),
+    ("seed", 2**63, "allowed: int <="),
+    ("deadline_s", -1, "> 0"),
+    ("n", 9, "<= 8"),
+    ("logprobs", 21, "<= 20"),
+    ("presence_penalty", 2.5, "<= 2"),
+    ("frequency_penalty", "1", "allowed: float"),
+    ("logit_bias", {"é": 1}, "matching regex"),
     ("logit_bias", {"7": -101}, ">= -100"),
-    ("logit_bias", {"1": 5, "01": -5}, '{"TOKEN ID": NUMBER}'),
-    ("stream", "yes", "true, false"),
+    ("logit_bias", {"1": 5, "01": -5}, "matching regex"),
+    ("stream", "yes", "allowed: bool"),
     ("stream_options", {"include_usages": True}, "did you mean 'include_usage'"),
-    ("stop", [""], "none empty"),
-    ("stop", ["a"] * 17, "at most 16"),
-    ("stop", 7, "a string"),
-    ("stop", "a" * 2000, "up to 16 strings"),
-    ("prompt", ["a", "b"], "one list of token ids"),
-    ("prompt", [-1], "one list of token ids"),
-    ("speculation", {"lookahead": -1}, "lookahead=-1: allowed: a whole number >= 0"),
-    ("speculation", {"K": 1}, "unknown field 'K': allowed: lookahead"),
+    ("stop", [""], 'stop[0]="": allowed: str of length >= 1'),
+    ("stop", ["a"] * 17, "length <= 16"),
+    ("stop", 7, "allowed: str | array"),
+    ("stop", "a" * 2000, "length <= 1024"),
+    ("mode", "fast", "allowed: ar, sd, ssd"),
+    ("prompt", ["a", 7], "prompt=7: allowed: a text"),
+    ("prompt", [-1], "a list of token ids"),
+    ("prompt", [], "a list of token ids"),
+    ("speculation", {"lookahead": -1}, "speculation.lookahead=-1: allowed: int >= 0"),
+    ("speculation", {"K": 1}, "unknown speculation field 'K': allowed: lookahead"),
     ("prompt", "\ud800", "no UTF-8 text"),
-    ("prompt", {"a": 1}, "is no text"),
+    ("prompt", {"a": 1}, "allowed: a text"),
+    ("best_of", 2, "best_of=2: allowed: 1, n"),
+    ("best_of", True, "best_of=true"),
+    ("bad_words", ["x"], 'bad_words=["x"]: allowed: [], logit_bias'),
+    ("guided_grammar", "root ::= x", "allowed: guided_json, guided_regex, guided_choice"),
+    ("structured_outputs", {"grammar": "x"}, "unknown structured_outputs field 'grammar'"),
     ("max_token", 5, "did you mean 'max_tokens'"),
     ("messages", [USER], "unknown field"),
     ("é\n", 1, "unknown field"),
 ]
 CONVERSATIONS: list[tuple[Any, str]] = [
-    ([], "at least one message"),
-    ([7], '"role"'),
-    ([{"role": "user"}], "is no text"),
-    ([{"role": "robot", "content": "x"}], "role"),
-    ([{**USER, "tool_calls": []}], "unknown messages[0] field"),
-    ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments"),
-    ([{"role": "tool", "content": None}], "is no text"),
-    ([{"role": "assistant", "refusal": "no"}], "unknown messages[0] field"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "parts"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "parts"),
+    ([], "messages=[]: allowed: array of length >= 1"),
+    ([7], "messages[0]=7: allowed: object"),
+    ([{"role": "user"}], "messages[0].content: needed"),
+    ([{"role": "robot", "content": "x"}], 'role="robot": allowed: assistant, developer'),
+    ([{**USER, "names": "x"}], "unknown messages[0] field 'names': did you mean 'name'"),
+    ([{"role": "assistant", "tool_calls": [CALLED]}], "arguments"),
+    ([{"role": "tool", "content": None}], "content: needed"),
+    ([{"role": "assistant", "refusal": "no"}], "messages[0].refusal"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "output_text, text"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text: needed"),
     ([{"role": "user", "content": "a\udfffb"}], "no UTF-8 text"),
-    ([{"role": "assistant", "content": False}], "is no text"),
+    ([{"role": "assistant", "content": False}], "content=false: allowed: str | array | null"),
 ]
 BODIES = [
     (b"{", "no JSON"),
@@ -116,10 +128,10 @@ def is_sound(ask: Exchange) -> bool:
     ranges = [
         ask.max_tokens is None or ask.max_tokens >= 1,
         0 <= ask.sampling.temperature <= 2,
-        0 < ask.sampling.top_p <= 1 <= ask.n <= 8,
+        0 < ask.sampling.top_p <= 1 <= ask.asked.n <= 8,
         0 <= (ask.sampling.seed or 0) < 2**63,
-        ask.deadline_s is None or 0 < ask.deadline_s <= 86400,
-        all(isinstance(stop, str) and stop for stop in ask.stop),
+        ask.asked.deadline_s is None or 0 < ask.asked.deadline_s <= 86400,
+        all(isinstance(stop, str) and stop for stop in ask.asked.stops),
     ]
     return all(ranges)
 
@@ -134,8 +146,8 @@ def test_a_request_is_sound_or_refused(words: Tokenizer, body: dict[str, Any], c
     try:
         ask = parse(json.dumps(body).encode(), is_chat=chat)
         assert is_sound(ask)
-        tokens = ask.encode(words)
-        assert tokens and min(tokens) >= 0
+        for tokens in ask.encode(words):
+            assert tokens and min(tokens) >= 0
     except Problem as problem:
         assert problem.status == 400 and problem.message
         json.dumps(problem.to_dict()).encode()
@@ -180,7 +192,9 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def answered(words: Tokenizer, text: str, cut: int, *, stream: bool) -> dict[str, Any]:
     """Returns the message with which the server answers a text whose last tokens are cut off."""
     body = {"messages": [USER], "tools": [TOOL], "stream": stream}
-    (choice,) = parse(json.dumps(body).encode(), is_chat=True).begin(words, (1,), "tiny")
+    asked = parse(json.dumps(body).encode(), is_chat=True)
+    asked.prompts = [[5]]
+    (choice,) = asked.begin(words, Ready("tiny", 400, (1,), 1, "ssd", 9), "tiny")
     tokens, deltas = words.encode(text), list[dict[str, Any]]()
     for token in [*tokens[: len(tokens) - cut], *[1] * (not cut)]:
         choice.add(Tokens(0, [token]))

@@ -13,6 +13,7 @@ bit.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -87,7 +88,7 @@ class Task:
     was preempted. drafted, accepted: how many tokens were drafted and accepted. rejected: in how
     many rounds a drafted token was rejected. hits: in how many rounds the speculation cache held
     the draft. cached: how many prompt tokens other sequences had stored in the KV cache. forced:
-    how many tokens its grammar forced.
+    how many tokens its grammar forced. steps: {number of accepted tokens: rounds with drafts}.
     """
 
     request: Request
@@ -103,6 +104,7 @@ class Task:
     rounds: int = 0
     cached: int = 0
     forced: int = 0
+    steps: Counter[int] = field(default_factory=Counter)
 
     @property
     def length(self) -> int:
@@ -119,6 +121,7 @@ class Task:
         tokens. hit: 1 if the speculation cache was hit, else 0. is_judged: False if the drafted
         tokens could not be verified, because their distributions were lost with the draft rank."""
         self.rounds += 1
+        self.steps[accepted] += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
         self.rejected += is_judged and accepted < drafted

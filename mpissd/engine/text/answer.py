@@ -24,11 +24,12 @@ def sources_of(num_accepted: int, source: int) -> list[str]:
 class AnswerText:
     """The text of one answer, produced piece by piece while its tokens arrive.
 
-    strings: stop strings; the text ends before the first one that occurs. stop_ids: tokens that end
-    an answer. prompt: the tokens before the answer, decoded along with it, because a decoder drops
-    the first space of a text. The pieces that `push` and `flush` return add up to the text.
-    Incomplete UTF-8 characters, and text that may begin a stop string, are held back until later
-    tokens decide. ended: the finish reason, "stop_token" or "stop" (a stop string), or None so far.
+    strings: stop strings; the text ends before the first one that occurs after the first min_tokens
+    tokens. stop_ids: tokens that end an answer. prompt: the tokens before the answer, decoded along
+    with it, because a decoder drops the first space of a text. The pieces that `push` and `flush`
+    return add up to the text. Incomplete UTF-8 characters, and text that may begin a stop string,
+    are held back until later tokens decide. ended: the finish reason, "stop_token" or "stop" (a
+    stop string), or None so far.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class AnswerText:
         strings: Sequence[str],
         stop_ids: Collection[int],
         prompt: Sequence[int],
+        min_tokens: int = 0,
     ) -> None:
+        self._free = min_tokens  # the tokens to come in which no stop string is looked for
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._stops = [stop for stop in strings if stop]
@@ -53,6 +56,7 @@ class AnswerText:
         """Appends a token to the answer; returns the further text that can be shown now."""
         if self.ended is not None:
             return ""
+        self._free -= 1
         if token in self._stop_ids:
             text = self.flush()
             self.ended = "stop_token"
@@ -69,8 +73,8 @@ class AnswerText:
         self._partial = _unfinished(self._partial + added)[1]
         if not self._partial:
             new += self._advance()
-        if not new:
-            return ""
+        if not new or self._free >= 0:
+            return new
         text, is_cut = self._cut(self._held + new)
         if is_cut:
             self.ended = "stop"

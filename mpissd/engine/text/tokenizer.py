@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from io import StringIO
 from itertools import compress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
@@ -70,11 +71,16 @@ class Tokenizer(Vocabulary):
         vocabulary = _for_llguidance(self.backend.to_str(), self.vocab_size)
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
-    def encode(self, text: str, *, context: int | None = None) -> list[int]:
-        """Returns the tokens of a text, together with those that the model expects around it, such
-        as BOS. Raises ConfigError if the text has more bytes than `context` tokens can have."""
+    def encode(self, text: str, *, context: int | None = None, specials: bool = True) -> list[int]:
+        """Returns the tokens of a text; with `specials`, together with those that the model expects
+        around it, such as BOS. Raises ConfigError if the text has more bytes than `context` tokens
+        can have."""
         self._check_length(text, context)
-        return self.backend.encode(text).ids
+        return self.backend.encode(text, add_special_tokens=specials).ids
+
+    def reads(self, name: str) -> bool:
+        """Returns whether a chat template reads a variable of this name."""
+        return any(re.search(rf"\b{re.escape(name)}\b", one) for one in self.templates.values())
 
     def chat(
         self,
@@ -84,14 +90,16 @@ class Tokenizer(Vocabulary):
         begins: bool = True,
         continues: bool = False,
         context: int | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Returns the tokens of a conversation, up to the beginning of the model's answer.
 
         messages: each one {"role": …, "content": …}. tools: descriptions of tools, for the
         template. begins: whether the template writes the beginning of an answer. continues: whether
-        the answer continues the last message. context: the most tokens of a sequence. Raises
-        ConfigError if there is no chat template, if it ignores the tools or refuses the messages,
-        and if its text has more bytes than `context` tokens can have.
+        the answer continues the last message. context: the most tokens of a sequence. variables:
+        further variables of the template. Raises ConfigError if there is no chat template, if it
+        ignores the tools or refuses the messages, and if its text has more bytes than `context`
+        tokens can have.
         """
         template = (tools and self.templates.get("tool_use")) or self.template
         if template is None:
@@ -104,9 +112,9 @@ class Tokenizer(Vocabulary):
                 raise ConfigError("the last message has no text to continue")
             messages[-1] = {**messages[-1], "content": last + _CUT}
         asked = {"tools": tools or None, "add_generation_prompt": begins and not continues}
-        variables = {"messages": messages, "documents": None, **asked, **self.specials}
+        told = {"messages": messages, "documents": None, **asked, **self.specials}
         try:
-            text = _render(template, variables)
+            text = _render(template, {**variables, **told})
             if continues:
                 end = text.rindex(_CUT.strip())
                 text = text[:end] if text.startswith(_CUT, end) else text[:end].rstrip()

@@ -1,0 +1,463 @@
+"""The fields of requests: their types and ranges, declared once, and how a body becomes them.
+
+A field has the name and meaning that it has in OpenAI's API or vLLM's. One that this server cannot
+honour passes at the values in NEUTRAL, which change nothing, and is refused at others. An unknown
+field is refused, as OpenAI does; vLLM ignores it, and a mistyped name with it. A null is an absent
+field. `deadline_s`, `mode`, `speculation` and stream_options.include_sources are this server's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.inspect import type_info
+
+from mpissd.common.errors import ConfigError, unknown
+from mpissd.engine.text.prompts import check_text
+
+MOST_BIASES, MOST_CHOICES, MOST_STOPS, MOST_TOP = 1024, 8, 16, 20
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Fields that change no answer, whatever they say
+_IGNORED = (
+    "user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention cache_salt "
+    "client_metadata"
+).split()
+# Fields that are not honoured, by the JSON values at which they change nothing ("": none)
+_OTHERS = {
+    "false": "store echo use_beam_search early_stopping include_stop_str_in_output "
+    "return_token_ids return_tokens_as_token_ids background",
+    "true": "skip_special_tokens spaces_between_special_tokens include_reasoning",
+    "0": "priority top_a mirostat",
+    "1": "best_of length_penalty repeat_penalty typical_p",
+    "[]": "bad_words allowed_token_ids functions documents include",
+    '""': "suffix",
+    '"auto"|"default"': "service_tier",
+    '"auto"|"guidance"': "guided_decoding_backend",
+    '"auto"|"none"': "function_call",
+    '"medium"': "verbosity",
+    '"disabled"': "truncation",
+    '["text"]': "modalities",
+    "": "prompt_logprobs guided_grammar truncate_prompt_tokens web_search_options prediction "
+    "previous_response_id conversation max_tool_calls",
+}
+NEUTRAL = {
+    name: [json.loads(value) for value in values.split("|") if value]
+    for values, names in _OTHERS.items()
+    for name in names.split()
+}
+_NEAREST = {
+    "echo": "echo of /v1/completions",
+    "prompt_logprobs": "echo and logprobs of /v1/completions",
+    "bad_words": "logit_bias",
+    "allowed_token_ids": "guided_choice",
+    "best_of": "n",
+    "repeat_penalty": "repetition_penalty",
+    "typical_p": "top_p",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_grammar": "guided_json, guided_regex, guided_choice",
+    "previous_response_id": "input with all earlier items",
+    "conversation": "input with all earlier items",
+    "verbosity": "max_tokens",
+}
+
+Count = Annotated[int, Meta(ge=0, le=2**31)]
+Positive = Annotated[int, Meta(ge=1, le=2**31)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = Annotated[str, Meta(min_length=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Choice = Annotated[list[Text], Meta(min_length=1)]
+TokenId = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Form = tuple[str, str, Any]  # (field, kind and value for make_grammar)
+Kind = TypeVar("Kind", bound=Struct)
+
+
+@dataclass(eq=False)
+class Problem(Exception):
+    """Ends a request with an HTTP status and an error message. param: the name of the field at
+    fault. code: a machine-readable name of the error. headers: further response headers."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the body of the response, {"error": …} as in OpenAI's API."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _KINDS.get(self.status, default)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class Strict(Struct, forbid_unknown_fields=True):
+    """Base class of objects with these fields only."""
+
+
+class StreamOptions(Strict, kw_only=True):
+    """What a stream has beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    include_sources: bool | None = None
+
+
+class DraftLimits(Strict, kw_only=True):
+    """lookahead: the most drafted tokens a round."""
+
+    lookahead: Count | None = None
+
+
+class JsonSchema(Struct):
+    """The schema of an answer; its name and description change nothing."""
+
+    schema: dict[str, Any]
+
+
+class ResponseFormat(Strict, kw_only=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict, kw_only=True):
+    """The form of an answer, as vLLM's StructuredOutputsParams."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Choice | None = None
+    json_object: bool | None = None
+
+
+class Part(Struct):
+    """A part of a message's content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class CalledFunction(Struct):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class Call(Struct, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
+class ChatMessage(Strict, kw_only=True):
+    """A message of a conversation. Of the fields that answers have, empty ones are ignored."""
+
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Literal[""] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: Annotated[dict[str, Any], Meta(max_length=0)] | None = None
+    function_call: Annotated[dict[str, Any], Meta(max_length=0)] | None = None
+
+
+class Function(Struct):
+    """A function that an answer may call. parameters: a JSON schema of its arguments."""
+
+    name: Text
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Struct):
+    """A tool that an answer may call."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedTool(Struct):
+    """The tool that an answer must call."""
+
+    function: Function
+
+
+class Asked(Strict, kw_only=True):
+    """The fields of both endpoints. None: a default of the server."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)] = {}
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] = []
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MOST_STOPS)] = []
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    mode: Literal["ar", "sd", "ssd"] | None = None
+    speculation: DraftLimits = msgspec.field(default_factory=DraftLimits)
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def form(self) -> Form | None:
+        """The form that answers must have; raises Problem if several are given."""
+        forms = list(self._forms())
+        if len(forms) > 1:
+            message = f"{forms[1][0]} with {forms[0][0]}: allowed: one of them"
+            raise Problem(400, message, forms[1][0])
+        if not forms:
+            return None
+        form = forms[0]
+        for name in ("min_tokens", "ignore_eos"):  # a complete answer ends, and not before
+            if getattr(self, name):
+                raise Problem(400, f"{name} with {form[0]}: allowed: one of them", name)
+        return form
+
+    def _forms(self) -> list[Form]:
+        found = list[tuple[str, str, Any]]()
+        if (asked := self.response_format) is not None and asked.type != "text":
+            if asked.type == "json_schema" and asked.json_schema is None:
+                allowed = 'allowed: with "json_schema": {"schema": {…}}'
+                raise Problem(400, f"response_format: json_schema: {allowed}", "response_format")
+            schema = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema
+            found.append(("response_format", "json", schema))
+        found += [(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in _FORMS]
+        if (inner := self.structured_outputs) is not None:
+            name = "structured_outputs"
+            found += [(name, kind, getattr(inner, kind)) for kind in _FORMS]
+            found.append((name, "json", {"type": "object"} if inner.json_object else None))
+        texts = ((n, k, json.dumps(v) if isinstance(v, dict) else v) for n, k, v in found)
+        return [(name, kind, value) for name, kind, value in texts if value is not None]
+
+
+_FORMS = ("json", "regex", "choice")
+
+
+class ChatBody(Asked, kw_only=True):
+    """The fields of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP)] = 0
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer is one or more tool calls."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether the answer that must call tools calls only one."""
+        return isinstance(self.tool_choice, NamedTool) or not self.parallel_tool_calls
+
+    def _forms(self) -> list[Form]:
+        found = super()._forms()
+        if self.must_call:
+            found.append(("tool_choice", "json", json.dumps(self._calls())))
+        return found
+
+    def _calls(self) -> dict[str, Any]:
+        """Returns the JSON schema of the tool calls that an answer must be."""
+        tools, chosen = [tool.function for tool in self.tools], self.tool_choice
+        if isinstance(chosen, NamedTool):
+            tools = [tool for tool in tools if tool.name == chosen.function.name]
+        if not tools:
+            raise Problem(400, "tool_choice: allowed: one of the tools", "tool_choice")
+        defined, calls = dict[str, Any](), list[dict[str, Any]]()
+        for tool in tools:
+            schema = dict(tool.parameters or {"type": "object"})
+            for name, inner in schema.pop("$defs", {}).items():  # "$ref" names them from the root
+                if defined.setdefault(name, inner) != inner:
+                    raise Problem(400, f"tools: two definitions of {shown(name)}", "tools")
+            properties = {"name": {"const": tool.name}, "arguments": schema}
+            calls.append(closed(properties))
+        call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        if not self.is_one_call:
+            call = {"type": "array", "items": call, "minItems": 1}
+        return {**call, "$defs": defined} if defined else call
+
+
+class CompletionBody(Asked, kw_only=True):
+    """The fields of /v1/completions. prompt: a text, token ids, or a list of either."""
+
+    prompt: Any
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts; raises Problem for another value."""
+        prompt = self.prompt
+        several = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+        prompts = prompt if several else [prompt]
+        for one in prompts:
+            is_ids = isinstance(one, list) and one and all(type(t) is int and t >= 0 for t in one)
+            if not (isinstance(one, str) or is_ids):
+                allowed = "a text, a list of token ids, or a list of these"
+                raise Problem(400, f"prompt={shown(one)}: allowed: {allowed}", "prompt")
+        return list(prompts)
+
+
+class Tokenize(Strict, kw_only=True):
+    """The fields of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class Detokenize(Strict, kw_only=True):
+    """The fields of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+def closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """Returns the JSON schema of an object with all these properties and no others."""
+    told = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**told, "required": list(properties)}
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Returns a body's JSON object, without nulls; raises Problem for another body."""
+    try:
+        fields = json.loads(body.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise Problem(400, f"the body is no UTF-8 text (byte {error.start + 1})") from error
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, f"the body is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise Problem(400, "the body is no JSON object")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read_fields(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
+    """Returns the fields of a body as an object. Raises Problem for a field that is unknown, has a
+    value that is not allowed, or cannot be honoured."""
+    chosen = dict[str, Any]()
+    for name, value in fields.items():
+        if name in kind.__struct_fields__ or name not in (*NEUTRAL, *_IGNORED):
+            chosen[name] = value
+        elif not any(_same(value, neutral) for neutral in NEUTRAL.get(name, [value])):
+            allowed = [*map(json.dumps, NEUTRAL[name]), *filter(None, [_NEAREST.get(name)])]
+            told = ", ".join(allowed) or "none"
+            raise Problem(400, f"{name}={shown(value)}: allowed: {told}", name)
+    try:
+        for name, value in chosen.items():
+            check_text(name, json.dumps(value, ensure_ascii=False))
+        return msgspec.convert(chosen, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), chosen, kind) from error
+    except ConfigError as error:
+        raise Problem(400, str(error), shown(name)[1:-1]) from error
+    except RecursionError as error:
+        raise Problem(400, f"{shown(name)[1:-1]}: is nested too deeply", name) from error
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
+    """Returns the refusal of a body. text: msgspec's message, which names the place of the wrong
+    value as "… - at `$.messages[0].role`"."""
+    reason, _, place = text.partition(" - at ")
+    path = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place)
+    where, value, types = "", fields, _parts([type_info(kind)])
+    for name, index in path:
+        where += f".{name}" if name else f"[{index}]"
+        if name:
+            value = value[name]
+            types = [
+                each.type
+                for one in types
+                for each in getattr(one, "fields", ())
+                if each.name == name
+            ]
+        else:
+            value = value[int(index)] if index.isdigit() else value
+            types = [found for one in types if (found := _inner(one)) is not None]
+        types = _parts(types)
+    where = where.lstrip(".")
+    param = path[0][0] if path else None
+    if missing := re.search("missing required field `(.*)`", reason):
+        name = f"{where}.{missing[1]}" if where else missing[1]
+        return Problem(400, f"{name}: needed", param or name)
+    if extra := re.search("unknown field `(.*)`", reason, re.DOTALL):
+        known = [each.name for one in types for each in getattr(one, "fields", ())]
+        name = shown(extra[1])[1:-1]
+        told = unknown(f"{where} field" if where else "field", name, known)
+        return Problem(400, str(told), param or name)
+    values = [str(each) for one in types for each in getattr(one, "values", ())]
+    allowed = reason.partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+    allowed = ", ".join(values) or allowed
+    return Problem(400, f"{where}={shown(value)}: allowed: {allowed}", param)
+
+
+def _parts(types: Sequence[Any]) -> list[Any]:
+    """Returns types (of msgspec.inspect) with the members of unions in their place."""
+    return [part for one in types for part in getattr(one, "types", (one,))]
+
+
+def _inner(one: Any) -> Any:
+    return getattr(one, "item_type", None) or getattr(one, "value_type", None)
+
+
+def shown(value: Any) -> str:
+    """Returns a JSON value as text for an error message, cut to 60 characters."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # the parser accepts deeper nesting than json.dumps
+        text = type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")

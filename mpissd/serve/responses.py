@@ -1,0 +1,221 @@
+"""/v1/responses of OpenAI's API, without state: a body becomes a chat's, and its answer an object
+with `output` items. A conversation is sent whole each time; nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpissd.common.rounds import Sampling
+from mpissd.serve.fields import ChatBody, Problem, shown
+from mpissd.serve.request import Exchange, accounts, event, made, usage_of
+
+# {field of a response's body: the chat's field}; fields that are not named have the same name
+_NAMES = {"max_output_tokens": "max_completion_tokens"}
+_INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+
+
+@dataclass(eq=False)
+class Response(Exchange):
+    """A request to /v1/responses, and its answer so far. given: the body."""
+
+    given: Mapping[str, Any] = field(default_factory=dict)
+    _count: int = 0  # events so far
+    _item: str = ""  # the id of the message that the answer is
+    _content: list[str] = field(default_factory=list)  # parts of the answer's text
+    _calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def _event(self, kind: str, **told: Any) -> bytes:
+        self._count += 1
+        data = {"type": f"response.{kind}", "sequence_number": self._count - 1, **told}
+        return f"event: response.{kind}\n".encode() + event(data)
+
+    def _object(self, status: str, output: Sequence[Any] = ()) -> dict[str, Any]:
+        """Returns the response object. output: its items."""
+        asked, end = self.given, self.end
+        is_cut = status == "incomplete" and end is not None
+        reason = "max_output_tokens" if is_cut and end and end.reason == "length" else "deadline"
+        told = {name: asked.get(name) for name in ("instructions", "metadata", "max_output_tokens")}
+        return {
+            "id": self._head["id"].replace("chatcmpl-", "resp_"),
+            "object": "response",
+            "created_at": self._head["created"],
+            "model": self._head["model"],
+            "status": status,
+            "output": list(output),
+            "error": None,
+            "incomplete_details": {"reason": reason} if is_cut else None,
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+            "tools": asked.get("tools", []),
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "text": asked.get("text", {"format": {"type": "text"}}),
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "store": False,
+            **told,
+        }
+
+    def _message(self, status: str) -> dict[str, Any]:
+        part = self._text_part("".join(self._content))
+        head = {"type": "message", "id": self._item, "role": "assistant"}
+        return {**head, "status": status, "content": [part]}
+
+    def _text_part(self, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+    def part(self) -> bytes:
+        """Returns the events of the text since the last call."""
+        new, self._new = self._new, []
+        text, calls = self.said(new)
+        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        events = b""
+        if not self._count:
+            self._item = f"msg_{secrets.token_hex(12)}"
+            place["item_id"] = self._item
+            for kind in ("created", "in_progress"):
+                events += self._event(kind, response=self._object("in_progress"))
+        if text and not self._content:
+            item = {**self._message("in_progress"), "content": []}
+            events += self._event("output_item.added", output_index=0, item=item)
+            events += self._event("content_part.added", **place, part=self._text_part(""))
+        if text:
+            self._content.append(text)
+            told = {"delta": text, "logprobs": self.logprobs(new)}
+            events += self._event("output_text.delta", **place, **told)
+        if self.end is not None:
+            self._calls = calls
+        return events
+
+    def ending(self, choices: Sequence[Exchange]) -> bytes:
+        """Returns the last events."""
+        whole = self.whole(choices)
+        events = b""
+        for index, item in enumerate(whole["output"]):
+            place = {"item_id": item["id"], "output_index": index}
+            if item["type"] == "message":
+                inner = {**place, "content_index": 0}
+                part = item["content"][0]
+                told = {"text": part["text"], "logprobs": []}
+                events += self._event("output_text.done", **inner, **told)
+                events += self._event("content_part.done", **inner, part=part)
+            else:
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                events += self._event("output_item.added", output_index=index, item=begun)
+                kind, text = "function_call_arguments", item["arguments"]
+                events += self._event(f"{kind}.delta", **place, delta=text)
+                events += self._event(f"{kind}.done", **place, name=item["name"], arguments=text)
+            events += self._event("output_item.done", output_index=index, item=item)
+        return events + self._event(whole["status"], response=whole)
+
+    def failed(self, problem: Problem) -> bytes:
+        """Returns the last event of a stream that failed."""
+        error = {"code": "server_error", "message": problem.message}
+        return self._event("failed", response={**self._object("failed"), "error": error})
+
+    def whole(self, choices: Sequence[Exchange]) -> dict[str, Any]:
+        """Returns the response object of an answer that has ended."""
+        assert self.end is not None, "an answer that goes on"
+        logprobs = self.logprobs(self._new)
+        if not self.asked.stream:
+            text, self._calls = self.said(self._new)
+            self._content = [text]
+        self._item = self._item or f"msg_{secrets.token_hex(12)}"
+        is_whole = self.is_stopped or self.end.reason == "stop"
+        status = "completed" if is_whole else "incomplete"
+        items = list[dict[str, Any]]()
+        if "".join(self._content) or not self._calls:
+            items.append(self._message(status))
+            items[0]["content"][0]["logprobs"] = logprobs
+        for call in self._calls:
+            name = {"id": call["id"].replace("call_", "fc_"), "call_id": call["id"]}
+            items.append({"type": "function_call", **name, **call["function"], "status": status})
+        counted, told = usage_of(choices), accounts(choices)
+        told["usage"] = {
+            "input_tokens": counted["prompt_tokens"],
+            "input_tokens_details": told["usage"]["prompt_tokens_details"],
+            "output_tokens": counted["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counted["total_tokens"],
+        }
+        return {**self._object(status, items), **told}
+
+
+def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
+    """Makes a Response from a body's fields; raises Problem for a body that is not allowed."""
+    fields = {_NAMES.get(name, name): value for name, value in given.items()}
+    items = fields.pop("input", None)
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list):
+        raise Problem(400, f"input={shown(items)}: allowed: a text or a list of items", "input")
+    messages = [_message(place, item) for place, item in enumerate(items)]
+    if "instructions" in fields:
+        messages.insert(0, {"role": "system", "content": fields.pop("instructions")})
+    fields["messages"] = _joined(messages)
+    text, reasoning = fields.pop("text", {}), fields.pop("reasoning", {})
+    if not (isinstance(text, dict) and isinstance(reasoning, dict)):
+        raise Problem(400, "text, reasoning: allowed: objects", "text")
+    fields |= {name: value for name, value in text.items() if name != "format"}
+    if form := text.get("format"):
+        kind, rest = form.get("type"), {k: v for k, v in form.items() if k != "type"}
+        fields["response_format"] = {"type": kind, "json_schema": rest} if rest else form
+    if reasoning.get("effort") is not None:
+        fields["reasoning_effort"] = reasoning["effort"]
+    if any(name not in _INCLUDES for name in fields.get("include", [])):
+        raise Problem(400, f"include: allowed: {', '.join(_INCLUDES)}", "include")
+    fields["logprobs"] = _INCLUDES[1] in fields.pop("include", []) or "top_logprobs" in fields
+    if tools := fields.get("tools"):
+        fields["tools"] = [_tool(tool) for tool in tools]
+    if isinstance(chosen := fields.get("tool_choice"), dict):
+        fields["tool_choice"] = _tool(chosen)
+    if given.get("n", 1) != 1:
+        raise Problem(400, f"n={shown(given['n'])}: allowed: 1", "n")
+    try:
+        made_of = made(fields, ChatBody, defaults, Response)
+    except Problem as problem:
+        back = {chat: name for name, chat in _NAMES.items()} | {"messages": "input"}
+        problem.param = back.get(problem.param or "", problem.param)
+        raise
+    assert isinstance(made_of, Response)
+    made_of.given = given
+    return made_of
+
+
+def _tool(tool: Any) -> Any:
+    """Returns a tool as chats describe it."""
+    if not isinstance(tool, dict) or tool.get("type") != "function" or "function" in tool:
+        return tool
+    inner = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": inner}
+
+
+def _message(place: int, item: Any) -> dict[str, Any]:
+    """Returns an item of `input` as a message of a chat."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        return {k: v for k, v in item.items() if k in ("role", "content", "name")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    if kind == "function_call_output":
+        output = item.get("output")
+        text = output if isinstance(output, (str, list)) else json.dumps(output)
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+    allowed = "message, function_call, function_call_output"
+    raise Problem(400, f"input[{place}].type={shown(kind)}: allowed: {allowed}", "input")
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with adjacent items of one answer, its text and its calls, as one."""
+    joined = list[dict[str, Any]]()
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if "tool_calls" in message and last.get("role") == "assistant":
+            last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+        else:
+            joined.append(dict(message))
+    return joined
