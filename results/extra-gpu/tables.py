@@ -77,8 +77,9 @@ def _settings() -> Iterator[Setting]:
             rates = rates.rename({"SSD": "SSD tree"})
         texts = []
         for use in _NAMES:
-            runs = sorted(where(here, use=use)["tok_per_s"], reverse=True)
-            text = ", ".join(dict.fromkeys(f"{rate:.0f}" for rate in runs)) or "–"
+            runs = sorted(where(here, use=use)["tok_per_s"])
+            ends = dict.fromkeys(f"{rate:.0f}" for rate in [*runs[:1], *runs[-1:]])
+            text = " to ".join(ends) or "–"
             texts.append(text + (f" ({rates[use]:.0f})" if runs and use in rates else ""))
         best = best_shapes(here)  # the fastest first
         ssd = next(runs for use, runs in best.items() if use.startswith("SSD"))
