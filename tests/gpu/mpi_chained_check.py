@@ -17,10 +17,12 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpissd.common.config import RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
 from tests.gpu.test_chained import PROMPTS, counting, decode
 from tests.text.test_chained import PARALLEL, REPLAYS
+from tests.text_config import finished
 from tests.tiny_pair import config, masked_pair, tiny_pair
 
 COMM = MPI.COMM_WORLD
@@ -82,6 +84,13 @@ def main(backend: str, folder: Path) -> None:
     told = {**every, **models, **SD, "forward": "transformer", "context": 20, "rounds": 24}
     for flags in IMPOSED:
         check(counts, str(flags), **{**told, **flags})
+    tree = {**REPLAY, **SD, **DYNAMIC, "parallel_drafting": True, "lookahead": 8}
+    found = decode(**{**told, **tree})
+    if COMM.rank == 0:
+        device = {"backend": "emulated", "device": "null", "pair": "toy"}
+        by_host = finished(RunConfig(**{**tree, **device, "recording": str(REPLAYS)}), 24)
+        assert found.sequences().tolist() == by_host.records.sequences().tolist()
+        print("pass  replayed dynamic trees", flush=True)
     for flags in SSD if COMM.size == 2 else ():
         for kind in (text | pair, {**told, **REPLAY, "batch_size": 2, "num_drafts": 1}):
             check(counts, f"growth {flags}", **{**kind, "mode": "ssd", **flags})
