@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from mpissd.engine.law.acceptance import rounds
 from mpissd.engine.model.transformer.trees import CHOICES, accepted, searched
 from mpissd.learn.draft import Draft, ModelDraft, StateDraft, following
 from mpissd.learn.sample import Samples
@@ -227,16 +228,10 @@ def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
     return _rounds([[*at[:lookahead], False].index(False) for at in answer])
 
 
-def _rounds(accepted: Sequence[int]) -> list[int]:
-    """Returns the numbers of tokens of the rounds that decode an answer. accepted: for each
-    position, how many drafted tokens a round that starts there accepts."""
-    rounds = []
-    at = 0
-    while at < len(accepted):
-        k = int(accepted[at])
-        rounds.append(min(k + 1, len(accepted) - at))
-        at += k + 1
-    return rounds
+def _rounds(runs: Sequence[int]) -> list[int]:
+    """Returns the numbers of tokens of the rounds that decode an answer. runs: for each position,
+    how many drafted tokens a round that starts there accepts."""
+    return [min(k + 1, len(runs) - start) for start, k in rounds(runs)]
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -16,12 +16,13 @@ from mpissd.engine.job import Job, resolve
 from mpissd.engine.law.acceptance import load_laws, named_hit_law
 from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
 from mpissd.engine.oracle.replay import Recording, save
-from mpissd.lab.pair.laws import BEYOND, OUTSIDE, Dataset, measured, read
+from mpissd.lab.pair.laws import Dataset, measured, read
 from tests.loop.recorded import recording_of
 from tests.tiny_pair import TinyPair
 
 SEED = 4  # every interval below is of 95%, and holds for this seed
 K, F = 4, 5
+BEYOND, OUTSIDE = 0, -1  # ranks of tokens that are no candidates
 KNOWN = [t for t in range(200) if t % 3]
 LAWS = MarkovLaws(MarkovModel(200, 2, 3), MarkovModel(200, 2, 3, 0.4), 0.0, seed=6, prompt_tokens=2)
 

@@ -25,6 +25,7 @@ from mpissd.engine.model.stacks import AnyShard
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import check_device, covered, derived_from
 from mpissd.lab.predict.simulation import predict_row
+from mpissd.lab.probe.command import ways
 from mpissd.lab.probe.measure import FORWARD_ROWS, TRANSFORMER_ROWS, GroupProbe, contexts
 from mpissd.lab.probe.report import TABLES, fit, profile_name, save_profile
 from tests.scripts import DATASHEET
@@ -252,3 +253,9 @@ def test_a_name_tells_what_a_profile_covers() -> None:
     for name in ("", "a/b", "..", "x" * 121):
         with pytest.raises(ConfigError, match="name"):
             parse(["probe", f"--name={name}"])
+
+
+def test_a_parallel_draft_is_probed_beside_ar() -> None:
+    run = RunConfig(mode="sd", num_drafts=0, parallel_drafting=True)
+    modes = [(way.mode, way.parallel_drafting) for way in ways(run)]
+    assert modes == [("ar", False)] * 2 + [("sd", True)] * 2

@@ -32,7 +32,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -136,6 +136,15 @@ def hazards_of_counts(counts: list[int], lookahead: int) -> tuple[float, ...]:
     at_least = list(accumulate(reversed(counts)))[::-1] + [0] * (lookahead + 1)
     pairs = pairwise(at_least[: lookahead + 1])
     return tuple(reached / before if before else 0.0 for before, reached in pairs)
+
+
+def rounds(runs: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields (c, k) for each SD round that decodes an answer: it begins after c tokens and accepts
+    k. runs: how many drafted tokens a round accepts that begins after 0, 1, … tokens, [end]."""
+    c = 0
+    while c < len(runs):
+        yield c, runs[c]
+        c += runs[c] + 1
 
 
 def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:

@@ -39,7 +39,7 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.common.theory import power_law_miss
 from mpissd.common.workloads import LOOKUPS
-from mpissd.engine.law.acceptance import PARALLEL, SCHEMA, hazards_of_counts
+from mpissd.engine.law.acceptance import PARALLEL, SCHEMA, hazards_of_counts, rounds
 from mpissd.engine.law.fit import most_likely
 from mpissd.engine.model.transformer.trees import accepted as accepted_of
 from mpissd.engine.oracle.replay import Ids, Recorded, Recording, copied, levels_of, load, trees_of
@@ -48,10 +48,8 @@ from mpissd.lab.tables.compare import jackknife
 from mpissd.lab.tables.load import load_rows
 
 Array = NDArray[np.int64]
-BEYOND = 0  # used as the rank of a token that is not among the recorded candidates
 DYNAMIC = "dynamic"
 TREES = (7, 15, 23, 31)  # numbers of nodes of the dynamic trees whose rounds are counted
-OUTSIDE = -1  # used as the rank of a token that is not in the draft's vocabulary
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of candidates whose miss rates are printed
 GROUPS = 20  # largest number of groups of sequences in the jackknife
 _FAILS = 0.1  # A fit counts as failed if its miss rate has a larger relative error.
@@ -66,15 +64,6 @@ class Ranks(NamedTuple):
 
     counts: Array
     knows_vocabulary: bool
-
-    @classmethod
-    def of(cls, sequence: Array, rank: Array, num_sequences: int, limit: int, knows: bool) -> Ranks:
-        """Counts the ranks of n tokens, for each sequence. sequence: index of each token's
-        sequence, [n]. rank: each token's rank, from 1 on, or BEYOND, or OUTSIDE, [n]. limit: F, the
-        number of recorded candidates. knows: whether OUTSIDE is used."""
-        counts = np.zeros((num_sequences, limit + 2), np.int64)
-        np.add.at(counts, (sequence, np.where(rank > 0, rank - 1, limit - rank)), 1)
-        return cls(counts, knows)
 
 
 class Outcomes(NamedTuple):
@@ -183,9 +172,9 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
     widest = recording.widest
     num = len(recording.sequences)
     accepted = np.zeros((num, lookahead + 1), np.int64)
-    ranked: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    ranked = np.zeros((2, num, widest + 2), np.int64)
     for n, part in enumerate(recording.sequences):
-        for c, k in _rounds(_runs(part, part.rollout[:, :lookahead])):
+        for c, k in rounds(_runs(part, part.rollout[:, :lookahead]).tolist()):
             accepted[n, k] += 1
             at = c + k
             if at + 1 >= part.end:
@@ -195,20 +184,15 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             if k < lookahead:
                 kept = kept[kept != part.rollout[c, k]]
             places = np.flatnonzero(kept[:widest] == token)
-            rank = BEYOND
-            if len(places):
-                rank = int(places[0]) + 1
-            elif vocabulary is not None and token not in vocabulary:
-                rank = OUTSIDE
-            ranked[k == lookahead].append((n, rank))
-    tables = [np.array(ranks, np.int64).reshape(-1, 2).T for ranks in ranked]
-    knows = vocabulary is not None
-    rejected, complete = (Ranks.of(of[0], of[1], num, widest, knows) for of in tables)
+            is_outside = vocabulary is not None and token not in vocabulary
+            column = int(places[0]) if len(places) else widest + is_outside
+            ranked[int(k == lookahead), n, column] += 1
+    rejected, complete = (Ranks(table, vocabulary is not None) for table in ranked)
     fast = dict[str, Array]()
 
     def count(kind: str, n: int, runs: Array) -> None:
         table = fast.setdefault(kind, np.zeros((num, lookahead + 1), np.int64))
-        np.add.at(table[n], [run for _, run in _rounds(runs)], 1)
+        np.add.at(table[n], [run for _, run in rounds(runs.tolist())], 1)
 
     for kind, (n, part) in product(LOOKUPS, enumerate(recording.sequences)):
         count(kind, n, _runs(part, copied(recording, n, lookahead, kind)))
@@ -240,16 +224,6 @@ def _runs(part: Recorded, drafts: Ids) -> Array:
     return np.asarray(np.cumprod(same, axis=1).sum(axis=1))
 
 
-def _rounds(runs: Array) -> Iterator[tuple[int, int]]:
-    """Yields (c, k) for each SD round of an answer: the round begins after c tokens of the answer,
-    and accepts k = runs[c] drafted tokens."""
-    c = 0
-    while c < len(runs):
-        k = int(runs[c])
-        yield c, k
-        c += k + 1
-
-
 def _of_row(row: Row, rounds: Path) -> Outcomes:
     """Counts the measured rounds of a row of text. rounds: path of the file with its raw rounds.
     Raises ConfigError if the file cannot be read or has no round with K drafted tokens."""
@@ -276,7 +250,10 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
         if len(np.unique(counts[:, 0])) != 1:
             return Outcomes(accepted, None)
         rank = np.repeat(counts[:, 1], counts[:, 2])
-        ranks.append(Ranks.of(np.arange(len(rank)), rank, len(rank), int(counts[0, 0]), False))
+        limit = int(counts[0, 0])
+        table = np.zeros((len(rank), limit + 2), np.int64)
+        table[np.arange(len(rank)), np.where(rank > 0, rank - 1, limit)] = 1
+        ranks.append(Ranks(table, False))
     return Outcomes(accepted, (ranks[0], ranks[1]))
 
 

@@ -25,7 +25,7 @@ from mpissd.common.flags import DRAFTING, said
 from mpissd.common.presets import has_weights, resolve_model, split_pair
 from mpissd.common.real_pairs import DEFAULT_SOURCE
 from mpissd.engine.backend.profile import Profile
-from mpissd.engine.law.acceptance import hit_law_of, load_laws
+from mpissd.engine.law.acceptance import PARALLEL, hit_law_of, load_laws
 from mpissd.lab.plan.candidates import (
     FEW_HITS,
     LOOKUP,
@@ -124,7 +124,10 @@ class Screen:
         and how durations were derived, without the limit of 23 lines."""
         run = self.survey.run
         judged = self.plan.judged
-        above = [heading(run, self.survey.profile, self.survey.gpus), *self._sentences()]
+        told = run
+        if self.chosen.parallel:
+            told = replace(run, parallel_drafting=True, lookahead=self.chosen.lookahead)
+        above = [heading(told, self.survey.profile, self.survey.gpus), *self._sentences()]
         device = f" (on another machine append --backend=emulated --device={self.device})"
         device *= "/" not in self.device
         below = [
@@ -393,10 +396,13 @@ def heading(run: RunConfig, profile: Profile, gpus: int) -> str:
     accepted = run.acceptance_text
     kind, _, path = accepted.partition(":")
     if kind == "laws":
-        counts = np.array(load_laws(path).at[-1].accepted)
+        laws = load_laws(path)
+        way = "in one forward " if run.parallel_drafting else ""
+        of = laws.behind(run.lookahead).fast[PARALLEL] if way else laws.at[-1].accepted
+        counts = np.array(of)
         right = counts @ np.arange(len(counts))
         alpha = right / (right + counts[:-1].sum())
-        accepted = f"alpha {number(alpha)} of {Path(path).name}"
+        accepted = f"alpha {number(alpha)} {way}of {Path(path).name}"
     elif kind == "alpha":
         assumed = " assumed" * is_assumed(run)
         accepted = f"alpha {number(float(accepted[6:]))}{assumed}"

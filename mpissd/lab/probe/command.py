@@ -273,7 +273,10 @@ def ways(config: RunConfig, *, on_host: bool = False, brief: bool = False) -> It
         contexts = [NEAR, config.context]
     modes = ("sd", "ssd") if config.drafts else ("ar", "sd")
     for mode in modes if config.mode != "ar" else ("ar",):
-        way = replace(config, mode=mode, num_drafts=config.drafts if mode != "ar" else None)
+        flags: dict[str, Any] = {"num_drafts": config.drafts}
+        if mode == "ar":
+            flags = {"num_drafts": None, "parallel_drafting": False}
+        way = replace(config, mode=mode, **flags)
         batches = (config.batch_size, MORE_SEQUENCES * config.batch_size)
         for batch in batches[: 1 if brief and mode != "ssd" else 2]:
             for context in contexts:

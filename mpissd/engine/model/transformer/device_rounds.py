@@ -228,10 +228,7 @@ class RoundStage:
         shapes = self.shapes
         assert draft is not None and shapes is not None
         reads = slice(2 * s + 1, 2 * s + 2) if level == 1 else slice(s * WIDTH, (s + 1) * WIDTH)
-        tokens = draft.best.ids[reads]
-        if self.ids is not None:
-            tokens = self.ids[tokens]
-        chosen = trees.find(shapes, s, level, tokens, draft.best.values[reads])
+        chosen = trees.find(shapes, s, level, *self._candidates(reads))
         if level == self.sheet.tree.depth:
             trees.choose(shapes, s, self.sheet.parents[s], self.target.tokens[rows][1:])
             return
@@ -250,18 +247,21 @@ class RoundStage:
     def _search(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Finds sequence s's draft tree, whose shape changes each round, in the one forward of a
         parallel draft, and writes its tokens to the target's forward (`rows`)."""
-        assert self.draft is not None
         back = self.sheet.back
-        reads = slice((2 * s + 1) * back, (2 * s + 2) * back)
-        tokens = self.draft.best.ids[reads]
-        if self.ids is not None:
-            tokens = self.ids[tokens]
+        tokens, logits = self._candidates(slice((2 * s + 1) * back, (2 * s + 2) * back))
         chosen = self.target.tokens[rows][1:]
         parents = self.sheet.parents[s]
-        trees.search(self.draft.best.values[reads], tokens, parents, chosen)
+        trees.search(logits, tokens, parents, chosen)
         forced = self.sheet.forced[self.turn, s, : 2 * len(parents)].reshape(2, -1)
         is_forced = forced[0] >= 0
         chosen[is_forced], parents[is_forced] = forced[:, is_forced]
+
+    def _candidates(self, reads: slice) -> tuple[Ints, NDArray[np.float32]]:
+        """Returns the likeliest tokens of these rows of the draft's forward, and their logits."""
+        assert self.draft is not None
+        best = self.draft.best
+        ids = best.ids[reads]
+        return ids if self.ids is None else self.ids[ids], best.values[reads]
 
     def _plant(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Places the nodes of sequence s's draft tree, whose shape changes each round, in the
