@@ -25,9 +25,8 @@ from mpissd.lab.tables.pair import Pair
 
 
 def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
-    """Prints the best configuration for at most --gpus GPUs. given: names of the flags that the
-    user gave; with `mode` among them, predicts only that configuration. In a pipe the last line is
-    JSON."""
+    """Prints the best configuration for at most --gpus GPUs. given: names of the flags that were
+    given; with `mode`, predicts only that configuration. A pipe's last line is JSON."""
     for name in (config.profile or "").split(","):
         if name not in known_profiles() and name.endswith(".json") and not Path(name).exists():
             raise ConfigError(

@@ -466,8 +466,8 @@ class RunConfig(  # dataclass fields come from the last base class first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds flags that a prompt or pair implies; on CPUs also the shipped pair's measured K and
-        fan-out."""
+        """Adds flags that a prompt or pair implies; on CPUs the shipped pair's K and fan-out
+        too."""
         return with_measured(with_text(super().completed(flags)))
 
     @property

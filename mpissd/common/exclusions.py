@@ -18,9 +18,8 @@ from mpissd.common.errors import ConfigError
 @dataclass(frozen=True)
 class Exclusion:
     """Two features that cannot be used together. feature, other: their names. allowed: what to use
-    instead. why: the reason, or "". These format strings over the arguments of `refuse` make the
-    error message. is_asked: a function of these arguments that returns whether both features are
-    asked for."""
+    instead. why: the reason, or "". These format strings over `refuse`'s arguments make the error.
+    is_asked: a function of these arguments that says whether both features are asked for."""
 
     feature: str
     other: str

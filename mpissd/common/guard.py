@@ -42,8 +42,7 @@ class _Guard:
     def __init__(self, link: socket.socket) -> None:
         """Starts the thread that receives the watchdog's messages. When this rank gets SIGINT,
         SIGTERM or SIGHUP, Python's C handler writes the signal's number to the connection, even
-        during a library call. So the watchdog can tell whether a rank was ended by the launcher or
-        killed."""
+        during a library call. So the watchdog knows whether the launcher ended a rank."""
         self._link = link
         link.setblocking(False)
         signal.set_wakeup_fd(link.fileno(), warn_on_full_buffer=False)
@@ -175,8 +174,7 @@ def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -
 
 def _at_exit() -> None:
     """Runs at exit: if this process has reported neither a fault nor its end, ends it with exit
-    code 5 at once. MPI_Finalize would block: it waits for other ranks, which wait for messages of
-    this one."""
+    code 5 at once. MPI_Finalize would block, as it waits for ranks that wait for this one."""
     if _guard is not None and not _guard.has_spoken:
         failed("sys.exit, while the others still need it")
         sys.stdout.flush()
@@ -204,8 +202,7 @@ def failed(text: str, kind: str = "failed") -> bool:
 
 
 def hangs(rank: int, text: str) -> None:
-    """Reports that `rank` does not answer. The watchdog kills it if the job can go on without
-    it."""
+    """Reports that `rank` does not answer. It is killed if the job can go on without it."""
     if _guard is not None:
         _guard.tell("hangs", rank=rank, text=text[:_MOST])
 

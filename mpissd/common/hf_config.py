@@ -41,8 +41,7 @@ _SOFTMAX_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def read_fields(path: Path) -> dict[str, Any]:
     """Returns {field: value} of presets.ModelShape; for a multi-modal model, of its text model.
-    Raises ConfigError with file and key if the file is unreadable or incomplete, or the model is
-    refused."""
+    Raises ConfigError with file and key if the file is unreadable or incomplete, or refused."""
     config = load(path)
     # Refuse layers that are not softmax attention and one dense feed-forward block.
     experts = ((key, config.get(key)) for key in _EXPERTS)

@@ -148,8 +148,7 @@ def _splits(text: str) -> list[tuple[str, str]]:
 
 
 def target_of(text: str) -> str:
-    """Returns the name of a pair's target; its files may be absent. Raises ConfigError if
-    unknown."""
+    """Returns a pair's target, whose files may be absent. Raises ConfigError if unknown."""
     sides = missing_pair(text)
     return sides[0] if sides else split_pair(text)[0]
 
@@ -164,8 +163,7 @@ def is_missing(name: str) -> bool:
 
 def missing_pair(text: str) -> tuple[str, ...]:
     """Returns the names (target, draft) of a pair TARGET/DRAFT if files of one of its models are
-    not on this machine. Returns () if both models are here, or if no '/' splits `text` into two
-    model names."""
+    not on this machine. Returns () if both are here, or if no '/' splits `text` into two models."""
     splits = _splits(text)
     if any(_resolves(target) and _resolves(draft) for target, draft in splits):
         return ()

@@ -104,8 +104,7 @@ class RoundRecords:
         return rows.astype(np.int64)
 
     def tokens(self) -> dict[int, list[int]]:
-        """Returns {request id: emitted tokens}: in each round the accepted drafts, then the
-        bonus."""
+        """Returns {request id: emitted tokens}: each round's accepted drafts, then its bonus."""
         return {request_id: tokens.tolist() for request_id, tokens in self.token_arrays().items()}
 
     def token_arrays(self) -> dict[int, Ints]:
@@ -122,9 +121,8 @@ class RoundRecords:
         return self._emitted(outcomes, drafted, np.full(len(outcomes), Source.NONE, np.int32))
 
     def _emitted(self, outcomes: Ints, drafted: Ints, bonus: Ints) -> dict[int, Ints]:
-        """Returns {request id: one value for each emitted token}: in each round the values of the
-        accepted `drafted` tokens [n, K], then that of the `bonus` token [n]. A value is a token or
-        Source."""
+        """Returns {request id: one value for each emitted token}: each round's values of accepted
+        `drafted` tokens [n, K], then of the `bonus` [n]. A value: a token or Source."""
         accepted = outcomes[:, 3]
         table = np.column_stack([drafted, bonus])
         table[np.arange(len(table)), accepted] = bonus
@@ -149,8 +147,7 @@ def is_first_round(sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def outcome_digest(sequences: NDArray[np.int64]) -> str:
     """Returns 16 hex digits of SHA-256 over each row's round, id, accepted tokens and bonus token,
-    which are equal for runs with the same decisions. sequences: from RoundRecords.sequences, int64
-    [n, 8]."""
+    equal for runs with the same decisions. sequences: from RoundRecords.sequences, int64 [n, 8]."""
     decided = np.ascontiguousarray(sequences[:, [0, 1, 3, 4]])
     return hashlib.sha256(decided.tobytes()).hexdigest()[:16]
 

@@ -77,8 +77,7 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row(Mapping[str, Any]):
-    """The result of one run. As a mapping it has all keys of its line in runs.jsonl, at one
-    level."""
+    """The result of one run. As a mapping it has all keys of its line in runs.jsonl, unnested."""
 
     schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
     run_id: str = key("id of the run, which names its files under OUT")

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
     """Returns the mean number of tokens of a round with K = lookahead, (1 − alpha^{K+1}) / (1 −
-    alpha) (Leviathan et al. 2023, eq. 1), computed as a sum, so that it is exact at and near alpha
-    = 1."""
+    alpha) (Leviathan et al. 2023, eq. 1), as a sum, which is exact near alpha = 1."""
     return math.fsum(alpha**k for k in range(lookahead + 1))
 
 

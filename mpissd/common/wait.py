@@ -110,8 +110,7 @@ class Waiter:
                 time.sleep(_NAP_S if waited < _LONG_S else _LONG_NAP_S)
 
     def sleep_until(self, end: float) -> None:
-        """Returns when time.perf_counter() reaches `end`; sleeps until shortly before, then
-        polls."""
+        """Returns when time.perf_counter() reaches `end`; sleeps until just before, then polls."""
         while (left := end - time.perf_counter()) > 0:
             if left > _NAP_S:
                 time.sleep(left - _NAP_S / 2 if left > 1e-3 else left / 2)

@@ -1,5 +1,4 @@
-"""Runs a whole job in one process: the loops of `mpissd run` with threads and queues in place of
-MPI.
+"""Runs a whole job in one process: the loops of `mpissd run`, threads, and queues in place of MPI.
 
 This is for tests, notebooks and first steps: `for token in generate("Why is the sky blue?"): …`.
 The draft's thread and the target share Python's global lock, so that times mean little. The decoded
@@ -32,11 +31,7 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import link_shape, make_drafter
 from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker, TargetWorker
-from mpissd.engine.round.speculator import (
-    InlineSpeculator,
-    RemoteSpeculator,
-    Speculator,
-)
+from mpissd.engine.round.speculator import InlineSpeculator, RemoteSpeculator, Speculator
 from mpissd.engine.round.target import RoundResult, TargetLoop
 from mpissd.engine.text.answer import AnswerText, sources_of
 from mpissd.engine.text.prompts import read_prompts

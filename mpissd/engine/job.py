@@ -1,6 +1,5 @@
 """Resolves a configuration for T target ranks to a job: the shapes of target and draft, the
-probabilities of acceptance and cache hits, the fan-outs and the bytes of memory. Needs neither MPI
-nor a GPU."""
+probabilities of acceptance and cache hits, the fan-outs and the bytes of memory. Needs no MPI."""
 
 from __future__ import annotations
 

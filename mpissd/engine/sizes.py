@@ -43,8 +43,7 @@ class Serving:
 @dataclass(frozen=True)
 class Sizes:
     """A configuration resolved for T target ranks: the shapes of target and draft, the
-    probabilities of acceptance and of cache hits, the fan-outs, and the sizes that follow from
-    them.
+    probabilities of acceptance and of cache hits, the fan-outs, and the sizes that follow.
 
     A lane is scratch memory in a sequence's KV cache for one branch, or one path of a draft tree.
     """
@@ -322,9 +321,8 @@ class Sizes:
     @property
     def draft_options(self) -> ForwardOptions:
         """The options with which the draft's forwards are compiled. With an LM head, a forward
-        returns as many of each row's likeliest tokens as drafting may need. A row of a branch also
-        attends to the 1 … K tokens of the branch itself; `own_tokens` is their mean number, rounded
-        up."""
+        returns as many of each row's likeliest tokens as drafting may need. A branch's row also
+        attends to the branch's own 1 … K tokens; `own_tokens` is their mean number, rounded up."""
         config = self.config
         has_head = config.lm_head or self.drafts_by_transformer
         top_k = self.widest + 1 if has_head and (self.fan_out or self.tree_lanes) else 1

@@ -38,8 +38,7 @@ _NO_WRAP = 1 << 16  # line width in characters that wraps no line, used if outpu
 
 
 class Chat:
-    """A chat with a server: it sends what the user types, prints the answers, and keeps the
-    conversation."""
+    """A chat with a server: sends what is typed, prints answers, keeps the conversation."""
 
     def __init__(
         self,

@@ -88,8 +88,7 @@ class Facts:
 
     @property
     def is_full(self) -> NDArray[np.bool_]:
-        """Whether each round verified K drafted tokens in every sequence of the batch, bool
-        [rounds]."""
+        """Whether each round verified K drafted tokens of every sequence of the batch, [rounds]."""
         rows = self.array("sequences")
         count = len(self.array("t_target_s"))
         verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)

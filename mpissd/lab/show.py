@@ -137,8 +137,7 @@ def harmless(text: str) -> str:
 
 class Painter:
     """Wraps an answer's text into lines and prints it. write: prints a string. columns: the
-    terminal's width. colours: whether colours show what drafted a token, with numbers in the right
-    margin."""
+    terminal's width. colours: whether they show what drafted a token, with numbers at the right."""
 
     def __init__(self, write: Callable[[str], object], columns: int, *, colours: bool) -> None:
         self._write = write
@@ -256,8 +255,7 @@ class Show:
 @contextmanager
 def shown(workload: Workload) -> Iterator[Show | None]:
     """Prints a run's first answer: on a terminal while it is decoded, in a pipe when it is
-    complete. Yields an object whose method `take` must be called after each round; None if there is
-    no text."""
+    complete. Yields an object whose `take` must be called after each round; None without text."""
     if not isinstance(workload, TextWorkload) or workload.tokenizer is None:
         yield None
         return

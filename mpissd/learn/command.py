@@ -61,8 +61,7 @@ def _worker(rank: int, config: DistillConfig, place: str, begun: float) -> None:
 
 @contextmanager
 def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
-    """Inside the block, shows the seconds since `begun` on the terminal's last line, if
-    `is_shown`."""
+    """Inside the block, shows the seconds since `begun` on the last line, if `is_shown`."""
     is_over = Event()
 
     def show() -> None:
@@ -79,8 +78,7 @@ def ticking(begun: float, *, is_shown: bool) -> Iterator[None]:
 
 
 def _work(rank: int, config: DistillConfig, source: Inputs, place: str, begun: float) -> int:
-    """Runs one process's part of the distillation; returns 1 if the disk or device fails, else
-    0."""
+    """Runs one process's part of the distillation; returns 1 if disk or device fail, else 0."""
     import torch
 
     from mpissd.learn.draft import architectures
@@ -90,8 +88,7 @@ def _work(rank: int, config: DistillConfig, source: Inputs, place: str, begun: f
     architectures(config, source.checkpoint.config, 0)  # Refuse wrong shapes before sampling.
 
     def log(text: str) -> None:
-        """Prints a line with the seconds so far; processes after the first print only about
-        batches."""
+        """Prints a line with the seconds so far; later processes print only about batches."""
         if not rank or "batch" in text:
             print(f"{time.monotonic() - begun:7.1f} s  {text}", flush=True)
 

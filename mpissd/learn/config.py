@@ -106,9 +106,7 @@ class DistillConfig(Checked):
     )
     save_every: float = flag(300.0, number(1), "seconds of training between copies of the draft")
     prompts: str | None = flag(
-        None,
-        words,
-        "people's prompts (.jsonl) to evaluate on, a comma between",
+        None, words, "people's prompts (.jsonl) to evaluate on, a comma between"
     )
     held_out: int = flag(512, integer(0), "conversations of the target's own to evaluate on")
     answer: int = flag(128, integer(1), "tokens of an answer in the evaluation, at most")

@@ -169,9 +169,8 @@ class ModelDraft(_Draft):
         return compiled(self.blocks), compiled(self.own_blocks)
 
     def losses(self, samples: Samples, num_rows: int) -> Losses:
-        """Returns mean losses over about `num_rows` random positions, those of answers first. For a
-        parallel draft they include mask tokens after some positions, which weigh less the deeper
-        they are."""
+        """Returns mean losses over about `num_rows` random positions, answers' first; of a parallel
+        draft also over mask tokens after some positions, which weigh less the deeper they are."""
         tokens = samples.tokens[:, :-1].long()
         length = tokens.shape[1]
         is_asked = samples.answered[:, 1:].float()
@@ -220,8 +219,7 @@ class ModelDraft(_Draft):
 
 @dataclass(frozen=True, eq=False)
 class StateDraft(_Draft):
-    """A draft that reads the target's last hidden state; weights: its tensors by their names in
-    files.
+    """A draft that reads the target's last hidden state; weights: its tensors by name.
 
     Row p of its input has a sequence's token at position p and the target's hidden state at p − 1
     (zeros for p = 0). From there step t = 1, 2, … drafts the token at p + t, as if the tokens in
@@ -359,8 +357,7 @@ def distance(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weighted means over rows of cross-entropy, total variation and greedy agreement.
     weights: [rows], or [m, rows] for m means of each. p_logits, q_logits: logits of target and
-    draft for the tokens `ids`. total, best: logsumexp and argmax of the target's logits for all
-    tokens."""
+    draft for the tokens `ids`. total, best: logsumexp and argmax of all the target's logits."""
     p = (p_logits.float() - total[:, None]).exp()
     log_q = q_logits.float().log_softmax(-1)
     cross_entropy = -(p * log_q).sum(-1)
@@ -400,8 +397,7 @@ class Optimizer:
 def draft_config(target: TransformerConfig, form: Form | int, head_vocab: int) -> TransformerConfig:
     """Returns a draft's architecture with `head_vocab` rows in its LM head; raises ConfigError for
     heads whose outputs cannot be quantised in blocks. form: how many of the target's layers are
-    copied, or the sizes of randomly initialized layers, which are Llama's (no bias, no norms of q
-    and k)."""
+    copied, or the sizes of random layers, which are Llama's (no bias, no norms of q and k)."""
     shape = replace(target.shape, name=f"{target.shape.name}-draft")
     if isinstance(form, int):
         shape = replace(shape, num_layers=form)
@@ -471,9 +467,8 @@ def continued(target: Llama, draft: Checkpoint) -> Llama:
 
 
 def first_masks(embedding: Tensor, count: int, seed: int, kept: Any = ()) -> Tensor:
-    """Returns the trainable embeddings of `count` mask tokens, [count, hidden]. The first ones are
-    copied from `kept`, of an earlier draft; the rest start at the mean of the target's embedding,
-    with noise."""
+    """Returns the trainable embeddings of `count` mask tokens, [count, hidden]. The first are those
+    `kept` of an earlier draft; the rest start at the mean of the target's embedding, with noise."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, embedding.shape[1], generator=generator).to(embedding.device)
     masks = embedding.float().mean(0) + INITIAL * noise

@@ -1,5 +1,4 @@
-"""Writes a draft as a Hugging Face folder: weights, config.json, a model card, NOTICE and
-curves."""
+"""Writes a draft as a Hugging Face folder: weights, config.json, model card, NOTICE, curves."""
 
 from __future__ import annotations
 

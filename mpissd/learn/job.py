@@ -103,8 +103,7 @@ class Distillation:
         return code
 
     def _sample(self) -> None:
-        """Collects samples: the target writes conversations for a limited time, or answers
-        prompts."""
+        """Collects samples: the target writes conversations for some time, or answers prompts."""
         if self.source.training:
             for prompts in self.source.training.values():
                 # A process takes its share of the prompts, or all if processes outnumber them.

@@ -22,8 +22,7 @@ Tensor = Any
 
 class LlamaLayer(NamedTuple):
     """A decoder layer's weights; None where the architecture has none. qkv, gate_up: joined
-    matrices. bias: that of q, k and v (Qwen2.5). norm_q, norm_k: weights of RMSNorm, [head_dim]
-    (Qwen3)."""
+    matrices. bias: that of q, k and v (Qwen2.5). norm_q, norm_k: of RMSNorm, [head_dim] (Qwen3)."""
 
     qkv: Tensor
     o: Tensor

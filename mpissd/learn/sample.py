@@ -25,8 +25,7 @@ USER, OPENING, ANSWER, REOPENING = range(4)  # the parts of a conversation, in o
 class Samples(NamedTuple):
     """Conversations. tokens: int32 [n, length]. answered: whether the target's answers have a
     token, bool [n, length]. The rest is optional, for each position but the last: hidden, the
-    target's normalised last hidden state; total, logsumexp of its logits; best, its likeliest next
-    token."""
+    target's normalised last state; total, logsumexp of its logits; best, its likeliest token."""
 
     tokens: Tensor
     answered: Tensor
@@ -130,8 +129,7 @@ class Sampler:
 
 
 def only_first(samples: Samples, end: int, limit: int) -> Samples:
-    """Returns the samples with only each first answer marked, up to its stop token `end` or
-    `limit`."""
+    """Returns the samples with only each first answer marked, up to its stop `end` or `limit`."""
     answered = samples.answered
     ends = (answered & (samples.tokens == end)).int()
     is_first = ends.cumsum(-1) - ends == 0

@@ -89,8 +89,7 @@ class TrainerProcess:
             self.dropped += 1
 
     def take(self) -> tuple[int, bytes] | None:
-        """Returns the newest version of the weights since the last call (number, packed) or
-        None."""
+        """Returns the newest version since the last call (number, packed weights) or None."""
         try:
             return self._newest.popleft()  # atomic, so no newer version is lost
         except IndexError:

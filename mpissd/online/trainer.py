@@ -1,9 +1,8 @@
-"""The process that trains the draft: `python -m mpissd.online.trainer JSON`, a child of a learner's
-rank.
+"""The process that trains the draft: `python -m mpissd.online.trainer JSON`, a learner's child.
 
-It reads examples from stdin, trains its own copy of the draft on the target's distributions, and
-writes versions of the weights and reports to stdout. If it fails, the job goes on. It ends when
-stdin does.
+It reads examples from stdin until that ends, trains a copy of the draft on the target's
+distributions, and writes versions of the weights and reports to stdout. If it fails, the job goes
+on.
 
 A version is published only if its loss and weights are finite and it agrees with the target more
 often than the version in use, by more than two standard errors, on held-out sequences: the latest
@@ -353,8 +352,7 @@ def device_of(device: str, local_rank: int) -> str:
 
 
 def main(settings: str) -> int:
-    """Trains on the examples from stdin until it ends; writes versions and reports to stdout.
-    Returns 0.
+    """Trains on the examples from stdin to its end; writes versions and reports; returns 0.
 
     settings: JSON with publish_s (shortest time between two versions, in seconds), started_at
     (time.time() when this process was started), device, local_rank, threads, batch, steps, and the

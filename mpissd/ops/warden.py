@@ -42,8 +42,7 @@ _ELSEWHERE = "; a rank of another host may be why"
 
 
 class Peer:
-    """What the watchdog knows about a rank of this host: its connection, what the rank does, and
-    how it ended."""
+    """What the watchdog knows about a rank of this host: its connection, work, and end."""
 
     def __init__(self, link: socket.socket, pid: int, page: int, about: dict[str, Any]) -> None:
         """Takes over a rank's connection, and the descriptor `page` of its shared memory page,
@@ -163,8 +162,7 @@ class Warden:
         return sorted(set(range(self._about["size"] * self._is_whole_job)) - set(self.peers))
 
     def run(self, listener: socket.socket) -> None:
-        """Watches the ranks that connect to `listener` until all have ended and no further rank can
-        join."""
+        """Watches the ranks that connect to `listener` until all have ended and none can join."""
         self._events.register(listener, selectors.EVENT_READ)
         while self._is_needed(monotonic()):
             is_urgent = any(peer.gone or peer.is_closed for peer in self.peers.values())
@@ -337,8 +335,7 @@ class Warden:
     def dead(self) -> Fault | None:
         """Returns the fault of the first rank that ended early without a signal from the launcher
         or a user. If all ranks that ended early got a signal, the fault says so and has no culprit.
-        Returns None if no rank ended early, or if one ended with the error code that it had
-        announced."""
+        Returns None if no rank ended early, or if one ended with the code that it announced."""
         gone = sorted((p for p in self.peers.values() if p.gone), key=lambda peer: peer.gone_at)
         if any(p.in_good_order and p.left for p in gone):
             return None  # A rank ended with the error code that all ranks agreed on.
@@ -365,8 +362,7 @@ class Warden:
 
     def _was_swept(self, peer: Peer) -> bool:
         """Returns whether the launcher, while it ended, killed the rank before MPI had started.
-        Open MPI's launcher then sends SIGTERM and SIGKILL, of which the rank may have seen only
-        one."""
+        Open MPI's launcher then sends SIGTERM and SIGKILL, of which the rank may see one."""
         is_killed = peer.status in (None, signal.SIGKILL, signal.SIGTERM)
         is_starting = peer.page[STAGE] == Stage.START
         return is_killed and is_starting and self._swept_at <= peer.gone_at + _SWEEP_S
@@ -417,8 +413,7 @@ class Warden:
 
     def waited(self, detector: Peer, text: str, now: float) -> Fault:
         """Returns the fault after rank `detector` waited in vain for the event `text`. The culprit
-        is a stopped rank if there is one, else the only rank that is not waiting, else the
-        detector."""
+        is a stopped rank, else the only rank that is not waiting, else the detector."""
         busy = [peer for peer in self.alive if not (peer.page[WAITING] or peer is detector)]
         if len(busy) == 1:
             line = f"{busy[0]} is stuck in {self._phase(busy[0])}: rank {detector.rank} waited"
@@ -449,8 +444,7 @@ class Warden:
         return self._unless_stopped(Fault(line, culprit), now)
 
     def _judge(self, verdict: Fault, grace_s: float = 0.0) -> None:
-        """Prints the first fault, and orders ranks to end `grace_s` seconds later; ignores later
-        ones."""
+        """Prints the first fault, orders ranks to end `grace_s` seconds later, ignores others."""
         if self._verdict is None:
             self._verdict = verdict
             self._end_at = monotonic() + grace_s

@@ -30,14 +30,7 @@ from mpissd.engine.comm.mpi_group import open_group
 from mpissd.engine.model.shard import ForwardOptions, Shard
 from mpissd.engine.model.stepper import Stepper
 from tests.gpu.agreement import HostDevice, relative_error, tolerance
-from tests.gpu.transformer_rig import (
-    UNEVEN,
-    Rig,
-    check_lanes,
-    check_rows_alone,
-    prompt,
-    uneven,
-)
+from tests.gpu.transformer_rig import UNEVEN, Rig, check_lanes, check_rows_alone, prompt, uneven
 
 COMM = MPI.COMM_WORLD
 WAITER = Waiter(60.0, spin=False)

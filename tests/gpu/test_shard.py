@@ -11,10 +11,7 @@ pytestmark = needs_mpi
 
 @pytest.mark.parametrize(
     ("backend", "choices", "models"),
-    [
-        ("host", "staged,auto", "toy-draft"),
-        ("numpy", "auto", "toy-draft,five,three"),
-    ],
+    [("host", "staged,auto", "toy-draft"), ("numpy", "auto", "toy-draft,five,three")],
 )
 def test_two_ranks_give_what_one_gives(backend: str, choices: str, models: str) -> None:
     flags = f"--backend={backend} --all_reduce={choices} --models={models} --tokens=12"

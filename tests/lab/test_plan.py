@@ -38,14 +38,7 @@ from mpissd.lab.plan.candidates import (
     survey,
     weigh,
 )
-from mpissd.lab.plan.plan import (
-    Plan,
-    _ssd_gains,
-    by_speed,
-    firsts,
-    number,
-    plan,
-)
+from mpissd.lab.plan.plan import Plan, _ssd_gains, by_speed, firsts, number, plan
 from mpissd.lab.plan.screen import Screen, is_assumed
 from mpissd.lab.predict.costs import DeviceCosts, HostCosts
 from mpissd.lab.predict.derive import BY_LAYERS, METHODS, host_of

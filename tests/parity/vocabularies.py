@@ -240,8 +240,7 @@ def write_gguf(r: Random, path: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(
-        [TEXT],
-        train.BpeTrainer(vocab_size=320, initial_alphabet=letters, show_progress=False),
+        [TEXT], train.BpeTrainer(vocab_size=320, initial_alphabet=letters, show_progress=False)
     )
     state = json.loads(made.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)

@@ -121,10 +121,7 @@ def test_text_has_the_same_rounds(
     {"workload": "gemm", "num_tokens": 30, "alpha": 0.8, "context": 3},
 ], ids=str)  # fmt: skip
 def test_imposed_outcomes_stay(
-    flags: dict[str, Any],
-    chained: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told, rounds = {**imposed(tmp_path), **flags}, 24
     found = decode(rounds, **told).records.sequences()

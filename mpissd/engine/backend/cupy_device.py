@@ -57,8 +57,7 @@ def device_info(binding: Binding) -> DeviceInfo:
 
 
 def device_empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns an uninitialised array with its own allocation; raises ConfigError if out of
-    memory."""
+    """Returns an uninitialised array of its own allocation. Raises ConfigError without memory."""
     # CuPy's memory pool is avoided: it rounds sizes up and keeps freed blocks.
     size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
     try:
@@ -206,8 +205,7 @@ class CupyProgram(Program):
         self, stream: Any, body: Callable[[], None], capture: bool, stop: Any = (0,)
     ) -> None:
         """Runs `body` once. capture: whether to capture it as a CUDA graph, too. stop: an array
-        whose first element kernels set when they have waited too long; `done` then raises
-        FaultError."""
+        whose first element kernels set after too long a wait; `done` then raises FaultError."""
         self._stream = stream
         self._body = body
         self._stop = stop

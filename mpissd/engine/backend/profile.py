@@ -79,9 +79,9 @@ class Curve:
 @dataclass(frozen=True)
 class Forward:
     """Measured times of a whole forward with all-reduces: seconds by number of rows, on a rank that
-    holds `params` weights. kernel: the name of the kernel that computes its matrix products; "" in
-    old profiles. most_rows: jobs whose forwards have at most so many rows use this kernel (None:
-    all jobs)."""
+    holds `params` weights. kernel: the name of the kernel of its matrix products; "" in old
+    profiles. most_rows: jobs whose forwards have at most so many rows use this kernel (None:
+    all)."""
 
     params: int
     seconds: Curve
@@ -122,8 +122,7 @@ class HostEntry:
 def between(measured: Mapping[ForwardKey, Forward], key: ForwardKey) -> Forward:
     """Interpolates a transformer's measured forwards at the context and the number of sequences b
     of `key`. measured: forwards of the same model at other contexts and b. Seconds are interpolated
-    (Curve) over the context, and then over min(rows, b), the number of sequences whose KV cache the
-    rows read."""
+    (Curve) over the context, then over min(rows, b), the sequences whose KV cache is read."""
     batches = sorted({other.sequences for other in measured})
     points = {n for forward in measured.values() for n in forward.seconds.points}
     rows = sorted(points | {min(key.sequences, max(points))})  # Rows beyond b read no more KV.

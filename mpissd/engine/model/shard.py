@@ -58,8 +58,7 @@ class _Costs:
     ) -> Cost:
         """Returns the cost of a forward of `rows` rows over `sequences` sequences on this rank.
         itemsize: bytes of an activation; in a transformer also of a key or value. most_rows: rows
-        of the job's largest forward, by which the backend chooses the kernel of all forwards (None:
-        `rows`)."""
+        of the job's largest forward, which decides the kernel of all forwards (None: `rows`)."""
         params = self.num_params(options)
         columns = self.columns(options)
         return Cost(

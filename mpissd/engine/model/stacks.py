@@ -85,8 +85,7 @@ class Stack(ABC):
 
     @abstractmethod
     def logits(self, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Returns this rank's share of the last logits of some rows, float32 [len(rows),
-        columns]."""
+        """Returns this rank's share of some rows' last logits, float32 [len(rows), columns]."""
 
 
 @dataclass(frozen=True)

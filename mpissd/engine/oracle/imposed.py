@@ -73,9 +73,8 @@ class Stream:
         self, speculation: Speculation, fan_out: tuple[int, ...], rows: Index | None = None
     ) -> tuple[Ints, Ints]:
         """Returns (the bonus candidates of each of n sequences, [n, ΣF]; the K tokens drafted after
-        each candidate, [n, ΣF, K]), while `speculation` is verified. fan_out: F, the number of
-        candidates after each number of accepted tokens. rows: the sequences' batch rows (None:
-        all)."""
+        each candidate, [n, ΣF, K]), while `speculation` is verified. fan_out: F, the candidates
+        after each number of accepted tokens. rows: their batch rows (None: all)."""
         raise NotImplementedError
 
     def restarts(self, source: Source, rows: Index) -> Ints:

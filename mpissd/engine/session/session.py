@@ -358,8 +358,8 @@ def opened_machine(
 ) -> Iterator[Machine]:
     """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
     and closes them within the deadline, also after an error. world: the ranks, `groups` groups of
-    target ranks and num_drafts draft ranks (None: all). They call it together; if one fails, all
-    raise Refused."""
+    target ranks and num_drafts draft ranks (None: all). All call it; if one fails, all raise
+    Refused."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine

@@ -63,8 +63,7 @@ def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None =
 
 def read_grammar(flag: str, tokenizer: Tokenizer | None = None) -> str:
     """Returns the llguidance grammar for a value of --grammar: json, regex:…, choice:A|B|…, or a
-    file with a JSON schema. Raises ConfigError if it is unreadable, too costly, or nothing
-    matches."""
+    file with a JSON schema. Raises ConfigError if it is unreadable, too costly or unmet."""
     kind, colon, value = flag.partition(":")
     make = partial(make_grammar, "grammar", tokenizer=tokenizer)
     if flag == "json":
@@ -192,9 +191,8 @@ class Grammar:
         return run
 
     def decides(self, tokens: Sequence[int], count: int) -> bool:
-        """Returns whether the grammar forces the next `count` tokens after `tokens`, or all up to
-        the answer's end if fewer remain. False if `forces` is not set; otherwise True after the
-        answer's end."""
+        """Returns whether the grammar forces the `count` tokens after `tokens`, or all up to the
+        answer's end if fewer remain. False without `forces`; otherwise True after the end."""
         if not self.forces or not self._ends.isdisjoint(tokens):
             return self.forces
         run = self.forced(tokens)

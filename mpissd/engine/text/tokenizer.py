@@ -72,9 +72,8 @@ class Tokenizer(Vocabulary):
         return library.LLTokenizer(vocabulary, None, sorted(self.stop_ids))
 
     def encode(self, text: str, *, context: int | None = None, specials: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `specials`, together with those that the model expects
-        around it, such as BOS. Raises ConfigError if the text has more bytes than `context` tokens
-        can have."""
+        """Returns the tokens of a text; with `specials`, with those that the model expects around
+        it, such as BOS. Raises ConfigError if it has more bytes than `context` tokens can."""
         self._check_length(text, context)
         return self.backend.encode(text, add_special_tokens=specials).ids
 

@@ -273,8 +273,7 @@ def row_of(
     named: Mapping[str, Any],
 ) -> LoadRow:
     """Returns the result row of one rate of a load test. load: the requests. served: how each
-    ended. about: the server's description of itself. named: further keys of the row, such as
-    load_id."""
+    ended. about: the server's description of itself. named: further keys, such as load_id."""
     answered = [e for e in served if e.status == ANSWERED]
     refused = sum(e.status == REFUSED for e in served)
     good = sum(e.ttft_s <= config.ttft and not e.tpot_s > config.tpot for e in answered)

@@ -309,8 +309,7 @@ def acceptance_rates(row: Row) -> tuple[float, ...] | None:
 
 def rival(run: RunConfig, mode: str) -> RunConfig:
     """Returns the configuration that decodes the same as `run` in another mode, without a draft
-    rank. Flags that only make sense in the run's mode get their defaults; SD keeps the run's draft
-    tree."""
+    rank. Flags of the run's mode alone get their defaults; SD keeps the run's draft tree."""
     fields = flags_of(RunConfig)
     reset = [n for n, f in fields.items() if n in _OWN or mode not in f.metadata["modes"]]
     values: dict[str, Any] = {name: fields[name].default for name in reset}

@@ -305,8 +305,7 @@ def fastest(
     """Returns the (K, fan-out) with the most simulated tokens/s; the job's own values unless others
     are 5% faster. verify_s, draft_s: {rows: seconds} of target and draft forwards. rates:
     acceptance rate of each position. The tokens/s are a mean of simulations with draft steps 20%
-    shorter, unchanged and 25% longer, lest steps that barely fit into the target's forward look too
-    good."""
+    shorter, unchanged and 25% longer, lest steps that barely fit into a forward look too good."""
     default = (job.lookahead, job.config.fan_out)
     jobs = dict[tuple[int, str], Job]()
     for k, f in product(range(1, 1 + len(rates)), (1, 2, 3) if job.fan_out else (0,)):

@@ -320,11 +320,7 @@ def _prediction(job: Job, measured: Measured, decoded: Mapping[str, Any]) -> dic
         keys["expected_tok_per_s"] = mean
         keys["sampling_error"] = rate / mean - 1 if rate and mean else None
     error = round(decoded["num_tokens"] / lead.wall_s / rate - 1, 5) if rate else None
-    return {
-        "predicted_tok_per_s": rate,
-        "prediction_error": error,
-        **keys,
-    }
+    return {"predicted_tok_per_s": rate, "prediction_error": error, **keys}
 
 
 def _weights(job: Job) -> dict[str, Any]:

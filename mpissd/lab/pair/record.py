@@ -190,8 +190,7 @@ class Model:
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Likeliest:
         """Runs a forward over n tokens; returns the top_k likeliest next tokens after each of them,
-        best first, and their logits, [n, top_k]. places: where each token is stored in the KV
-        cache."""
+        best first, and their logits, [n, top_k]. places: the tokens' places in the KV cache."""
         self._stepper.upload(len(tokens), np.asarray(tokens, np.int32), places, lists=True)
         self._stepper.launch()
         self._stepper.wait(self._waiter)
@@ -218,9 +217,8 @@ class Model:
 def answered(
     model: Model, prompts: Sequence[Tokens], limit: int, stops: Collection[int | None], extra: int
 ) -> list[tuple[list[int], int]]:
-    """Decodes the prompts greedily as one batch; returns (tokens, end) for each. end: number of
-    tokens in the answer, up to a stop token (one of `stops`) or `limit`; `extra` more tokens follow
-    these."""
+    """Decodes the prompts greedily as one batch; returns (tokens, end) for each. end: the answer's
+    number of tokens, up to a stop token (one of `stops`) or `limit`; `extra` tokens follow."""
     answers: list[list[int]] = [[] for _ in prompts]
     ends = [limit] * len(prompts)
 

@@ -171,8 +171,8 @@ class Choice:
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
     """Resolves a configuration to a Job, from which the simulation takes rows, fan-out and
-    acceptance. config: the flags that all configurations share. Raises ConfigError if the fan-out
-    is impossible."""
+    acceptance. config: the flags that all configurations share. Raises ConfigError for an
+    impossible fan-out."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out
@@ -223,8 +223,7 @@ def _job_of(config: RunConfig, choice: Choice, memory_bytes: int | None = None) 
 def pair_job(config: RunConfig, family: Family, memory_bytes: int | None = None) -> Job:
     """Returns a job with the model pair of `config` and with the mode and numbers of ranks of
     `family`; its K = 1 and its acceptance are placeholders. memory_bytes: memory of each rank
-    (None: no limit). Raises ConfigError if the job does not fit, or the ranks cannot share the
-    model."""
+    (None: no limit). Raises ConfigError if it does not fit, or the ranks cannot share it."""
     config = replace(config, alpha=0.5, acceptance=None, acceptance_fast="alpha:0.3", laws=None)
     choice = Choice(family.mode, family.tp, family.num_drafts, 1, 1, config.fan_out)
     return _job_of(config, choice, memory_bytes)
@@ -281,8 +280,7 @@ class Sharding:
 
     @property
     def has_ssd(self) -> bool:
-        """Whether SSD with one draft rank fits in memory and the durations of its host work are
-        known."""
+        """Whether SSD with one draft rank fits in memory and its host work's times are known."""
         return 1 in self.num_drafts and self.host("ssd", 1) is not None
 
 
@@ -446,8 +444,7 @@ def _hosts(run: RunConfig, profile: Profile, tp: int) -> Hosts:
 class Space:
     """Values of SSD's parameters that a search tries. lookaheads: values of K. fan_outs: values of
     the flag --fan_out. backup_shares: values of K_b / K, where K_b tokens are drafted after a cache
-    miss (None: every K_b). fast: whether a lookup (True) or the draft model (False) drafts after a
-    miss."""
+    miss (None: every K_b). fast: whether a lookup, not the draft model, drafts then."""
 
     lookaheads: tuple[int, ...] = ()
     fan_outs: tuple[str, ...] = ()
@@ -513,8 +510,7 @@ def candidates(
 
 def ssd_choices(run: RunConfig, sharding: Sharding, space: Space) -> Iterator[Choice]:
     """Yields configurations of SSD on T target GPUs and one draft GPU, with the parameters in
-    `space`. If the hit rate is given, only fan-out 1 is tried, because more candidates bring no
-    more hits."""
+    `space`. With a given hit rate only fan-out 1 is tried: more candidates bring no more hits."""
     if not sharding.has_ssd:
         return
     fan_outs = space.fan_outs if hit_law_of(run, 1).p_hit is None else ("uniform:1",)

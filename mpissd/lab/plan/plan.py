@@ -113,8 +113,7 @@ def number(value: float) -> str:
 
 
 def name_of(choice: Choice) -> str:
-    """Returns a configuration's mode and GPUs (target + draft), as in "a lookup on 2", "SSD on 1 +
-    1"."""
+    """Returns a configuration's mode and GPUs (target + draft): "a lookup on 2", "SSD on 1 + 1"."""
     name = _NAMES.get(choice.mode, "SSD" + " with trees" * (choice.tree is not None))
     name += " in one forward" * choice.parallel
     return f"{name} on {choice.tp}" + f" + {choice.num_drafts}" * bool(choice.num_drafts)
@@ -137,8 +136,7 @@ class Plan:
     measured rows of the same models, batch size and acceptance}. samples: {family: logarithms of
     its predicted tokens/s when the models are fitted without each of G groups of prompts, [G]}; {}
     without --laws, or if a fit without some group is impossible. ssd_gains: {prompts: (measured
-    speedup of SSD over the strongest alternative, that one's name)}, from rows of the pair on real
-    text."""
+    speedup of SSD over the strongest alternative, its name)}, on real text."""
 
     survey: Survey
     judged: tuple[Choice, ...]
@@ -149,8 +147,7 @@ class Plan:
     def with_evidence(self, rows: Iterable[Row]) -> Plan:
         """Returns this plan with its evidence filled in. rows: measured result rows, of which those
         on another kind of device are ignored. With --laws, the tokens/s are also predicted by the
-        models that were fitted without each group of prompts, from which the sampling error
-        follows."""
+        models fitted without each group of prompts, for the sampling error."""
         run = self.survey.run
         logs: dict[Family, list[float]] = {}
         parts = () if run.laws is None else load_laws(run.laws).without_each
@@ -189,8 +186,7 @@ class Plan:
 
     def other(self, mode: str, gpus: int) -> Choice | None:
         """Returns the fastest configuration on at most `gpus` GPUs whose mode is not `mode`. None
-        if there is none, or if one that would fit has unknown durations, because it might be the
-        fastest."""
+        if there is none, or if one that would fit has unknown durations: it may be faster."""
         if any(use.mode != mode and use.gpus <= gpus for use in self.missing):
             return None
         uses = (use for use in self.judged if use.mode != mode and use.gpus <= gpus)
@@ -257,7 +253,7 @@ class Plan:
         return Estimate(use.tok_per_s, half)
 
     def gain(self, *pair: Choice) -> Estimate:
-        """Returns the predicted speedup of the first configuration over the second, with its
+        """Returns the first configuration's predicted speedup over the second, with its
         interval."""
         half = math.hypot(math.log1p(self.error(*pair)), self.sampling(*pair))
         return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
@@ -289,8 +285,8 @@ class Plan:
         return answer
 
     def level(self, best: Choice) -> list[Choice]:
-        """Returns `best` and the configurations that may be as fast: the interval of the speedup
-        over them includes 1, or they were measured to be faster. Returns [] if `best` is surely the
+        """Returns `best` and those that may be as fast: the interval of the speedup over them
+        includes 1, or they were measured to be faster. Returns [] if `best` is surely the
         fastest."""
         level = [
             choice
@@ -412,8 +408,7 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
     of that alternative)} on `gpus` GPUs. Only rows of whole transformers with the planned models,
     batch size and context are taken, whose acceptance comes from a recording or --laws. The newest
     rows of SSD are compared with rows of the same commit and machine. If none of these is of a
-    draft tree, a speedup that pays is left out, because a tree might be faster than the other
-    alternatives."""
+    draft tree, a speedup that pays is left out: a tree might be faster."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
     case = job.target.name, run.batch_size, run.context
     drafts = (None, job.draft and job.draft.name)

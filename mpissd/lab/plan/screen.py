@@ -88,8 +88,7 @@ class Screen:
 
     @property
     def best(self) -> Choice | None:
-        """The recommended configuration; None if the durations of another that would fit are
-        unknown."""
+        """The recommended configuration; None if another that would fit has unknown durations."""
         return None if self.plan.missing else self.chosen
 
     @property
@@ -201,8 +200,7 @@ class Screen:
 
     def _sentences(self) -> Iterator[str]:
         """Yields the sentences of the text: the fastest configuration and its lead; whether a draft
-        model and a GPU of its own for it pay; what the predictions are based on; why target ranks
-        are limited."""
+        model and a GPU of its own pay; what predictions rest on; why target ranks are limited."""
         best = self.chosen
         questions = self._questions
         by_rows = self._by_rows()
@@ -364,8 +362,7 @@ class Screen:
 
     def _notes(self) -> list[str]:
         """Returns the lines that only --details prints: the legend, the assumptions, how durations
-        were derived, and the configuration that makes the most tokens/s if independent copies of it
-        fill all GPUs."""
+        were derived, and the configuration whose copies on all GPUs make the most tokens/s."""
         notes = [*_LEGEND.splitlines(), f"Assumed: {_assumptions(self.survey.run)}."]
         # Independent copies of a configuration, each with its own batch, may fill all GPUs.
         copied = max(

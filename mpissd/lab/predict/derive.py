@@ -1,5 +1,4 @@
-"""Finds a job's durations of forwards and host work in a device profile, or derives them from
-others.
+"""Finds a job's durations of forwards and host work in a profile, or derives them from others.
 
 Forwards on a number of target ranks T that was not measured follow the rules in docs/profile.md,
 which has their errors. Host work is taken from the most similar mode. If that was measured at

@@ -291,8 +291,7 @@ class LawDraws:
         return np.asarray(self._next() < self._p_hit[at])
 
     def _next(self) -> Floats:
-        """Returns the next uniform random numbers in [0, 1), one for each chain and sequence, [R,
-        b]."""
+        """Returns the next uniform random numbers in [0, 1), one a chain and sequence, [R, b]."""
         self._number += 1
         return _spread(self.chains, self._batch, self._number)
 

@@ -84,8 +84,7 @@ class GroupProbe:
         """Returns {point: seconds of an operation in each launch}. onces: {point: function that
         launches `per` operations once and returns the seconds}. The points take turns, so that a
         short disturbance shifts no median. All ranks launch equally often. The shortest time of any
-        rank counts, because that rank began last, while the times of other ranks include waiting
-        for it."""
+        rank counts: it began last, and the others waited for it."""
         warm_s, budget_s, least, most = _PACE[self._kind]
         counts, seconds = {}, dict[int, list[float]]()
         for at, once in onces.items():
@@ -121,8 +120,7 @@ class GroupProbe:
     ) -> Entry:
         """Times one model's forwards at each row count; returns the entry for the profile's table
         "forwards". sequences: batch size. most_rows: largest row count of jobs that use this kernel
-        (None: no limit). model: (source of the weights, weights); by default random matrices are
-        made."""
+        (None: no limit). model: (source of the weights, weights); default: random matrices."""
         stepper = Stepper(
             self._backend,
             group,

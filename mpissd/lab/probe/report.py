@@ -147,8 +147,7 @@ def print_table(
 
 
 def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of each printed line on memory bandwidth, forwards, all-reduces and
-    launches."""
+    """Yields (name, text) of each line on memory bandwidth, forwards, all-reduces and launches."""
     for entry in tables["bandwidths"]:
         rate = entry["read_bytes_per_s"]
         text = "unknown" if rate is None else f"{rate / 1e9:.1f} GB/s"

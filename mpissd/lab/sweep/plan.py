@@ -209,8 +209,7 @@ class SweepTask:
 
     def digest(self, tp: int, backend: str, device_name: str) -> str:
         """Returns a hash of configuration, repeat and machine (number of target ranks tp, backend,
-        device), which identifies the measurement in result rows. Tasks with equal hashes are
-        measured once."""
+        device), which identifies the measurement in rows. Tasks of equal hash are measured once."""
         return _digest([self.point.digest, self.repeat, tp, backend, device_name])
 
 

@@ -49,8 +49,7 @@ class Comparisons:
 
     @property
     def baseline(self) -> Use | None:
-        """The rows of AR at its fastest, with which other methods are compared; None if AR was not
-        measured."""
+        """The rows of AR at its fastest, to compare with; None if AR was not measured."""
         return next((fastest(u) for name, u in self.methods.items() if name[:2] == "AR"), None)
 
     @property
@@ -84,8 +83,7 @@ def render(
     comparisons: Sequence[Comparisons], below: Sequence[Sequence[object]] | None = None
 ) -> str:
     """Returns text tables, one for each setting: tokens/s by method and K, each method's best K,
-    and its speedup over AR. below: for each table, lines to print below it, such as claims about
-    SSD."""
+    and its speedup over AR. below: for each table, lines below it, such as claims about SSD."""
     pairs = zip(comparisons, below or [()] * len(comparisons), strict=True)
     tables = ["\n".join([*_table(comparison), *map(str, lines)]) for comparison, lines in pairs]
     units = " or ".join(dict.fromkeys(comparison.unit for comparison in comparisons))

@@ -203,8 +203,7 @@ def bound_of(family: Family, rows: Iterable[Row], ssd: Row) -> float | None:
     """Returns an upper bound of the tokens/s of an alternative that was not measured; None if no
     bound is known, as at batch sizes above 1. family: the alternative's mode and numbers of ranks.
     ssd: a row of SSD, to compare with. The bound of AR is its rate on the next larger number of
-    ranks, plus DRIFT. A lookup whose drafts are accepted with probability a makes at most 1/(1 − a)
-    times that."""
+    ranks, plus DRIFT. A lookup of acceptance a makes at most 1/(1 − a) times that."""
     fast = number_of(_fast_of(ssd), "alpha")
     wider = [row for row in rows if row.mode == "ar" and row.tp >= family.tp]
     is_imposed = number_of(ssd.acceptance, "alpha") is not None and fast is not None

@@ -55,8 +55,7 @@ class LeftOut(list[Malformed]):
 
 
 def load_rows(paths: Paths, left_out: LeftOut | None = None) -> list[Row]:
-    """Returns the result rows in files, and in runs*.jsonl below folders. left_out: gets faulty
-    lines."""
+    """Returns the rows in files, and in runs*.jsonl below folders. left_out: gets faulty lines."""
     return [row for _, row in placed_rows(paths, left_out)]
 
 
@@ -66,8 +65,7 @@ def placed_rows(
     """Returns (file, row) for each row in the files `paths`, and in files runs*.jsonl below
     folders, in order; a row that occurs twice is returned once. left_out: receives the lines that
     are malformed, have the run id of a different row, or lack a key in `needed`. Without left_out
-    malformed lines and equal run ids raise ConfigError. An unreadable file always raises
-    ConfigError."""
+    malformed lines and equal run ids raise ConfigError, as unreadable files always do."""
     rows: dict[str, tuple[Path, Row]] = {}
     for file in (file for path in map(Path, paths) for file in _run_files(path)):
         for where, text in _lines(file):

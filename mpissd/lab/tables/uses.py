@@ -62,8 +62,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """The mode's name as printed: "AR", "SD inline" (without a draft rank), "SD", "SSD",
-        "lookup"."""
+        """The mode's printed name: "AR", "SD inline" (no draft rank), "SD", "SSD", "lookup"."""
         if self.mode not in ("ar", "sd", "ssd"):
             return self.mode
         return self.mode.upper() + " inline" * (self.mode == "sd" and not self.num_drafts)

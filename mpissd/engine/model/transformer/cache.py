@@ -77,7 +77,7 @@ class RowPlaces:
 
 
 class PageTable:
-    """The page table of one KV cache: sequences take pages as they grow and return them when they
+    """The page table of one KV cache: sequences take pages as they grow, and return all when they
     end.
 
     A full page may be *named* by its tokens and all tokens before them. A sequence that begins with

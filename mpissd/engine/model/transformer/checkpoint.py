@@ -217,8 +217,7 @@ class LentRows(Tensor):
     if the target's head is stored so, and are quantised to int8 otherwise."""
 
     def __init__(self, head: Tensor, ids: Ints) -> None:
-        """Takes the target's LM head `head`, and `ids`, the token of each of the draft's rows,
-        rising."""
+        """Takes the target's LM head, and `ids`, the token of each of the draft's rows, rising."""
         self.shape = len(ids), head.shape[1]
         self.bits = head.bits if head.bits < Tensor.bits else INT8_BITS
         self._head = head
@@ -313,8 +312,7 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str | None:
-        """SHA-256 of the weights' file, or of several files' sha256sum lines; None without
-        files."""
+        """SHA-256 of the weights' file, or of its files' sha256sum lines; None without files."""
         return self._digest[0]
 
     @property

@@ -168,9 +168,8 @@ def _check(path: Path, rules: Sequence[Rule]) -> None:
 
 
 def _unknown(prefix: str, keys: Mapping[str, Any], read: Iterable[str]) -> list[Rule]:
-    """Returns a check (Rule) of each key that is not in `read`, the keys that the caller
-    understands. A key passes if its value is null or it begins with "_". prefix: text before keys
-    in messages."""
+    """Returns a check (Rule) of each key not in `read`, the keys that the caller understands. A
+    null value or a key that begins with "_" passes. prefix: text before keys in messages."""
     return [
         (prefix + repr(key)[1:-1], keys[key], keys[key] is None or key.startswith("_"), _NO_KEY)
         for key in sorted(keys.keys() - set(read))
@@ -278,8 +277,7 @@ def of_gguf(
     file: GgufFile, shape: ModelShape, factors: NDArray[np.float32] | None
 ) -> TransformerConfig:
     """Returns the configuration in a .gguf's metadata; raises ConfigError if unsupported. factors:
-    the file's tensor rope_freqs.weight, float32 [head_dim / 2], which divides the rotary
-    frequencies."""
+    the file's tensor rope_freqs.weight, float32 [head_dim / 2], which divides frequencies."""
     path = file.path
     family = str(file.metadata["general.architecture"])
     prefix = f"{family}."

@@ -53,8 +53,8 @@ _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the fi
 
 
 class Sheet:
-    """Host arrays that the host and the kernels between forwards (stages) share; −1 (NOBODY) is an
-    absent value.
+    """Host arrays that host and kernels between forwards (stages) share; −1 (NOBODY) is an absent
+    value.
 
     state: [S, 3 + back], for each of S sequences its cache slot, the position of its last committed
     token, that token, and the `back` tokens before it (NOBODY: the draft has its keys and values);
@@ -424,8 +424,7 @@ class DeviceRounds:
         self.sheet.state[...] = state
 
     def hold(self, slots: Index, positions: Index) -> None:
-        """Reserves the draft's and the target's KV pages for each slot, up to and including its
-        position."""
+        """Reserves the draft's and the target's KV pages for each slot, its position included."""
         for stack in (self._draft, self._target):
             if stack is not None:
                 stack.pages.hold(slots, positions)
@@ -448,9 +447,8 @@ class DeviceRounds:
         return self._programs[round_ % RING][-1]
 
     def outcome(self, round_: int) -> Ints:
-        """Returns a finished round's outcome, int32 [S, N + 2]: for each of S sequences the
-        accepted node, the bonus token and the N drafted tokens. Rounds must be read in the order of
-        launches."""
+        """Returns a finished round's outcome, int32 [S, N + 2]: of each sequence the accepted node,
+        the bonus token and the N drafted tokens. Rounds must be read in the order of launches."""
         first = self._flying.pop(0)
         assert round_ == first, f"round {round_} out of turn, {first} is the next one"
         outcome: Ints = self.sheet.decided[round_ % RING].copy()

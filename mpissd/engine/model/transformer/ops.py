@@ -121,8 +121,7 @@ class Ops(Protocol):
         heads if the model family has them; rotates q and k, and writes k and v to the cache."""
 
     def attend(self, cache: Array, number: int, q: Array, out: Array, rows: int) -> None:
-        """Sets out = softmax(q·kᵀ/√head_dim)·v over each row's visible positions, in layer
-        `number`."""
+        """Sets out = softmax(q·kᵀ/√head_dim)·v over a row's visible positions in layer `number`."""
 
     def product(self, x: Array, weight: Array, out: Array, rows: int) -> None:
         """Sets out = x·weightᵀ."""

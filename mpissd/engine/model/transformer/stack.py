@@ -355,9 +355,8 @@ class StateStack(TransformerStack):
 
 
 class MedusaStack(StateStack):
-    """Medusa heads on one rank: one forward drafts a token with each head. All rows' logits of a
-    head lie together, head after head. The host samples, because only `read` knows where a row's
-    logits lie."""
+    """Medusa heads on one rank: one forward drafts a token with each head. A head's logits of all
+    rows lie together. The host samples, as only `read` knows where a row's logits lie."""
 
     _stride = 0  # number of rows per head in the forward that was read last
 

@@ -81,8 +81,7 @@ class Size:
 
     @property
     def draft_lanes(self) -> int:
-        """The draft's lanes (scratch KV memory) per sequence: one for each node that it
-        computes."""
+        """The draft's lanes (scratch KV memory) a sequence: one for each node it computes."""
         return WIDTH * (self.depth - 1)
 
     def first(self, level: int) -> int:
@@ -122,9 +121,8 @@ def likeliest(sure: NDArray[np.float32], count: int) -> Index:
 
 def find(shapes: Shapes, s: int, level: int, tokens: Ints, logits: NDArray[np.float32]) -> Index:
     """Adds the nodes of one level to sequence s's draft tree, whose shape changes each round.
-    Returns the indices of the nodes that the draft computes next, likeliest first. tokens, logits:
-    the likeliest tokens after each node that the draft computed last, [WIDTH, CHOICES]; in level 1
-    [1, CHOICES]."""
+    Returns the indices of the nodes to compute next, likeliest first. tokens, logits: the likeliest
+    tokens after each node computed last, [WIDTH, CHOICES]; in level 1 [1, CHOICES]."""
     size = shapes.size
     nodes = shapes.nodes[s]
     first = size.first(level)

@@ -56,9 +56,8 @@ _STAGING_ELEMENTS = 1 << 26  # the most elements of a matrix that are copied to 
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight matrix packed for skinny.cu: `depth` inputs, `columns` outputs in tiles of 16.
-    gated: whether each tile has 8 columns of gate and 8 of up, which give 8 outputs. head:
-    head_dim, if each tile has 8 columns of a head's first half and the 8 that RoPE rotates with
-    them; else 0."""
+    gated: whether each tile has 8 columns of gate and 8 of up, which give 8 outputs. head: head_dim
+    if each tile has 8 columns of a head's first half and 8 rotated with them, or 0."""
 
     values: Any
     depth: int
@@ -171,8 +170,7 @@ class GpuCache:
 
 
 def task_bytes(head: int) -> int:
-    """Returns the bytes of an attention block's shared memory (the kernels' ATTEND_BYTES). head:
-    head_dim."""
+    """Returns the bytes of an attention block's shared memory (ATTEND_BYTES). head: head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
     return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
@@ -181,8 +179,7 @@ def task_bytes(head: int) -> int:
 class CupyOps(Ops):
     """A transformer's operations on one GPU, for this rank's share of heads. Kernels are enqueued
     on the backend's stream, where a graph may capture them. early: whether a kernel may start
-    before the previous kernel ends. Raises ConfigError for a GPU or a model that the kernels do not
-    support."""
+    before the previous kernel ends. Raises ConfigError for a GPU or model that lacks support."""
 
     kernel = "cuda"
     computes_padding = True

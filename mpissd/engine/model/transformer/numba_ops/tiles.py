@@ -168,8 +168,7 @@ def _sums(
 def kernel(module: ir.Module, kind: str, rows: int, count: int) -> Any:
     """Makes the LLVM function that adds one tile's product to y [rows, count vectors]. kind:
     "float" or "bfloat16", the type of the weights. The function's arguments: the addresses weights,
-    x and y; the number of steps; the strides of weights, x and y; the words that prefetches run
-    ahead."""
+    x and y; the number of steps; the strides of weights, x and y; the words prefetched ahead."""
     name = f"tile_{kind}_{rows}_{count}"
     if name in module.globals:
         return module.globals[name]
