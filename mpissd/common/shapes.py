@@ -87,8 +87,7 @@ class ModelShape:
 
     @property
     def fused_width(self) -> int:
-        """The input width of a head-sized draft's first product, whose output is `hidden` wide; 0
-        without such a product."""
+        """The input width of a head-sized draft's first product (to `hidden`); 0 without one."""
         return 0 if self.head is None else self.head.fused * self.hidden
 
     @property

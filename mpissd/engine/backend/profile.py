@@ -80,8 +80,7 @@ class Curve:
 class Forward:
     """Measured times of a whole forward with all-reduces: seconds by number of rows, on a rank that
     holds `params` weights. kernel: the name of the kernel of its matrix products; "" in old
-    profiles. most_rows: jobs whose forwards have at most so many rows use this kernel (None:
-    all)."""
+    profiles. most_rows: the most rows of a forward in jobs that use this kernel (None: any)."""
 
     params: int
     seconds: Curve
@@ -171,8 +170,7 @@ def _number(value: Any, *, is_rate: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is known about one kind of device and the links inside its node: rates, and measured
-    tables if there are any.
+    """What is known about one kind of device and its node's links: rates, and tables if measured.
 
     all_reduce_*: maps a number of ranks to a latency or rate ({}: all-reduces take no time; None:
     unknown). forwards: maps a key to its forwards, one a kernel, by rising most_rows; shards: the

@@ -27,8 +27,7 @@ CPU_ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """Options of a model's forward: which matrix products it has, what it reads from the KV cache,
-    and what it returns."""
+    """Options of a forward: its matrix products, what it reads from the KV cache and returns."""
 
     fuse: bool = False  # compute q, k, v as one product, and gate, up as another
     lm_head: bool = False
@@ -153,8 +152,7 @@ class Shard(_Costs):
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:
-        """Returns the (in, out) size of each head's product in Medusa and MLPSpeculator drafts;
-        empty for other models."""
+        """Returns the (in, out) size of each head's product in Medusa and MLPSpeculator drafts."""
         return [(self.shape.hidden, width) for width in self.shape.head_widths]
 
     def lm_heads(self, options: ForwardOptions) -> list[tuple[int, int]]:

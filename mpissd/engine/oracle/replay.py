@@ -278,8 +278,7 @@ class RecordedStream(Stream):
 
 
 class RecordedDraft(RecordedStream):
-    """Tables of the draft's recorded continuations and likeliest tokens after every prefix of the
-    target's answer.
+    """Tables of a draft's recorded continuations and likeliest tokens after each prefix of answers.
 
     After a drafted token that the target will reject, the recorded candidates are wrong. That does
     no harm, because the round cannot end after a rejected token.

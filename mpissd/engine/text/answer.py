@@ -102,8 +102,7 @@ class AnswerText:
     def _advance(self) -> str:
         """Returns the text that the tokens not yet decoded add. If they add any, they become the
         context: the tokens that are decoded together with the next ones. Single-byte tokens are
-        left out of the context if it has others, because one invalid byte changes the text of all
-        bytes before it."""
+        left out of it if it has others, as one invalid byte changes the text of those before it."""
         before = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._waiting])
         if not text.startswith(before):  # The answer completes the last character of the prompt.

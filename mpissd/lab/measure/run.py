@@ -212,8 +212,7 @@ def _conclude(session: Session, measured: Measured, sweep: dict[str, Any] | None
 
 def _measure(loop: TargetLoop, rank: Rank, *, is_alone: bool) -> LeadReport:
     """Decodes warm-up rounds on sequences that are thrown away, then the measured rounds, on a
-    target group's first rank; returns its report. is_alone: whether text is shown, as no sweep
-    runs."""
+    target group's first rank; returns its report. is_alone: whether no sweep runs."""
     session = rank.session
     config = session.job.config
     group = session.group

@@ -171,8 +171,7 @@ class Choice:
 
 def job_of(config: RunConfig, choice: Choice) -> Job:
     """Resolves a configuration to a Job, from which the simulation takes rows, fan-out and
-    acceptance. config: the flags that all configurations share. Raises ConfigError for an
-    impossible fan-out."""
+    acceptance. config: the flags that all share. Raises ConfigError for an impossible fan-out."""
     if choice.mode == "ar":
         return replace(pair_job(config, Family("ar", 1, 0)), tp=choice.tp)
     fans = None if choice.tree is None else choice.fan_out

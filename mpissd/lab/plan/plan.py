@@ -234,9 +234,8 @@ class Plan:
         return float(jackknife(logs[0] - logs[1] if len(logs) > 1 else logs[0]))
 
     def sampling_text(self, questions: Iterable[Sequence[Choice]]) -> str:
-        """Returns a text in parentheses: the largest sampling error of some speedups, and the
-        number of prompts that would reduce it to 5%. questions: for each speedup, the compared
-        configurations."""
+        """Returns a text in parentheses: the largest sampling error of some speedups, and how many
+        prompts would reduce it to 5%. questions: for each speedup, the compared two."""
         half = max((self.sampling(*uses) for uses in questions), default=math.inf)
         if not self.prompts or half > _LARGEST:
             return " (±: unknown)"
@@ -253,8 +252,7 @@ class Plan:
         return Estimate(use.tok_per_s, half)
 
     def gain(self, *pair: Choice) -> Estimate:
-        """Returns the first configuration's predicted speedup over the second, with its
-        interval."""
+        """Returns the predicted speedup of the first over the second, with its interval."""
         half = math.hypot(math.log1p(self.error(*pair)), self.sampling(*pair))
         return Estimate(pair[0].tok_per_s / pair[1].tok_per_s, half)
 

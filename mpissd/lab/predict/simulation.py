@@ -316,8 +316,7 @@ def _spread(chains: int, batch: int, number: int) -> Floats:
 
 class RecordedDraws:
     """Gives the simulation the accepted tokens and cache hits that a run recorded, in place of
-    random ones. sequences: int64 [n, 8], a row for each round of each sequence, from
-    RoundRecords.sequences."""
+    random ones. sequences: int64 [n, 8], from RoundRecords.sequences."""
 
     chains = 1
 

@@ -70,9 +70,8 @@ class Prober:
     def __init__(
         self, session: Session, show: Callable[[Callable[[float], str]], None], *, brief: bool
     ) -> None:
-        """Prepares the stages. show: function that prints a progress line; its argument is a
-        function that makes the line from the seconds so far. brief: whether to measure less (see
-        execute_probe)."""
+        """Prepares the stages. show: function that prints a progress line; its argument makes the
+        line from the seconds so far. brief: whether to measure less (see execute_probe)."""
         self._show_line = show
         self._stage = ""
         self._brief = brief

@@ -112,8 +112,7 @@ def _all_reduce(entries: Sequence[Entry], ranks: int, source: str) -> dict[str, 
 
 def save_profile(out: str, name: str, data: Mapping[str, Any]) -> Path:
     """Writes a device profile to OUT/profiles/NAME.json, replacing a file of that name atomically;
-    returns the path. Raises ConfigError if the folder cannot be written, or if the profile could
-    not be read back."""
+    returns the path. Raises ConfigError if it cannot be written, or could not be read back."""
     path = Path(out) / "profiles" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)

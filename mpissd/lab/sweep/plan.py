@@ -174,8 +174,7 @@ def _expanded(name: str, item: str) -> list[str]:
 
 
 def _split(text: str, separator: str, what: str) -> list[str]:
-    """Splits text at separators outside quotes and drops empty parts. what: the text's name in
-    error messages."""
+    """Splits text at separators outside quotes; drops empty parts. what: its name in errors."""
     if not re.search(f"^{_QUOTED}", text):
         raise ConfigError(f"{what}: a quotation does not end: {text.strip()!r}")
     parts = (part.strip() for part in re.split(separator + _QUOTED, text))

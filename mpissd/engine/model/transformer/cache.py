@@ -77,8 +77,7 @@ class RowPlaces:
 
 
 class PageTable:
-    """The page table of one KV cache: sequences take pages as they grow, and return all when they
-    end.
+    """The page table of one KV cache: sequences take pages as they grow and return all at the end.
 
     A full page may be *named* by its tokens and all tokens before them. A sequence that begins with
     the same tokens reads that page instead of computing it again: the K and V of a position depend

@@ -53,8 +53,7 @@ _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the fi
 
 
 class Sheet:
-    """Host arrays that host and kernels between forwards (stages) share; −1 (NOBODY) is an absent
-    value.
+    """Arrays that the host and the kernels between forwards (stages) share; −1 (NOBODY): absent.
 
     state: [S, 3 + back], for each of S sequences its cache slot, the position of its last committed
     token, that token, and the `back` tokens before it (NOBODY: the draft has its keys and values);
@@ -286,9 +285,8 @@ class RoundStage:
     def _walk(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Ends a round for sequence s (stage K + 1, after the target's forward): follows the
         drafted tokens that the target accepts down the tree, writes the accepted node and the bonus
-        token to sheet.decided, and sets the sequence's state for the next round. rows: the
-        sequence's rows of the target's forward. slot: its part of the KV cache. position: that of
-        the tree's root."""
+        token to sheet.decided, and sets the sequence's state for the next round. rows: its rows of
+        the target's forward. slot: its part of the KV cache. position: the root's."""
         sheet = self.sheet
         table = self._table(s)
         decided = sheet.decided[self.turn, s]

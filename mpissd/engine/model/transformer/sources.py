@@ -488,9 +488,8 @@ def origin_of(target: Checkpoint) -> dict[str, str | None]:
 
 
 def _origin(draft: str, target: str) -> tuple[str | None, str | None, bool | None]:
-    """Returns a tuple: the name and the SHA-256 of the target that a draft's files name (None if
-    they name none), and whether `target` is that model (None if unknown). Raises ConfigError for a
-    damaged config.json."""
+    """Returns the name and SHA-256 of the target that a draft's files name (None: none), and
+    whether `target` is that model (None: unknown). Raises ConfigError for a damaged config.json."""
     path = files_of(draft)
     if path is None or not (path / "config.json").is_file():
         return None, None, None

@@ -252,9 +252,8 @@ class CupyOps(Ops):
         shift = step - TILE // 2  # the first column of the tiles' right half
 
         def sizes(count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            """Returns two tuples of kernel arguments for `count` outputs: (number of 16-byte units,
-            depth / 32, depth), and (number of outputs, number of outputs from column `shift` on,
-            outputs per tile)."""
+            """Returns two tuples of kernel arguments for `count` outputs: (16-byte units, depth /
+            32, depth), and (outputs, outputs from column `shift` on, outputs per tile)."""
             units = np.int64(ceil_div(count, step) * TILE * depth // 8)
             columns = np.int32(count), np.int32(count - shift), np.int32(step)
             return (units, np.int32(depth // PAIR), np.int32(depth)), columns

@@ -73,8 +73,7 @@ def product(x, packed, out, first, rows):
     """Sets out[:rows, first …] = x[:rows] · weightᵀ. packed: the weight in bfloat16, as `pack`
     writes it. If the number of inputs is odd, x has one more column, of zeros. `out` has a column
     for each output of the packed blocks. Rows are computed in even groups of at most MOST_ROWS. A
-    block of the weight is read from memory once for all groups; the next block is prefetched during
-    the last group."""
+    block of the weight is read from memory once; the next is prefetched during the last group."""
     blocks, steps, width = packed.shape
     depth = x.shape[1]
     columns = out.shape[1]
