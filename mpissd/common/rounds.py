@@ -343,6 +343,8 @@ class ReadyBranches:
         self.rows = rows
         self.version = version
         self.levels = levels
+        keys = map(tuple, rows[:, : self.KEY].tolist())
+        self._numbers = {key: number for number, key in enumerate(keys)}
 
     def served(self, outcome: Outcome, *, sampled: bool) -> Speculation | None:
         """Returns the drafted tokens of the round after `outcome` if every sequence that goes on
@@ -351,20 +353,21 @@ class ReadyBranches:
         asked = outcome.control.lookahead
         if asked is not None and Speculation.width(asked, sampled) + self.KEY >= self.rows.shape[1]:
             asked = None  # all K tokens of a chain
-        events = outcome.events
-        is_live = events == Event.COMMIT
-        goes_on = is_live | (events == Event.RELEASE) | (events == Event.PREFILL)
-        if asked != self.levels or not is_live.any() or not goes_on.all():
+        if asked != self.levels:
             return None
-        wanted = outcome.rows[is_live][:, _KEY_OF_OUTCOME]
-        is_same = (self.rows[:, : self.KEY] == wanted[:, None]).all(axis=2)  # [b, n]
-        if not is_same.any(axis=1).all():
+        found = list[int]()
+        for request_id, epoch, event, k, token in outcome.rows.tolist():
+            if event == Event.COMMIT:
+                number = self._numbers.get((request_id, epoch, k, token))
+                if number is None:
+                    return None
+                found.append(number)
+            elif event not in (Event.RELEASE, Event.PREFILL):
+                return None
+        if not found:
             return None
-        rows = self.rows[is_same.argmax(axis=1), self.KEY :]
+        rows = self.rows[found, self.KEY :]
         return Speculation(outcome.round + 1, rows, sampled=sampled, version=self.version)
-
-
-_KEY_OF_OUTCOME = [0, 1, 3, 4]
 
 
 def verify_rows(last_tokens: Ints, speculation: Speculation) -> Ints:

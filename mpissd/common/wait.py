@@ -75,6 +75,7 @@ class Waiter:
         self.spin_s = spin_s
         # Called every 0.2 s during a long wait; raises an error if the event can no longer come.
         self.alarm: Callable[[], None] | None = None
+        self.between: Callable[[], object] | None = None  # called between two polls
 
     def until(self, test: Callable[[], bool], what: str) -> None:
         """Returns once test() is true. Raises Overdue, whose message begins with `what`, after
@@ -91,6 +92,8 @@ class Waiter:
                     if is_long:
                         OWN.bytes[WAITING] = 0
                     return
+                if self.between is not None:
+                    self.between()
             now = time.perf_counter()
             if now - last > _ASLEEP_S:
                 asleep += now - last
@@ -112,5 +115,7 @@ class Waiter:
     def sleep_until(self, end: float) -> None:
         """Returns when time.perf_counter() reaches `end`; sleeps until just before, then polls."""
         while (left := end - time.perf_counter()) > 0:
+            if self.between is not None:
+                self.between()
             if left > _NAP_S:
                 time.sleep(left - _NAP_S / 2 if left > 1e-3 else left / 2)

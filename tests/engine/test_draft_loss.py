@@ -30,7 +30,10 @@ class Link:
         self.sent, self.answers, self.sampled, self.q = 0, answers, sampled, q
         self.proposed, self.blocked = False, False  # distributions have arrived; sends block
 
-    def send_outcome(self, outcome: Outcome, stop: bool = False) -> None:
+    def branches(self, round_: int) -> None:
+        return None
+
+    def send_outcome(self, outcome: Outcome, stop: bool = False, taken: int | None = None) -> None:
         self.waiter.until(lambda: not self.blocked, "send")
         self.sent += 1
 

@@ -102,6 +102,7 @@ class LeadEnd:
         self._prompts = outbox(shape.message(Kind.PROMPT)) if shape.prompt_tokens else None
         self._proposals = inbox(shape.message(Kind.PROPOSALS)) if shape.sampled else None
         self._branches = inbox(shape.message(Kind.BRANCHES)) if shape.branches else None
+        self._ready: ReadyBranches | None = None  # the last branches received
         self._unended = 0  # how many stops the draft has not yet answered by its last branches
         self.num_messages = self.num_bytes = 0
 
@@ -121,26 +122,29 @@ class LeadEnd:
             self._count(4 * size)
 
     def branches(self, round_: int) -> ReadyBranches | None:
-        """Returns the branches grown for outcomes of round `round_`, if they have arrived, without
-        waiting. Drops those of earlier rounds, and those sent before the draft ended its loop."""
+        """Returns the branches grown for outcomes of round `round_`, if they have arrived. Raises
+        ProtocolError for those of a later round."""
+        self.collect()
+        ready = self._ready
+        if ready is not None and ready.round > round_:
+            what = f"round is {ready.round}, expected at most {round_}"
+            raise ProtocolError(f"round {ready.round}: BRANCHES message refused: {what}")
+        return ready if ready is not None and ready.round == round_ else None
+
+    def collect(self) -> None:
+        """Receives branches that have arrived, without waiting. Keeps the last, and drops those
+        sent before the draft ended its loop."""
         inbox = self._branches
-        found = None
         while inbox is not None and inbox.arrived():
             ready, is_end = wire.read_branches(inbox.message)
             inbox.release()
             self._count(4 * (HEADER + ready.rows.size))
-            if is_end:
-                self._unended -= 1
-            elif not self._unended and ready.round > round_:
-                what = f"round is {ready.round}, expected at most {round_}"
-                raise ProtocolError(f"round {ready.round}: BRANCHES message refused: {what}")
-            elif not self._unended and ready.round == round_:
-                found = ready
-        return found
+            self._unended -= is_end
+            self._ready = None if is_end or self._unended else ready
 
     def _is_ended(self) -> bool:
         if self._unended:
-            self.branches(-1)
+            self.collect()
         return not self._unended
 
     def speculation(self, round_: int, count: int) -> Speculation:

@@ -7,6 +7,8 @@ bonus token of each sequence), and then receives the answer: the drafted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,12 @@ class Speculator:
 
     def meanwhile(self) -> None:
         """Called while the target verifies, to do other work. The default does nothing."""
+
+    @property
+    def collect(self) -> Callable[[], None] | None:
+        """Receives, without waiting, what a draft sends while the target verifies (None: nothing);
+        called between two polls of the target's forward."""
+        return None
 
     def confirm(self, speculation: Speculation) -> bool:
         """Returns whether the distributions of the drafted tokens are available, so that the target
@@ -113,6 +121,10 @@ class RemoteSpeculator(Speculator):
         self._served: Speculation
         self._waiting = 0  # how many distributions of the last answer's tokens are still to come
         self._rows: NDArray[np.float32] | None = None  # the distributions received, [n, V]
+
+    @property
+    def collect(self) -> Callable[[], None] | None:
+        return self._link.collect if self._link.shape.branches else None
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0

@@ -184,7 +184,11 @@ class TargetLoop:
         self._speculator.meanwhile()
         for observer in self.observers:
             observer.verifying()
-        worker.wait(self._waiter)
+        self._waiter.between = self._speculator.collect
+        try:
+            worker.wait(self._waiter)
+        finally:
+            self._waiter.between = None
         mark(LeadPhase.DEVICE_WAIT)
         speculation = worker.verified(speculation)
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
