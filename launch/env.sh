@@ -43,11 +43,18 @@ fi
 
 default HOME ~ # of the password file: Open MPI does not start without one
 
+# Where its folder does not fit, Open MPI ends by a signal and says nothing.
+tmp=${TMPDIR:-/tmp}
+if [ -d "$tmp" ] && { [ ! -w "$tmp" ] || [ "$(df -Pk "$tmp" | awk 'END { print $4 }')" -lt 512 ]; }; then
+    echo "TMPDIR=$tmp: not writable, or less than 512 kB free: set another" >&2
+    exit 2
+fi
+
 # An mpirun that was killed leaves its folder ompi.PID, and Open MPI 5 doesn't start where a later one
 # gets the same process id: "The PMIx server's listener thread failed to start". Where hosts or containers
 # share TMPDIR, one that runs elsewhere has no process here: its folder holds pmix.HOST.tool of another host.
 this_host=$(uname -n)
-for folder in "${TMPDIR:-/tmp}"/ompi.[0-9]*; do
+for folder in "$tmp"/ompi.[0-9]*; do
     pid=${folder##*/ompi.}
     case $pid in *[!0-9]*) continue ;; esac # another release's: ompi.HOST.USER
     for tool in "$folder"/pmix.*.tool; do
