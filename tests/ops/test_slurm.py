@@ -116,18 +116,21 @@ def test_what_would_fail_later_is_refused_now(words: tuple[str, ...], says: str)
     assert line.startswith("submit: ") and says in line
 
 
-def test_dry_prints_the_line_alone() -> None:
-    done = submit(*H100, "--tp=4", "--dry=1", "--", "--backend=emulated")
-    line = "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 launch/slurm.sh"
-    assert done.returncode == 0
+DRY = [
+    (
+        (*H100, "--tp=4", "--dry=1", "--", "--backend=emulated"),
+        "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 launch/slurm.sh "
+        "--backend=emulated",
+    ),
+    (  # replicas are an array of servers
+        "--ranks=2 --serve=2 --cluster=other --dry=1 -- --pair=smollm2 --backend=numpy".split(),
+        "--ntasks=2 --array=0-1 launch/replica.sh --pair=smollm2 --backend=numpy",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "line"), DRY)
+def test_dry_prints_the_line_alone(words: tuple[str, ...], line: str) -> None:
+    done = submit(*words, MPISSD_API_KEY="sesame")
+    assert (done.returncode, done.stdout) == (0, f"sbatch {line}\n")
     assert done.stderr == "submit: no sbatch here: when it would start is not known\n"
-    assert done.stdout == f"sbatch {line} --backend=emulated\n"
-
-
-SERVE = ("--serve=2", "--cluster=other", "--dry=1", "--", "--pair=smollm2", "--backend=numpy")
-
-
-def test_replicas_are_an_array_of_servers() -> None:
-    done = submit("--ranks=2", *SERVE, MPISSD_API_KEY="sesame")
-    line = "sbatch --ntasks=2 --array=0-1 launch/replica.sh --pair=smollm2 --backend=numpy\n"
-    assert (done.returncode, done.stdout) == (0, line)

@@ -182,29 +182,20 @@ def test_no_usable_python(machine: Machine, answer: str, message: str) -> None:
     assert not (machine.home / ".venv").exists()
 
 
-@pytest.fixture(scope="module")
-def data() -> set[str]:
-    """The files of the package that are not Python, below mpissd/."""
-    told = subprocess.run(
-        ["git", "ls-files", "mpissd"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if told.returncode:
+def test_each_pattern_finds_files_and_together_they_find_all() -> None:
+    """Of the files below mpissd/ that are not Python. setuptools splits a value at its newlines if
+    it has one, and if not at its commas."""
+    listed = subprocess.run(["git", "ls-files", "mpissd"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
         lack("a clone with its git")
-    found = {name.partition("/")[2] for name in told.stdout.split() if not name.endswith(".py")}
-    assert {"py.typed", "engine/backend/profiles/h200.json"} <= found
-    return found
-
-
-def test_each_pattern_finds_files_and_together_they_find_all(data: set[str]) -> None:
-    """setuptools splits a value at its newlines if it has one, and if not at its commas."""
+    names = {n.partition("/")[2] for n in listed.stdout.split() if not n.endswith(".py")}
+    assert {"py.typed", "engine/backend/profiles/h200.json"} <= names
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     value = config["options.package_data"]["mpissd"]
-    parts = value.splitlines() if "\n" in value else value.split(",")
+    patterns = filter(
+        None, map(str.strip, value.splitlines() if "\n" in value else value.split(","))
+    )
     package = ROOT / "mpissd"
-    found = {
-        pattern: {str(path.relative_to(package)) for path in package.glob(pattern)}
-        for pattern in filter(None, map(str.strip, parts))
-    }
-    assert [pattern for pattern, names in found.items() if not names] == []
-    assert data - set[str]().union(*found.values()) == set()
+    found = [{str(path.relative_to(package)) for path in package.glob(p)} for p in patterns]
+    assert all(found) and names - set[str]().union(*found) == set()

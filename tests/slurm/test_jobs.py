@@ -6,6 +6,7 @@ All jobs of the module are in the queue before the first is waited for.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from mpissd.common.row import flat
 from tests.mpi.harness import needs_mpi
-from tests.scripts import until
+from tests.scripts import call, until
 from tests.slurm.sandbox import Sandbox
 
 pytestmark = [*needs_mpi, pytest.mark.slurm]
@@ -179,49 +180,35 @@ def test_a_script_runs_to_its_rows(queue: Queue, launcher: str) -> None:
     assert printed == job.rows  # each run's JSON line
 
 
-# How ranks start, salloc's option or srun's --gpu-bind, and the GPUs that they open; "": refused.
+# How ranks start, salloc's option, srun's --gpu-bind or --mpi, and the GPUs that they open or what
+# the refusal says.
 BOUND = [
-    ("mpirun", "", "abc"),
-    ("mpirun", "--gpus-per-task=1", "abc"),
-    ("srun", "", "abc"),
-    ("srun", "--gpus-per-task=1", "abc"),
-    ("srun", "single:1", "abc"),
-    ("srun", "map_gpu:1", ""),
-    ("srun", "map_gpu:2,0,1", "abc"),
+    ("mpirun", "--gpus=3", "", "abc"),
+    ("mpirun", "--gpus-per-task=1", "", "abc"),
+    ("srun", "--gpus=3", "", "abc"),
+    ("srun", "--gpus-per-task=1", "", "abc"),
+    ("srun", "--gpus=3", "single:1", "abc"),
+    ("srun", "--gpus=3", "map_gpu:2,0,1", "abc"),
+    ("srun", "--gpus=3", "map_gpu:1", "share GPU-"),
+    ("srun", "--gpus=3", "none", "MPI sees 1; srun --mpi=pmix for Open MPI"),
 ]
 
 
-@pytest.mark.parametrize(("launcher", "option", "opened"), BOUND)
+@pytest.mark.parametrize(("launcher", "gpus", "way", "told"), BOUND)
 def test_ranks_open_the_gpus_that_slurm_binds(
-    slurm: Sandbox, launcher: str, option: str, opened: str
+    slurm: Sandbox, launcher: str, gpus: str, way: str, told: str
 ) -> None:
     """CuPy is a fake that sees GPUs a to d through Slurm's masks."""
     env = {"PYTHON": sys.executable, "FAKE_GPUS": "a b c d", "PYTHONPATH": "tests/fakes"}
-    env |= {"LAUNCHER": launcher} | ({"SLURM_GPU_BIND": option} if ":" in option else {})
-    asked = option if option.startswith("--") else "--gpus=3"
+    env |= {"LAUNCHER": launcher}
+    if way:
+        env["SLURM_GPU_BIND" if ":" in way else "SLURM_MPI_TYPE"] = way
     script = '. launch/env.sh; exec $MPIRUN -n 3 "$PYTHON" -m mpi4py -m mpissd run --backend=cupy'
-    done = subprocess.run(
-        ["salloc", "--ntasks=3", asked, "bash", "-c", f"{script} --pair=toy"],
-        cwd=ROOT,
-        env={**slurm.env, **env},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
-    found = sorted(line[-1] for line in done.stdout.splitlines() if line.startswith("opened"))
+    words = ["salloc", "--ntasks=3", gpus, "bash", "-c", f"{script} --pair=toy"]
+    done = call(ROOT, *words, **{**slurm.env, **env})
+    found = "".join(sorted(re.findall("^opened .*(.)$", done.stdout, re.M)))
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpissd")]
-    assert (done.returncode, "".join(found)) == (2, opened), done.stdout + done.stderr
-    assert ("share GPU-" in line) == (not opened)
-
-
-def test_ranks_that_do_not_meet_are_one_line_with_srun_s_remedy(slurm: Sandbox) -> None:
-    words = ["srun", "-n2", "--mpi=none", sys.executable, "-m", "mpi4py", "-m", "mpissd", "run"]
-    done = subprocess.run(
-        [*words, "--backend=emulated", "--pair=toy"], cwd=ROOT, env=slurm.env, capture_output=True,
-        text=True, timeout=WAIT_S,
-    )  # fmt: skip
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpissd")]
-    assert done.returncode == 2 and "srun --mpi=pmix for Open MPI" in line
+    assert done.returncode == 2 and told in (found or line), done.stdout + done.stderr
 
 
 def test_an_array_goes_on_where_scancel_ended_it(slurm: Sandbox, tmp_path: Path) -> None:
@@ -251,14 +238,9 @@ def test_make_submit_prints_the_line_and_runs_it(slurm: Sandbox, tmp_path: Path)
         "launch/slurm.sh --mode=ssd --pair=toy --backend=emulated --device=null --rounds=5 "
         f"--out={tmp_path}/out"
     )
-    done = subprocess.run(
-        ["make", "submit", *words.split(), f"SBATCH=--wait --output={tmp_path}/%j.log"],
-        cwd=ROOT,
-        env={**slurm.env, "TP": "7", "ROUNDS": "7", "PAIR": "none"},  # none is meant for this job
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    env = {**slurm.env, "TP": "7", "ROUNDS": "7", "PAIR": "none"}  # none is meant for this job
+    log = f"SBATCH=--wait --output={tmp_path}/%j.log"
+    done = call(ROOT, "make", "submit", *words.split(), log, **env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == line
     (row,) = (flat(json.loads(text)) for text in (tmp_path / "out" / "runs.jsonl").open())

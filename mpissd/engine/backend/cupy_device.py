@@ -23,9 +23,8 @@ _NOT_READY = 600  # the error code cudaErrorNotReady
 
 
 def bind(local_rank: int) -> Binding:
-    """Returns the GPU that the rank with this number on its host takes, local_rank modulo the
-    visible GPUs: a launcher may show each rank only its own. Allocates nothing on the GPU. Raises
-    ConfigError if no GPU is visible."""
+    """Returns the GPU of the rank with this number on its host, local_rank modulo the visible GPUs,
+    and allocates nothing there. Raises ConfigError if no GPU is visible."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         visible = int(runtime.getDeviceCount())

@@ -440,8 +440,7 @@ def refuse_sharing(bindings: Sequence[Binding | None], hosts: Sequence[str]) -> 
 
 
 def distinct_gpus(infos: Iterable[DeviceInfo], hosts: Sequence[str]) -> list[str]:
-    """Returns a name of each rank's GPU, the same for ranks that share it; ranks without a GPU have
-    names of their own. infos, hosts: by rank, its device and host."""
+    """Returns a name for each rank's GPU, or for the rank without one. infos, hosts: by rank."""
     bound = enumerate(zip((info.binding for info in infos), hosts, strict=False))
     return [binding.gpu(host) if binding else f"rank {rank}" for rank, (binding, host) in bound]
 
