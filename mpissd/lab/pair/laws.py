@@ -69,7 +69,7 @@ class Ranks(NamedTuple):
 class Outcomes(NamedTuple):
     """Counts of the rounds in one recording or row with K drafted tokens. accepted: int64
     [sequences, K + 1], how many rounds of a sequence accepted 0 … K tokens. ranks: how high the
-    draft ranked the bonus token after a rejection, and after K accepted tokens (None: unknown).
+    draft ranked the bonus token after a rejection, and after K accepted tokens ((): unknown).
     fast: {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind
     PARALLEL is a draft model that drafts all K tokens in one forward, and DYNAMIC + "N", only at
     the recorded K, its tree of N nodes that changes shape each round. levels: for that model, int64
@@ -78,7 +78,7 @@ class Outcomes(NamedTuple):
     """
 
     accepted: Array
-    ranks: tuple[Ranks, Ranks] | None
+    ranks: tuple[Ranks, ...]
     fast: Mapping[str, Array] = {}
     levels: Array | None = None
 
@@ -88,10 +88,7 @@ class Outcomes(NamedTuple):
         def kept(table: Array) -> Array:
             return np.compress(np.arange(len(table)) % groups != group, table, axis=0)
 
-        ranks = None
-        if self.ranks is not None:
-            rejected, complete = (part._replace(counts=kept(part.counts)) for part in self.ranks)
-            ranks = rejected, complete
+        ranks = tuple(part._replace(counts=kept(part.counts)) for part in self.ranks)
         fast = {kind: kept(counts) for kind, counts in self.fast.items()}
         levels = None if self.levels is None else kept(self.levels)
         return Outcomes(kept(self.accepted), ranks, fast, levels)
@@ -187,7 +184,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
             is_outside = vocabulary is not None and token not in vocabulary
             column = int(places[0]) if len(places) else widest + is_outside
             ranked[int(k == lookahead), n, column] += 1
-    rejected, complete = (Ranks(table, vocabulary is not None) for table in ranked)
+    ranks = tuple(Ranks(table, vocabulary is not None) for table in ranked)
     fast = dict[str, Array]()
 
     def count(kind: str, n: int, runs: Array) -> None:
@@ -198,7 +195,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
         count(kind, n, _runs(part, copied(recording, n, lookahead, kind)))
     most, num_ranks = recording.at_once
     if not num_ranks or lookahead > most:
-        return Outcomes(accepted, (rejected, complete), fast)
+        return Outcomes(accepted, ranks, fast)
     sizes = [n for n in TREES if lookahead == most and n <= recording.most_ranked]
     levels = np.zeros((num, lookahead, num_ranks + 1), np.int64)
     for n, part in enumerate(recording.sequences):
@@ -213,7 +210,7 @@ def _of_recording(recording: Recording, lookahead: int) -> Outcomes:
         for level in range(lookahead):
             np.add.at(levels[n, level], place[is_reached, level], 1)
             is_reached &= place[:, level] < num_ranks
-    return Outcomes(accepted, (rejected, complete), fast, levels)
+    return Outcomes(accepted, ranks, fast, levels)
 
 
 def _runs(part: Recorded, drafts: Ids) -> Array:
@@ -248,13 +245,13 @@ def _of_row(row: Row, rounds: Path) -> Outcomes:
     for end in ("rejected", "all_accepted"):  # The row has ranks_rejected and so on.
         counts = np.array((row.learned or {}).get(f"ranks_{end}") or [], np.int64).reshape(-1, 3)
         if len(np.unique(counts[:, 0])) != 1:
-            return Outcomes(accepted, None)
+            return Outcomes(accepted, ())
         rank = np.repeat(counts[:, 1], counts[:, 2])
         limit = int(counts[0, 0])
         table = np.zeros((len(rank), limit + 2), np.int64)
         table[np.arange(len(rank)), np.where(rank > 0, rank - 1, limit)] = 1
         ranks.append(Ranks(table, False))
-    return Outcomes(accepted, (ranks[0], ranks[1]))
+    return Outcomes(accepted, tuple(ranks))
 
 
 def measured(sources: Sequence[Dataset], lookahead: int) -> dict[str, Any]:
@@ -302,7 +299,7 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
     accepted = int(total @ np.arange(lookahead + 1))
     rounds = int(total.sum())
     judged = accepted + int(total[:-1].sum())
-    ranked = [of.ranks for of in outcomes if of.ranks is not None]
+    ranked = [of.ranks for of in outcomes if of.ranks]
     looked_up = [of.fast for of in outcomes if of.fast]
     kinds = [kind for kind in (looked_up or [{}])[0] if all(kind in of for of in looked_up)]
     levels = [of.levels for of in outcomes if of.levels is not None]

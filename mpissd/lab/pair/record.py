@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +19,6 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.presets import files_of, split_pair
 from mpissd.common.rounds import Ints
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Backend
 from mpissd.engine.backend.registry import choose, open_backend
 from mpissd.engine.comm.group import SoloGroup
 from mpissd.engine.model.forwards import Places
@@ -90,10 +89,8 @@ def make(config: PairConfig) -> Recording:
     answers: list[tuple[list[int], int]] = []
     batch = min(config.batch_size, len(asked))
     options = ForwardOptions(lm_head=True, values=True, capacity=capacity + steps)
-    with (
-        _opened(config, ModelSource(target), options, slots=batch, seed=2 * config.seed) as model,
-        _counted(model, "answering", sum(map(len, asked)) + len(asked) * (limit + steps)),
-    ):
+    count = sum(map(len, asked)) + len(asked) * (limit + steps)
+    with closing(Model(config, ModelSource(target), options, batch, "answering", count)) as model:
         for start in range(0, len(asked), batch):
             answers += answered(model, asked[start : start + batch], limit, stops, steps)
 
@@ -105,10 +102,7 @@ def make(config: PairConfig) -> Recording:
     masks = range(vocab, vocab + min(config_of(draft, target).masks, steps - 1, rows))
     a_prefix = steps + len(masks)  # number of tokens that the draft computes for one prefix
     count = sum(len(p) + end * a_prefix for p, (_, end) in zip(asked, answers, strict=True))
-    with (
-        _opened(config, source, options, slots=1, seed=2 * config.seed + 1) as model,
-        _counted(model, "drafting", count),
-    ):
+    with closing(Model(config, source, options, 1, "drafting", count)) as model:
         for prompt, (tokens, end) in zip(asked, answers, strict=True):
             drafts = drafted(model, prompt, tokens[:end], steps, masks)
             stopped = tokens[end - 1] in stops
@@ -133,60 +127,40 @@ def make(config: PairConfig) -> Recording:
     return Recording(vocab, parts, about, known=known_ids(models[1], vocab))
 
 
-@contextmanager
-def _opened(
-    config: PairConfig, source: ModelSource, options: ForwardOptions, *, slots: int, seed: int
-) -> Iterator[Model]:
-    name = choose(config.backend)
-    with closing(open_backend(name, device="h100", local_rank=0)) as backend:
-        model = Model(backend, source, options, rows=_CHUNK[name], slots=slots, seed=seed)
-        with closing(model):
-            yield model
-
-
-@contextmanager
-def _counted(model: Model, verb: str, rows: int) -> Iterator[None]:
-    """Shows a progress bar on stderr that counts the tokens in the model's forwards. verb: label of
-    the bar. rows: the number of tokens at which the bar is full."""
-    with tqdm(
-        total=rows, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80
-    ) as bar:
-        model.advance = bar.update
-        yield
-
-
 class Model:
-    """A whole model on one device, with a KV cache, for recording. advance: function that is called
-    after each forward with its number of tokens."""
-
-    advance: Callable[[int], Any] = staticmethod(lambda rows: None)
+    """A whole model on one device, with a KV cache, for recording. A progress bar on stderr counts
+    the tokens in its forwards."""
 
     def __init__(
         self,
-        backend: Backend,
+        config: PairConfig,
         source: ModelSource,
         options: ForwardOptions,
-        *,
-        rows: int,
         slots: int,
-        seed: int,
+        verb: str,
+        count: int,
     ) -> None:
-        """Reads the weights. rows: largest number of tokens in a forward. slots: largest number of
-        sequences in the KV cache. seed: seed of random weights, if the model has no files."""
-        self.rows = rows
+        """Reads the weights. slots: largest number of sequences in the KV cache. verb, count: label
+        of the bar, and the number of tokens at which it is full."""
+        name = choose(config.backend)
+        self.rows = rows = _CHUNK[name]  # largest number of tokens in a forward
         self._waiter = Waiter(math.inf, spin=False)
-        self._stepper = Stepper(
-            backend,
-            SoloGroup(),
-            TransformerShard(config_of(source.where, source.target)),
-            options,
-            buckets={min(slots, rows), rows},
-            num_sequences=slots,
-            seed=seed,
-            model=source,
-        )
-        self.release = self._stepper.release
-        self.close = self._stepper.close
+        bar = tqdm(total=count, desc=verb, unit=" rows", mininterval=_TELL_S, leave=False, ncols=80)
+        with ExitStack() as resources:
+            self._stepper = Stepper(
+                resources.enter_context(closing(open_backend(name, device="h100", local_rank=0))),
+                SoloGroup(),
+                TransformerShard(config_of(source.where, source.target)),
+                options,
+                buckets={min(slots, rows), rows},
+                num_sequences=slots,
+                seed=2 * config.seed + bool(source.target),
+                model=source,
+            )
+            resources.callback(self._stepper.close)
+            self._advance = resources.enter_context(bar).update
+            self.release = self._stepper.release
+            self.close = resources.pop_all().close
 
     def feed(self, tokens: Tokens | Ints, places: Places) -> Likeliest:
         """Runs a forward over n tokens; returns the top_k likeliest next tokens after each of them,
@@ -195,7 +169,7 @@ class Model:
         self._stepper.launch()
         self._stepper.wait(self._waiter)
         results = self._stepper.results()
-        self.advance(len(tokens))
+        self._advance(len(tokens))
         assert results.values is not None, "a model without ForwardOptions.values"
         return results.ids[0], results.values[0]
 
