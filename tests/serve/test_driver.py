@@ -321,6 +321,45 @@ def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> N
         assert mode == "ar" or mail.ends()[0].accepted > 0
 
 
+def any_sampling(rng: random.Random) -> Sampling:
+    """Some of the fields that requests may have, at temperature 0."""
+    told: dict[str, Any] = {
+        "top_p": rng.uniform(0.1, 1), "top_k": rng.randrange(5), "min_p": rng.random(),
+        "repetition_penalty": rng.uniform(0.5, 3), "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-2, 2), "logprobs": rng.randrange(3),
+        "logit_bias": tuple((token, rng.uniform(-3, 3)) for token in rng.sample(range(97), 3)),
+        "stop_ids": tuple(rng.sample(range(97), 4)), "min_tokens": rng.randrange(12),
+        "prompt_logprobs": rng.randrange(3), "lookahead": rng.randrange(K + 1),
+    }  # fmt: skip
+    chosen = rng.sample(sorted(told), rng.randrange(len(told) + 1))
+    given = {name: told[name] for name in chosen}
+    return Sampling(**given if "stop_ids" in given else {**given, "min_tokens": 0})
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_greedy_answers_are_equal_in_all_modes_with_any_fields(pair: TinyPair, count: int) -> None:
+    """And so are the log-probabilities of answers and prompts, in a little room."""
+    rng = random.Random(count)
+    asked = [
+        Submit(n, prompt, rng.randint(1, 25), any_sampling(rng))
+        for n, prompt in enumerate(prompts(count, seed=count))
+    ]
+    found = {}
+    for mode in ("ar", "inline", "ssd", "branches of trees", "parallel ssd"):
+        mail = Script(*((n // 2, one) for n, one in enumerate(asked)))
+        run(pair, mode, mail, serving=Serving(kv_tokens=320))
+        scores, said = dict[tuple[int, int], Any](), dict[int, list[Any]]()
+        for one in mail.sent:
+            if isinstance(one, PromptTokens):
+                scores |= {(one.id, n): each for n, each in enumerate(one.logprobs, one.start)}
+            elif isinstance(one, Tokens):
+                said.setdefault(one.id, []).extend(one.logprobs or ())
+        reasons = {n: end.reason for n, end in mail.ends().items()}
+        found[mode] = mail.tokens(), reasons, scores, said
+    assert all(one == found["ar"] for one in found.values())
+    assert {*found["ar"][1].values()} == {"length", "stop"} and len(found["ar"][1]) == count
+
+
 @pytest.mark.parametrize("mode", ["ssd", "parallel inline"])
 def test_an_answer_that_was_preempted_keeps_its_penalties(pair: TinyPair, mode: str) -> None:
     asked = [Submit(n, [4, 5, 6 + n], 80, Sampling(frequency_penalty=0.7)) for n in range(3)]

@@ -45,7 +45,7 @@ def commands(venvs: Path, model: Path, url: str, out: Path) -> dict[str, list[li
     constant = "--profile kind=constant,rate=1 --constraint kind=max_requests,count=6"
     sweep = "--profile kind=sweep,sweep_size=3 --constraint kind=max_requests,count=4"
     aiperf = f"profile --model {NAME} --url {url} --endpoint-type chat --streaming --isl 24 --osl 8"
-    aiperf += " --tokenizer builtin --request-count 6 --concurrency 2 --ui none"
+    aiperf += f" --tokenizer {model} --request-count 6 --concurrency 2 --ui none"
     aiperf += f" --extra-inputs ignore_eos:true --extra-inputs min_tokens:8 --artifact-dir {out}/ai"
     told = f"model={NAME},base_url={url}/v1/completions,tokenizer={model},num_concurrent=2"
     lm_eval = [str(venvs / "lmeval/bin/lm_eval"), "--include_path", str(HERE), "--tasks"]
@@ -131,7 +131,8 @@ def converted(venvs: Path) -> Path:
 def main(venvs: Path, *tools: str) -> int:
     """Runs the tools, or all if none is named; returns the exit code."""
     model, results = converted(venvs), dict[str, bool]()
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "110"}
+    # PyTorch's CPU wheel ends lm-eval with another layer.
+    env = {**os.environ, "MKL_THREADING_LAYER": "SEQUENTIAL", "COLUMNS": "110"}
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
         if not tools or "lmeval" in tools:
