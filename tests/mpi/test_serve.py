@@ -14,7 +14,8 @@ import pytest
 
 from mpissd.common.rounds import Sampling
 from mpissd.lab.show import harmless
-from mpissd.serve.protocol import Cancel, Stats, Submit
+from mpissd.serve.protocol import Cancel, PromptTokens, Stats, Submit
+from tests.loop.text_rig import logits_behind
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.mpi.test_faults import RECOVERING, is_open_mpi_5
 from tests.needs import lack
@@ -68,8 +69,16 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         assert server.ends([22])[22].reason == "deadline"
         server.send(Submit(23, [3, 4, 5], 8))  # the ranks are still there
         server.send(Submit(24, [3, 4, 5], 8, Sampling(logit_bias=((7, 100.0),))))
-        server.ends([23, 24])
+        server.send(Submit(25, asked[8][1], 4, Sampling(prompt_logprobs=1)))
+        server.ends([23, 24, 25])
         assert server.tokens(24) == [7] * 8
+        parts = [one for one in server.heard if isinstance(one, PromptTokens)]
+        scores = [each.value for one in parts for each in one.logprobs]
+        for place, score in enumerate(scores, 1):
+            logits = logits_behind(str(pair.target), tuple(asked[8][1][:place]))
+            own = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+            assert score == pytest.approx(own[asked[8][1][place]], abs=1e-4)
+        assert len(scores) == len(asked[8][1]) - 1
         stops = list(server.ready.stop_ids)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops), n

@@ -187,9 +187,14 @@ class LeadEnd:
         self.num_messages += 1
         self.num_bytes += num_bytes
 
+    def end(self) -> None:
+        """Takes the draft's last branches after a stop. Until then the draft's send may not end,
+        and rank 0 may have no other round for long."""
+        self.waiter.until(self._is_ended, "draft: last branches")
+
     def close(self) -> None:
         """Takes the draft's last branches, finishes sends and cancels other receives."""
-        self.waiter.until(self._is_ended, "draft: last branches")
+        self.end()
         close_all(
             self._outcomes, self._speculations, self._prompts, self._proposals, self._branches
         )

@@ -162,3 +162,4 @@ class RemoteSpeculator(Speculator):
     def stop(self, outcome: Outcome) -> None:
         self._drop_proposals()
         self._link.send_outcome(outcome, stop=True)
+        self._link.end()
