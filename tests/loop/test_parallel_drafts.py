@@ -105,7 +105,7 @@ class Answered:
         for one in dice.sample(self.asked, dice.randint(1, 7)):
             limit = dice.choice([None, None, None, *range(lookahead + 1)])
             told = replace(one.sampling, lookahead=limit)
-            asked.append(replace(one, max_tokens=dice.choice([1, 9, 40]), sampling=told))
+            asked.append(Submit(one.id, one.prompt, dice.choice([1, 9, 40]), told))
         longest = max(len(one.prompt) + one.max_tokens for one in asked)
         flags = {"mode": mode, "lookahead": lookahead, "batch_size": dice.randint(1, 4)}
         flags |= {"context": longest + dice.choice([0, 0, 30]), "fan_out": dice.choice(fan_outs)}

@@ -188,7 +188,7 @@ def test_dynamic_trees_are_the_likeliest_nodes(
     found = decode(**text(pair, tree_shape="dynamic", **flags))
     assert chained["ahead"] > 0.6 * chained["rounds"] > 5
     told = text(pair, **flags)
-    alone = decode(**{**told, "mode": "ar", "draft": None})
+    alone = decode(**{**told, "mode": "ar", "draft": None, "parallel_drafting": False})
     draft, levels = open_checkpoint(told["draft"]), min(flags["tree"], flags.get("lookahead", 4))
     rows = found.records.sequences()
     full = np.bincount(rows[:, 0])[rows[:, 0]] == flags.get("batch_size", 1)  # the others: chains
