@@ -51,7 +51,7 @@ def text(pair: TinyPair, **flags: Any) -> dict[str, Any]:
 def imposed(folder: Path, vocab: int = 49152) -> dict[str, Any]:
     """Flags of random models whose outcomes are imposed."""
     shape = folder / "config.json"
-    told = config(1, vocab=vocab, heads=2, kv_heads=1, hidden=32)
+    told = config(1, vocab=vocab, heads=2, kv_heads=1, hidden=64, head_dim=32)
     shape.write_text(json.dumps(told | {"mpissd": {"masks": 6}}))
     models = dict.fromkeys(("target", "draft"), str(shape))
     return {"forward": "transformer", "context": 20, **models}
