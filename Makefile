@@ -45,7 +45,7 @@
 ## MPIRUN=…  use this mpirun (options allowed), and install none; LAUNCHER=srun: srun, inside a job
 ##
 ## They count on make's command line. A TP, K, OUT or PYTHON in the environment is ignored; MPIRUN
-## alone is also taken from there, since clusters set it.
+## and LAUNCHER are also taken from there, since clusters set them.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -75,10 +75,10 @@ sweep_of := GRID:grid REPEATS:repeats SHARD:shard
 submit_of := PARTITION:partition GPU_TYPE:gpu_type GPUS:gpus NODES:nodes CPUS:cpus TIME:time \
     ACCOUNT:account ARRAY:array SCRIPT:script COMMAND:command SBATCH:sbatch CLUSTER:cluster DRY:dry
 pair_of := TARGET:target DRAFT:draft PAIR:pair PROMPTS:prompts BACKEND:backend
-run_names := TP $(call names_of,$(run_of)) ARGS PYTHON MPIRUN
-chat_names := PYTHON $(call names_of,$(chat_of)) ARGS MPIRUN
-serve_names := PYTHON $(call names_of,$(serve_of)) ARGS MPIRUN
-pair_names := PYTHON $(call names_of,$(pair_of)) GPUS PROFILE OUT ARGS MPIRUN
+run_names := TP $(call names_of,$(run_of)) ARGS PYTHON MPIRUN LAUNCHER
+chat_names := PYTHON $(call names_of,$(chat_of)) ARGS MPIRUN LAUNCHER
+serve_names := PYTHON $(call names_of,$(serve_of)) ARGS MPIRUN LAUNCHER
+pair_names := PYTHON $(call names_of,$(pair_of)) GPUS PROFILE OUT ARGS MPIRUN LAUNCHER
 
 # A mistyped name would silently measure something else: $(call check,COMMAND,its variables).
 on_command_line = $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
@@ -138,7 +138,7 @@ endif
 submit:
 	$(call check,submit$(if $(call given,SERVE), SERVE=N),$(submit_names))$(setup_submit)
 	@$(python) -m launch.submit --ranks=$(num_ranks) $(call flag,SERVE,serve) \
-	    $(call flags_of,$(submit_of) TP:tp PYTHON:python MPIRUN:mpirun) -- $(submitted)
+	    $(call flags_of,$(submit_of) TP:tp PYTHON:python MPIRUN:mpirun LAUNCHER:launcher) -- $(submitted)
 
 doctor:
 	$(call check,run,$(run_names))$(setup) $(flags)
@@ -157,11 +157,11 @@ pair:
 	    launch/pair.sh $(gpus) $(pair_flags)
 
 bench-gpu:
-	$(call check,bench-gpu,PYTHON OUT SMOLLM2 MPIRUN)$(setup)
+	$(call check,bench-gpu,PYTHON OUT SMOLLM2 MPIRUN LAUNCHER)$(setup)
 	@PYTHON=$(python) $(python) results/study.py run results/h200-limit $(call quote,$(or $(call given,OUT),out/gpu-limit))
 
 study:
-	$(call check,study,PYTHON OUT MPIRUN)$(setup) --pair=smollm2
+	$(call check,study,PYTHON OUT MPIRUN LAUNCHER)$(setup) --pair=smollm2
 	@export PYTHON=$(python); study=results/extra-gpu; \
 	    nvidia-smi -L 2>/dev/null | grep -q "GPU " || { export BACKEND=numpy; study=results/extra-core; }; \
 	    $(python) results/study.py run $$study $(call quote,$(or $(call given,OUT),out/study))

@@ -32,7 +32,8 @@ _ARRAY, _SLURM, _REPLICA = "launch/array.sh", "launch/slurm.sh", "launch/replica
 _EVERYWHERE = "--host=0.0.0.0"  # as launch/replica.sh says it: refused without a key
 WORDS = ("partition", "gpu_type", "account", "time", "array")
 COUNTS = ("gpus", "nodes", "cpus")
-EXPORTS = ("tp", "command", "python", "mpirun")
+EXPORTS = ("tp", "command", "python", "mpirun", "launcher")
+LAUNCHERS = ("mpirun", "srun")
 FLAGS = ("ranks", "script", "serve", "cluster", *WORDS, *COUNTS, "sbatch", *EXPORTS, "dry")
 # What launch/job.sh reads; make's contract is that only MPIRUN counts from the environment.
 UNSEEN = ("BACKEND", "COMMAND", "DEVICE", "NUM_LAYERS", "OUT", "PAIR", "PYTHON", "ROUNDS", "TP")
@@ -69,6 +70,8 @@ def request_of(
         header = read_header((ROOT / script).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"SCRIPT={script}: {getattr(error, 'strerror', 'no text')}") from error
+    if given.get("launcher", "srun") not in LAUNCHERS:
+        raise unknown("LAUNCHER", given["launcher"], LAUNCHERS)
     exports = {name.upper(): given[name] for name in EXPORTS if name in given}
     if "script" not in given:  # T = tasks - D there
         exports.pop("TP", None)

@@ -235,7 +235,7 @@ def judge(report: Facts, num_ranks: int, gpus: Sequence[str]) -> list[Finding]:
     else:  # If mpirun belongs to another MPI, each rank sees only itself.
         error = ""
         fix = f"use the mpirun that belongs to {' '.join(first['versions']['MPI library'])}, set "
-        fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so"
+        fix += "MPIRUN to it, or MPI4PY_LIBMPI to the other's libmpi.so; srun needs --mpi=pmix"
         started = f"it started {first['launcher_size'] or num_ranks} processes, but {sees}"
         findings.append(Finding("launcher", started, BAD, fix))
     for what, verdict, fix in (

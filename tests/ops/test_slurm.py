@@ -106,6 +106,7 @@ H100 = ("--ranks=5", "--partition=GPU", "--gpu_type=h100-80")
             ("--ranks=3", "--array=0-3%2", "--", "--grid=mode=sd; lookahead=2,4,6"),
             "ARRAY=0-3%2: 4 shards of 3 configurations: allowed: at most as many: 0-2",
         ),
+        ((*H100, "--launcher=run", "--"), "unknown LAUNCHER 'run': did you mean 'srun'"),
         ((*H100, "--", "--backend=emulated"), "no sbatch here: log in to the cluster, or DRY=1"),
     ],
 )
@@ -118,9 +119,9 @@ def test_what_would_fail_later_is_refused_now(words: tuple[str, ...], says: str)
 
 DRY = [
     (
-        (*H100, "--tp=4", "--dry=1", "--", "--backend=emulated"),
-        "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 launch/slurm.sh "
-        "--backend=emulated",
+        (*H100, "--tp=4", "--dry=1", "--launcher=srun", "--", "--backend=emulated"),
+        "--partition=GPU --ntasks=5 --cpus-per-task=5 --gpus=h100-80:8 --export=ALL,LAUNCHER=srun "
+        "launch/slurm.sh --backend=emulated",
     ),
     (  # replicas are an array of servers
         "--ranks=2 --serve=2 --cluster=other --dry=1 -- --pair=smollm2 --backend=numpy".split(),
