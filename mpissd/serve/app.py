@@ -266,14 +266,7 @@ class Endpoints:
                 f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
             )
             raise Problem(400, message, request.form[0])
-        self._lead.check_room(self._encoding)
-        self._encoding += 1
-        try:
-            loop = asyncio.get_running_loop()
-            encoded = loop.run_in_executor(self._encoder, request.encode, self._tokenizer)
-            request.prompts = await unless_gone(http, encoded)
-        finally:
-            self._encoding -= 1
+        request.prompts = await self._encoded(http, partial(request.encode, self._tokenizer))
         ready, subject = (
             self._lead.check(),
             "prompt" if http.url.path == _COMPLETIONS else "messages",
@@ -303,6 +296,17 @@ class Endpoints:
         longest_s = min(asked.deadline_s or config.max_wait_s, config.max_wait_s)
         request.ends_s = arrived_s + longest_s
         return request.begin(self._tokenizer, ready, self._names[0])
+
+    async def _encoded(self, http: Http, work: Callable[[], Result]) -> Result:
+        """Returns the result of `work` on texts, done in a thread, as long as the client stays.
+        Requests that wait for it count as waiting ones."""
+        self._lead.check_room(self._encoding)
+        self._encoding += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await unless_gone(http, loop.run_in_executor(self._encoder, work))
+        finally:
+            self._encoding -= 1
 
     def _check_model(self, model: str | None) -> None:
         """Raises Problem if a request names another model."""
@@ -386,23 +390,27 @@ class Endpoints:
         asked = read_fields(read_object(await read_body(http)), Tokenize)
         self._check_model(asked.model)
         words = self._tokenizer
-        try:
+
+        def work() -> dict[str, Any]:
             if asked.messages:
                 begins = asked.add_generation_prompt
                 tokens = words.chat(conversation(asked.messages), begins=begins)
             else:
                 tokens = words.encode(asked.prompt or "", specials=asked.add_special_tokens)
+            names = [words.piece(token) for token in tokens] if asked.return_token_strs else None
+            return {"count": len(tokens), "tokens": tokens, "token_strs": names}
+
+        try:
+            told = await self._encoded(http, work)
         except ConfigError as error:
             raise Problem(400, str(error), "messages") from error
-        names = [words.piece(token) for token in tokens] if asked.return_token_strs else None
-        most = self._lead.check().context
-        told = {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
-        return JSONResponse(told)
+        return JSONResponse({**told, "max_model_len": self._lead.check().context})
 
     async def _detokenize(self, http: Http) -> Response:
         asked = read_fields(read_object(await read_body(http)), Detokenize)
         self._check_model(asked.model)
-        return JSONResponse({"prompt": self._tokenizer.decode(asked.tokens, specials=True)})
+        decode = partial(self._tokenizer.decode, asked.tokens, specials=True)
+        return JSONResponse({"prompt": await self._encoded(http, decode)})
 
     async def _tokenizer_info(self, http: Http) -> Response:
         words = self._tokenizer

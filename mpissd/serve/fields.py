@@ -308,7 +308,8 @@ class ChatBody(Asked, kw_only=True):
         defined, calls = dict[str, Any](), list[dict[str, Any]]()
         for tool in tools:
             schema = dict(tool.parameters or {"type": "object"})
-            for name, inner in schema.pop("$defs", {}).items():  # "$ref" names them from the root
+            defs = schema.pop("$defs", None)  # "$ref" names them from the root
+            for name, inner in (defs if isinstance(defs, dict) else {}).items():
                 if defined.setdefault(name, inner) != inner:
                     raise Problem(400, f"tools: two definitions of {shown(name)}", "tools")
             properties = {"name": {"const": tool.name}, "arguments": schema}

@@ -7,15 +7,16 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 from mpissd.common.rounds import Sampling
-from mpissd.serve.fields import ChatBody, Problem, shown
+from mpissd.serve.fields import ChatBody, Problem, Strict, read_fields, shown
 from mpissd.serve.request import Exchange, accounts, event, made, usage_of
 
-# {field of a response's body: the chat's field}; fields that are not named have the same name
-_NAMES = {"max_output_tokens": "max_completion_tokens"}
-_INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_PARAMS = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
 
 
 @dataclass(eq=False)
@@ -143,41 +144,59 @@ class Response(Exchange):
         return {**self._object(status, items), **told}
 
 
+class _Text(Strict):
+    """The form of the answer's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class _Reasoning(Struct):
+    """How much a model reasons, if its template asks."""
+
+    effort: str | None = None
+
+
+class ResponseBody(Struct):
+    """The fields of /v1/responses that a chat does not have, or has in another form."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Any = None
+    text: _Text = msgspec.field(default_factory=_Text)
+    reasoning: _Reasoning = msgspec.field(default_factory=_Reasoning)
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    n: Literal[1] = 1
+
+
 def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
     """Makes a Response from a body's fields; raises Problem for a body that is not allowed."""
-    fields = {_NAMES.get(name, name): value for name, value in given.items()}
-    items = fields.pop("input", None)
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    if not isinstance(items, list):
-        raise Problem(400, f"input={shown(items)}: allowed: a text or a list of items", "input")
-    messages = [_message(place, item) for place, item in enumerate(items)]
-    if "instructions" in fields:
-        messages.insert(0, {"role": "system", "content": fields.pop("instructions")})
+    own = read_fields(given, ResponseBody)
+    fields = {k: v for k, v in given.items() if k not in ResponseBody.__struct_fields__}
+    said = [{"role": "user", "content": own.input}] if isinstance(own.input, str) else own.input
+    messages = [_message(place, item) for place, item in enumerate(said)]
+    if own.instructions is not None:
+        messages.insert(0, {"role": "system", "content": own.instructions})
     fields["messages"] = _joined(messages)
-    text, reasoning = fields.pop("text", {}), fields.pop("reasoning", {})
-    if not (isinstance(text, dict) and isinstance(reasoning, dict)):
-        raise Problem(400, "text, reasoning: allowed: objects", "text")
-    fields |= {name: value for name, value in text.items() if name != "format"}
-    if form := text.get("format"):
-        kind, rest = form.get("type"), {k: v for k, v in form.items() if k != "type"}
-        fields["response_format"] = {"type": kind, "json_schema": rest} if rest else form
-    if reasoning.get("effort") is not None:
-        fields["reasoning_effort"] = reasoning["effort"]
-    if any(name not in _INCLUDES for name in fields.get("include", [])):
-        raise Problem(400, f"include: allowed: {', '.join(_INCLUDES)}", "include")
-    fields["logprobs"] = _INCLUDES[1] in fields.pop("include", []) or "top_logprobs" in fields
-    if tools := fields.get("tools"):
-        fields["tools"] = [_tool(tool) for tool in tools]
-    if isinstance(chosen := fields.get("tool_choice"), dict):
-        fields["tool_choice"] = _tool(chosen)
-    if given.get("n", 1) != 1:
-        raise Problem(400, f"n={shown(given['n'])}: allowed: 1", "n")
+    fields["logprobs"] = "message.output_text.logprobs" in own.include or "top_logprobs" in fields
+    form = own.text.format or {}
+    if schema := {name: value for name, value in form.items() if name != "type"}:
+        form = {"type": form.get("type"), "json_schema": schema}
+    further = {
+        "max_completion_tokens": own.max_output_tokens,
+        "response_format": form,
+        "verbosity": own.text.verbosity,
+        "reasoning_effort": own.reasoning.effort,
+        "tools": [_tool(tool) for tool in own.tools],
+        "tool_choice": _tool(own.tool_choice),
+    }
+    fields |= {name: value for name, value in further.items() if value not in (None, {}, [])}
     try:
         made_of = made(fields, ChatBody, defaults, Response)
     except Problem as problem:
-        back = {chat: name for name, chat in _NAMES.items()} | {"messages": "input"}
-        problem.param = back.get(problem.param or "", problem.param)
+        problem.param = _PARAMS.get(problem.param or "", problem.param)
         raise
     assert isinstance(made_of, Response)
     made_of.given = given

@@ -361,7 +361,12 @@ def test_memory_does_not_grow_with_abuse(words: Tokenizer) -> None:
             assert rig.post(b"[" * 10000)[0] == 400
             with rig.connect() as half:
                 half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: loc")
-            left = [rig.send(packed(stream=True)) for _ in range(6)]
+            left = [rig.send(packed(stream=True)) for _ in range(3)]
+            more = {"prompt": ["x", "y"], "echo": True, "logprobs": 20, "top_k": 5}
+            left += [rig.send(packed(**more, stream=stream)) for stream in (True, False)]
+            asked = json.dumps({"input": "x", "stream": True}).encode()
+            left.append(rig.send(asked, path="/v1/responses"))
+            assert rig.post(packed(prompt="x " * 20_000), path="/tokenize")[0] == 200
             assert left[0].recv(100)
             for connection in left:
                 connection.close()

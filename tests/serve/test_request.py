@@ -8,10 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mpissd.common.rounds import GREEDY
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.fields import Problem
+from mpissd.serve.fields import Problem, read_object
 from mpissd.serve.protocol import End, Ready, Tokens
 from mpissd.serve.request import CALL, Exchange, called, parse
+from mpissd.serve.responses import parse_response
 from tests.text import tiny
 
 NAMES = (
@@ -148,6 +150,36 @@ def test_a_request_is_sound_or_refused(words: Tokenizer, body: dict[str, Any], c
         assert is_sound(ask)
         for tokens in ask.encode(words):
             assert tokens and min(tokens) >= 0
+    except Problem as problem:
+        assert problem.status == 400 and problem.message
+        json.dumps(problem.to_dict()).encode()
+
+
+ITEMS = (
+    "input instructions max_output_tokens text format reasoning effort include tools tool_choice "
+    "type role content call_id name arguments output function parameters $defs message "
+    "function_call function_call_output stream metadata"
+).split()
+ANY = st.recursive(
+    SCALARS | st.sampled_from(ITEMS),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ITEMS), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+SOUND = {"type": "function", "name": "f", "parameters": {"$defs": [1]}}
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.sampled_from(ITEMS), ANY, max_size=5))
+@example({"input": "x", "tools": [SOUND], "tool_choice": "required"})
+@example({"input": [{"type": "function_call_output", "output": {"a": 1}}]})
+@example({"input": "x", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"})
+def test_a_response_is_sound_or_refused(words: Tokenizer, body: dict[str, Any]) -> None:
+    try:
+        fields = read_object(json.dumps({"input": "x", **body}).encode())
+        ask = parse_response(fields, GREEDY)
+        assert is_sound(ask) and ask.encode(words)
     except Problem as problem:
         assert problem.status == 400 and problem.message
         json.dumps(problem.to_dict()).encode()
