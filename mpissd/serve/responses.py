@@ -16,7 +16,11 @@ from mpissd.common.rounds import Sampling
 from mpissd.serve.fields import ChatBody, Problem, Strict, read_fields, shown
 from mpissd.serve.request import Exchange, accounts, event, made, usage_of
 
-_PARAMS = {"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+_PARAMS = {  # {a chat's field: the response's}
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+}
 
 
 @dataclass(eq=False)
