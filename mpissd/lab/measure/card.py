@@ -48,7 +48,7 @@ def print_card(session: Session) -> None:
     lines.append(("backend", f"{backend.name} ({backend.dtype_name})"))
     if backend.info.kind == "emulated":
         lines.append(("", "EMULATED: forwards last as long as a profile says; nothing is computed"))
-    if job.tp > 1:
+    if session.group.name != "solo":
         lines.append(("sums", all_reduce_text(session)))
     lines += rank_lines(topology, session.infos)
     if config.learners:
