@@ -191,12 +191,6 @@ class Tool(Struct):
     type: Literal["function"] = "function"
 
 
-class NamedTool(Struct):
-    """The tool that an answer must call."""
-
-    function: Function
-
-
 class Asked(Strict, kw_only=True):
     """The fields of both endpoints. None: a default of the server."""
 
@@ -275,7 +269,7 @@ class ChatBody(Asked, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_TOP)] = 0
     tools: list[Tool] = []
-    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -287,11 +281,6 @@ class ChatBody(Asked, kw_only=True):
         """Whether an answer is one or more tool calls."""
         return self.tool_choice not in ("auto", "none")
 
-    @property
-    def is_one_call(self) -> bool:
-        """Whether the answer that must call tools calls only one."""
-        return isinstance(self.tool_choice, NamedTool) or not self.parallel_tool_calls
-
     def _forms(self) -> list[Form]:
         found = super()._forms()
         if self.must_call:
@@ -301,7 +290,7 @@ class ChatBody(Asked, kw_only=True):
     def _calls(self) -> dict[str, Any]:
         """Returns the JSON schema of the tool calls that an answer must be."""
         tools, chosen = [tool.function for tool in self.tools], self.tool_choice
-        if isinstance(chosen, NamedTool):
+        if isinstance(chosen, Tool):
             tools = [tool for tool in tools if tool.name == chosen.function.name]
         if not tools:
             raise Problem(400, "tool_choice: allowed: one of the tools", "tool_choice")
@@ -313,9 +302,10 @@ class ChatBody(Asked, kw_only=True):
                 if defined.setdefault(name, inner) != inner:
                     raise Problem(400, f"tools: two definitions of {shown(name)}", "tools")
             properties = {"name": {"const": tool.name}, "arguments": schema}
-            calls.append(closed(properties))
+            told = {"type": "object", "properties": properties, "additionalProperties": False}
+            calls.append({**told, "required": ["name", "arguments"]})
         call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        if not self.is_one_call:
+        if self.parallel_tool_calls and not isinstance(chosen, Tool):
             call = {"type": "array", "items": call, "minItems": 1}
         return {**call, "$defs": defined} if defined else call
 
@@ -358,12 +348,6 @@ class Detokenize(Strict, kw_only=True):
 
     model: str | None = None
     tokens: list[Count]
-
-
-def closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """Returns the JSON schema of an object with all these properties and no others."""
-    told = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**told, "required": list(properties)}
 
 
 def read_object(body: bytes) -> dict[str, Any]:

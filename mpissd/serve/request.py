@@ -24,7 +24,6 @@ from mpissd.serve.fields import (
     Form,
     Problem,
     read_fields,
-    read_object,
     shown,
 )
 from mpissd.serve.protocol import End, PromptTokens, Ready, Tokens
@@ -394,19 +393,14 @@ def conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return messages
 
 
-def parse(body: bytes, *, is_chat: bool, defaults: Sampling = GREEDY) -> Exchange:
-    """Makes an Exchange from a request's body. defaults: sampling values for fields that are
-    absent. Raises Problem(400) for a body that is not allowed."""
-    return made(read_object(body), ChatBody if is_chat else CompletionBody, defaults)
-
-
 def made(
     fields: Mapping[str, Any],
     kind: type[ChatBody] | type[CompletionBody],
-    defaults: Sampling,
+    defaults: Sampling = GREEDY,
     make: type[Exchange] = Exchange,
 ) -> Exchange:
-    """Makes an Exchange from the fields of a body, as `parse`. make: its class."""
+    """Makes an Exchange from a body's fields. kind: which fields it may have. defaults: sampling
+    values for those that are absent. make: its class. Raises Problem(400) for other bodies."""
     asked: ChatBody | CompletionBody = read_fields(fields, kind)
     names = "presence_penalty frequency_penalty repetition_penalty mode".split()
     told: dict[str, Any] = {name: getattr(asked, name) for name in names}

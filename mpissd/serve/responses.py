@@ -82,12 +82,14 @@ class Response(Exchange):
             place["item_id"] = self._item
             for kind in ("created", "in_progress"):
                 events += self._event(kind, response=self._object("in_progress"))
-        if text and not self._content:
+        is_said = bool(text) or (self.end is not None and not calls)  # an answer may be empty
+        if is_said and not self._content:
             item = {**self._message("in_progress"), "content": []}
             events += self._event("output_item.added", output_index=0, item=item)
             events += self._event("content_part.added", **place, part=self._text_part(""))
-        if text:
+        if is_said:
             self._content.append(text)
+        if text:
             told = {"delta": text, "logprobs": self.logprobs(new)}
             events += self._event("output_text.delta", **place, **told)
         if self.end is not None:

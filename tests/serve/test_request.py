@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mpissd.common.rounds import GREEDY
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
-from mpissd.serve.fields import Problem, read_object
+from mpissd.serve.fields import ChatBody, CompletionBody, Problem, read_object
 from mpissd.serve.protocol import End, Ready, Tokens
-from mpissd.serve.request import CALL, Exchange, called, parse
+from mpissd.serve.request import CALL, Exchange, called, made
 from mpissd.serve.responses import parse_response
 from tests.text import tiny
 
@@ -38,6 +38,10 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def parse(body: bytes, *, is_chat: bool) -> Exchange:
+    return made(read_object(body), ChatBody if is_chat else CompletionBody)
 
 
 USER = {"role": "user", "content": "x"}

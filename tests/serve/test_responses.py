@@ -65,6 +65,15 @@ def test_a_response_that_is_cut(rig: Rig) -> None:
     assert len(found) == len(rig.script.answer) and len(found[0].top_logprobs) == 2
 
 
+def test_an_empty_answer_is_a_message(words: Tokenizer) -> None:
+    with serving(words, Script([STOP])) as rig:
+        assert ask(rig).output_text == ""
+        with client(rig).responses.stream(model="tiny", input="x") as stream:
+            kinds = [event.type.removeprefix("response.") for event in stream]
+    assert kinds[2:4] == ["output_item.added", "content_part.added"]
+    assert kinds[4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

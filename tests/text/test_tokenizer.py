@@ -24,8 +24,9 @@ from mpissd.engine.text.grammar import Grammars, make_grammar, read_grammar
 from mpissd.engine.text.prompts import read_entries, read_prompts
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.lab.tables.load import load_rows
+from mpissd.serve.fields import CompletionBody
 from mpissd.serve.protocol import Ready, Tokens
-from mpissd.serve.request import parse
+from mpissd.serve.request import made
 from tests import weight_files
 from tests.text import layouts, tiny
 
@@ -361,7 +362,7 @@ def test_the_text_of_an_answer_continues_the_prompts(tmp_path: Path) -> None:
     assert found.piece(word) == " a"
     endings = TextEndings(found, [" a"], {2}, {0: 9}, {0: [1, 260]})
     assert endings.kept(0, 0, [260, word]) == 2
-    exchange = parse(b'{"prompt": "a"}', is_chat=False)
+    exchange = made({"prompt": "a"}, CompletionBody)
     exchange.prompts = [[1, 260]]
     exchange.begin(found, Ready("m", 9, [2], 1, "ar", 300), "m")
     exchange.add(Tokens(0, [word]))

@@ -3,7 +3,7 @@
 FOLDER has an environment for each tool (tests/tools/install.sh), and gets SmolLM2 as a Hugging Face
 folder. Each tool runs its own command in the modes ar, sd and ssd, on the CPU, and its output is
 printed. Exit code 1 if a tool or one of its requests fails, or if lm-eval's log-likelihoods differ
-by more than 1e-3 from those of its Hugging Face backend.
+by more than NEAR from those of its Hugging Face backend.
 """
 
 import json
@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-MODES, NAME, NEAR = ("ar", "sd", "ssd"), "smollm2-135m-instruct", 1e-3
+MODES, NAME = ("ar", "sd", "ssd"), "smollm2-135m-instruct"
+NEAR = 3e-3  # on CPUs, products of packed weights round their inputs to 16 bits
 VLLM = (
     "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
