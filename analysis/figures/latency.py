@@ -22,7 +22,7 @@ from ..style import (
     note,
     unit,
 )
-from .study import best_shapes, used
+from .study import ONE_FORWARD, best_shapes, used
 
 _DRAFTING = ("drafting, or finishing a hit", YELLOW)
 _WAITING = ("waiting for the other rank", "#DDDDDD")
@@ -84,10 +84,14 @@ def _whole(rows: pd.DataFrame) -> list[tuple[str, Bars]]:
     shown = {}
     for setting in ours[::-1]:  # Of several settings of a pair, the first one is kept.
         best = best_shapes(where(rows, setting=setting))
-        rounds = {use: _median_row(best[use]) for use in sorted(best, key=_ORDER.index)}
+        rounds = {use: _median_row(best[use]) for use in sorted(best, key=_place)}
         bars = [(_shape(use, row), row) for use, row in rounds.items()]
         shown[setting.split()[0]] = f"{setting.replace(' ', '/1B ', 1)} GPUs", bars
     return [*shown.values()][::-1]
+
+
+def _place(use: str) -> tuple[bool, int]:
+    return ONE_FORWARD in use, _ORDER.index(use.removesuffix(ONE_FORWARD))
 
 
 def _median_row(rows: pd.DataFrame) -> pd.Series:
@@ -96,7 +100,7 @@ def _median_row(rows: pd.DataFrame) -> pd.Series:
 
 def _shape(use: str, row: pd.Series) -> str:
     """Returns a bar's label: the method `use` with its T, K and hit rate."""
-    text = f"{use}, T={row['tp']}"
+    text = f"{use.replace(f' inline{ONE_FORWARD}', ONE_FORWARD)}, T={row['tp']}"
     text += f"+{row['num_drafts']}" * bool(row["num_drafts"])
     text += f", K={row['lookahead']}" * bool(row["lookahead"])
     return text + f", {row['hit_rate']:.0%} hits" * bool(row["hit_rate"] > 0)
@@ -164,7 +168,7 @@ def _panel(poster: Poster, ax: Axes, bars: Bars) -> None:
         note(ax, text, end, place - 0.12, dx=0, dy=0, va="center", fontsize=11.5, color=BLACK)
     ax.set_yticks(range(len(bars)), [name for name, _ in bars])
     ax.set_ylim(len(bars) - 0.5, -0.5)
-    ax.set_xlim(0, 1.8 * longest)
+    ax.set_xlim(0, 1.95 * longest)
     ax.grid(axis="y", visible=False)
 
 

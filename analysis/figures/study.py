@@ -25,7 +25,8 @@ from ..style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, n
 # Predicted speedups in this range decide nothing, as measured ones were 2 to 16% lower.
 UNDECIDED = 1.0, 1.16
 _NAMES = {"ar": "AR", "sd": "SD inline", "tree": "tree inline", "lookup": "lookup", "ssd": "SSD"}
-_FOLDERS = ("extra-gpu",)  # folders of results in which all alternatives were measured
+_FOLDERS = "extra-gpu", "h200-parallel"  # folders of results with every kind of alternative
+ONE_FORWARD = " in one forward"
 _WARM = "code at temp. 0.7"
 _GPUS = ("8b/1b", 2), ("70b/1b", 4)
 _GREY = "Grey: undecided, as predictions flatter SSD by up to 16%"
@@ -83,19 +84,26 @@ def uses(data: Data) -> Poster:
 def used(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows of whole transformers on GPUs, with the columns use (mode), ranks,
     and setting (pair, prompts, ranks). Rows without a recording have acceptance imposed as on
-    HumanEval at temperature 0.7. AR's rows are repeated for all prompts of their folder."""
+    HumanEval at temperature 0.7. AR's rows are repeated for all prompts of their folder. Of each
+    setting only the rows of the folder with the newest ones are returned."""
     rows = where(rows, forward="transformer", backend="cupy")
     rows = rows[rows["folder"].map(lambda folder: Path(folder).name).isin(_FOLDERS)]
     names = rows["method"].where(rows["backup"].ne("fast") | rows["method"].eq("SSD"), "lookup")
     trees = names.replace({"SD inline": "tree inline", "SSD": "SSD tree"})
     names = names.mask(rows["tree_nodes"].notna(), trees)
+    is_parallel = rows["parallel_drafting"].eq(True)
+    names = names.mask(is_parallel, names.str.removesuffix(" tree") + ONE_FORWARD)
     rows = rows.assign(use=names, ranks=rows["tp"] + rows["num_drafts"])
     rows = rows.assign(law=prompts(rows).fillna(_WARM), pair=rows["target"].map(short))
     parts = [rows[rows["method"] != "AR"]]
     for folder, pair, law in parts[0].groupby(["folder", "pair", "law"]).groups:
         parts.append(where(rows, method="AR", folder=folder, pair=pair).assign(law=law))
     rows = pd.concat(parts)
-    return rows.assign(setting=rows["pair"] + " " + rows["law"] + ", " + rows["ranks"].astype(str))
+    setting = rows["pair"] + " " + rows["law"] + ", " + rows["ranks"].astype(str)
+    began = rows["row"].map(lambda row: row.provenance["started_at"])
+    newest = began.groupby([setting, rows["folder"]]).transform("max")
+    rows = rows.assign(setting=setting)
+    return rows[newest == newest.groupby(setting).transform("max")]
 
 
 def with_ssd(rows: pd.DataFrame) -> pd.DataFrame:
@@ -118,7 +126,7 @@ def measured(data: Data) -> Poster:
     rows = with_ssd(data.rows)
     need(len(rows), "runs of results/extra-gpu")
     pairs = sorted({*rows["pair"]}, key=lambda pair: int(pair[:-1]))
-    poster = Poster(8.4)
+    poster = Poster(10.4)
     shown = []
     for column, pair in zip(poster.add_gridspec(1, len(pairs)), pairs, strict=True):
         here = where(rows, pair=pair)
@@ -126,12 +134,12 @@ def measured(data: Data) -> Poster:
         grid = column.subgridspec(len(bests), 1, height_ratios=[*map(len, bests.values())])
         top = max(runs["tok_per_s"].median() for best in bests.values() for runs in best.values())
         for cell, (name, best) in zip(grid, bests.items(), strict=True):
-            ax = poster.add_subplot(cell, xlim=(0, 1.6 * top))
+            ax = poster.add_subplot(cell, xlim=(0, 1.9 * top))
             ssd = next(use for use in best if use.startswith("SSD"))
             other = next(use for use in best if not use.startswith("SSD"))
             over = ratio(best[ssd], best[other])
             interval = f" ({over.low:.2f}–{over.high:.2f})" * over.has_interval
-            verdict = f"SSD {over.speedup:.2f}×{interval} of {other}"
+            verdict = f"SSD {over.speedup:.2f}×{interval}"
             title = f"{pair}/1B {name.partition(' ')[2]} GPUs: {verdict}"
             ax.set_title(title, loc="left", x=-0.36, fontsize=12.5)
             _bars(poster, ax, best)
@@ -140,7 +148,9 @@ def measured(data: Data) -> Poster:
         ax.tick_params(axis="x", labelbottom=True)
         ax.set_xlabel("tok/s: median (range of n runs)")
     what = "whole transformers, recordings and laws of SmolLM2 and its draft"
-    bars = "Each use at its best K, tree and fan-out; bold: the strongest"
+    bars = (
+        "Each use at its best K, tree and fan-out; bold: the strongest. Above: SSD over the others"
+    )
     text = caption(shown, bars, vary=("context",), what=what, claims=False)
     return poster.finish("Does a GPU for the draft pay?", text, legend=False)
 
@@ -148,7 +158,7 @@ def measured(data: Data) -> Poster:
 def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
     for place, (use, runs) in enumerate(best.items()):
         rates = runs["tok_per_s"]
-        color = METHODS[use.removesuffix(" tree")][0]
+        color = METHODS[use.removesuffix(ONE_FORWARD).removesuffix(" tree")][0]
         ax.barh(place, rates.median(), 0.72, zorder=2, color=color, alpha=0.5 if place else 1.0)
         ax.plot([rates.min(), rates.max()], [place] * 2, color=BLACK, linewidth=2, zorder=3)
         low, high = (f"{rate:.0f}" for rate in (rates.min(), rates.max()))
@@ -159,7 +169,9 @@ def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
         ends = {"low": rates.min(), "high": rates.max(), "n": len(rates)}
         poster.keep(ax, use, y=rates.median(), **ends)
     names = [f"{use} K={runs['lookahead'].iloc[0]}" for use, runs in best.items()]
-    names = [name.removesuffix(" K=0") for name in names]
+    names = [
+        name.removesuffix(" K=0").replace(f" inline{ONE_FORWARD}", ONE_FORWARD) for name in names
+    ]
     ax.set_yticks(range(len(names)), names, fontsize=11.5)
     ax.get_yticklabels()[0].set_fontweight("bold")
     ax.set_ylim(len(names) - 0.4, -0.6)
@@ -312,17 +324,18 @@ def pays(rows: pd.DataFrame) -> Iterator[Pays]:
 
 def whole_pays(rows: pd.DataFrame) -> Iterator[Pays]:
     """Yields the measured and predicted speedup of each SSD run of whole transformers over SD
-    inline at its best K. Acceptance, hits and times are those of the rows; HOST_S and INLINE_S were
-    not fitted to these rows."""
+    inline at its best K, if both draft in one forward or neither. Acceptance, hits and times are
+    those of the rows; HOST_S and INLINE_S were not fitted to these rows."""
     chains = used(rows)
     chains = chains[(chains["backup"] == "jit") & chains["tree_nodes"].isna()]
     chains = chains[chains["backup_lookahead"] == chains["lookahead"]]
-    for (setting, folder), here in chains.groupby(["setting", "folder"]):
+    chains = chains.assign(parallel=chains["parallel_drafting"].eq(True))
+    for (setting, folder, is_one), here in chains.groupby(["setting", "folder", "parallel"]):
         inline = points(where(here, method="SD inline"), ["lookahead"])
         for other in inline.nlargest(1, "tok_per_s").itertuples():
             for run in where(here, method="SSD").itertuples():
                 yield Pays(
-                    name=f"{setting} GPUs, K={run.lookahead:.0f}",
+                    name=f"{setting} GPUs, K={run.lookahead:.0f}" + ONE_FORWARD * bool(is_one),
                     folder=Path(folder).name,
                     is_whole=True,
                     tokens=run.acceptance_length / other.acceptance_length,

@@ -5,12 +5,14 @@ laws       SSD over the strongest other use, by prompts, temperature and GPUs
 closed     the closed form beside measured gains
 five       70B/1B on five H100s, beside the paper
 answers    README's three lines
+alone      every measured use of one GPU
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,29 +20,47 @@ import pandas as pd
 
 from analysis.figures.study import (
     FITTED,
+    ONE_FORWARD,
     best_shapes,
     gains_of,
     on_gpus,
     pays,
+    used,
     whole_pays,
     with_ssd,
 )
 from analysis.rows import load
 from analysis.select import SHAPE, key, ratio, where
+from mpissd.lab.tables.compare import Comparison
 from results.pages import Lines, head, line, printed, share
 
 HERE = Path(__file__).resolve().parent
 PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
-_ENDS = "SSD over the strongest", "predicted", "at most"
-_NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD", "SSD tree"
-_CELL = {
-    "chat": "chat, temp. 0",
-    "code": "humaneval, temp. 0",
-    "code at temp. 0.7": "humaneval, temp. 0.7",
-}
+_NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD"
+_DRAFTED = ["mode", *SHAPE, "is_dynamic", "is_parallel", "recording"]
 
 
-Setting = tuple[str, list[str], str, list[str]]
+@dataclass(frozen=True)
+class Answer:
+    """What the rows of one pair, prompts and number of GPUs say. cells: {use: its tok/s as text}.
+    strongest: the fastest use but SSD. gain: SSD over it. everywhere: the same over all prompts of
+    the recording. stepwise: there without drafts of one forward. alone: the fastest use of one GPU
+    over SSD there. NaN: unknown."""
+
+    pair: str
+    prompts: str
+    gpus: int
+    cells: dict[str, str]
+    strongest: str
+    gain: Comparison
+    everywhere: float
+    stepwise: float
+    alone: float
+
+    @property
+    def gain_text(self) -> str:
+        ends = f" ({share(self.gain.low, 2)} to {share(self.gain.high, 2)})"
+        return share(self.gain.speedup, 2) + ends * self.gain.has_interval
 
 
 def cells(device: str = "NVIDIA H200") -> pd.DataFrame:
@@ -54,52 +74,69 @@ def rows() -> pd.DataFrame:
 
 
 def measured() -> Lines:
-    """Yields the table of measured tok/s of each mode, with the prediction in brackets, a line for
-    each model pair, prompts and number of GPUs."""
-    yield from head("pair, prompts, GPUs", *_NAMES, *_ENDS)
-    for setting, texts, _, ends in _settings():
-        yield line([setting, *texts, *ends])
+    """Yields the table of measured tok/s of each use, in brackets over all prompts, a line for each
+    model pair, prompts and number of GPUs."""
+    ones = [f"{name}{ONE_FORWARD}" for name in ("SD inline", "tree inline", "SSD")]
+    names = *_NAMES, *(name.replace(" inline", "") for name in ones)
+    yield from head("pair, prompts, GPUs", *names, "SSD over the strongest", "over all prompts")
+    for answer in _answers():
+        cells = [answer.cells.get(use, "–") for use in (*_NAMES, *ones)]
+        place = f"{answer.pair} {answer.prompts}, {answer.gpus}"
+        yield line([place, *cells, answer.gain_text, _share(answer.everywhere)])
 
 
-def _settings() -> Iterator[Setting]:
-    """Yields (pair with prompts and GPUs, tok/s of each mode as text, the strongest alternative to
-    SSD, the cells of the columns _ENDS)."""
-    predicted = where(cells(), host=1.0)
-    sorted_rows = with_ssd(rows()).sort_values(["ranks", "law"])
-    for setting, here in sorted_rows.groupby("setting", sort=False):
-        first = here.iloc[0]
-        gpus = int(first["ranks"])
-        pair = f"{first['pair'].lower()}/1b"
-        at = where(predicted, batch_size=1, pair=pair, law=_CELL[first["law"]])
-        uses = on_gpus(at, gpus)
-        rates = uses.set_index("use")["tok_per_s"]
-        if where(uses, use="SSD")["tree"].notna().any():
-            rates = rates.rename({"SSD": "SSD tree"})
-        texts = []
-        for use in _NAMES:
-            runs = sorted(where(here, use=use)["tok_per_s"])
-            ends = dict.fromkeys(f"{rate:.0f}" for rate in [*runs[:1], *runs[-1:]])
-            text = " to ".join(ends) or "–"
-            texts.append(text + (f" ({rates[use]:.0f})" if runs and use in rates else ""))
+def _share(value: float) -> str:
+    return share(value, 2) if value > 0 else "–"
+
+
+def over_all_prompts(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the tokens a round over all prompts of each row's recording (tokens), and the tok/s
+    there (rate); NaN if unknown. Tokens and hits are those of a replay of all prompts (all.jsonl),
+    which has no times: a round takes the time measured, changed by the drafting after misses."""
+    of_all = load(sorted(HERE.parent.glob("*/all.jsonl"))).rows
+    there = of_all.set_index(_drafted(of_all)).reindex(_drafted(rows)).set_axis(rows.index)
+    tokens = (there["num_tokens"] / there["num_rounds"]).mask(rows["mode"] == "ar", 1.0)
+    miss_s = rows["t_draft_s"] * rows["backup_lookahead"] / rows["lookahead"]
+    more_s = miss_s * (rows["hit_rate"] - there["hit_rate"]) * (rows["backup"] != "fast")
+    return pd.DataFrame({"tokens": tokens, "rate": tokens / (rows["round_s"] + more_s.fillna(0.0))})
+
+
+def _drafted(rows: pd.DataFrame) -> pd.Series:
+    """Returns how each row drafted, and under which recording, as one tuple."""
+    is_dynamic, is_parallel = rows["tree_shape"].eq("dynamic"), rows["parallel_drafting"].eq(True)
+    return key(rows.assign(is_dynamic=is_dynamic, is_parallel=is_parallel), _DRAFTED)
+
+
+def _answers() -> Iterator[Answer]:
+    every = used(rows())
+    every = every.assign(everywhere=over_all_prompts(every)["rate"], shape=_drafted(every))
+    wanted = with_ssd(every).groupby(["ranks", "law", "pair"])
+    for (gpus, law, pair), here in wanted:
         best = best_shapes(here)  # the fastest first
         ssd = next(runs for use, runs in best.items() if use.startswith("SSD"))
         strongest = next(use for use in best if not use.startswith("SSD"))
-        other = best[strongest]
-        over = ratio(ssd, other)
-        measured = share(over.speedup, 2)
-        if over.has_interval:
-            measured += f" ({share(over.low, 2)} to {share(over.high, 2)})"
-        expected = gains_of(at, gpus)["gain"].iloc[0]
-        limit = _prompt(where(here, mode="ssd")).max() / other["tok_per_s"].median()
-        yield str(setting), texts, strongest, [measured, share(expected, 2), share(limit, 2)]
+        one = where(every, pair=pair, law=law, ranks=1)
+        steps = here[~here["use"].str.endswith(ONE_FORWARD)]
+        shares = (
+            _at_best(where(of, mode="ssd")) / _at_best(of[of["mode"] != "ssd"])
+            for of in (here, steps)
+        )
+        cells = {use: _cell(runs) for use, runs in best.items()}
+        alone = _at_best(one) / _at_best(where(here, mode="ssd"))
+        over = ratio(ssd, best[strongest])
+        yield Answer(pair, law, gpus, cells, strongest, over, *shares, alone)
 
 
-def _prompt(lines: pd.DataFrame) -> pd.Series[float]:
-    """Returns the tok/s that SSD would have if its draft were never late and host work took .1 ms a
-    round, for each combination of settings (K, fan-out, …) in SSD's rows."""
-    missed_s = (1 - lines["hit_rate"]) * lines["t_draft_s"] * (lines["backup"] != "fast")
-    rates = lines["acceptance_length"] / (lines["t_target_s"] + missed_s + 1e-4)
-    return rates.groupby(key(lines, SHAPE)).median()
+def _at_best(rows: pd.DataFrame) -> float:
+    """Returns the tok/s over all prompts at the best settings."""
+    return float(rows.groupby("shape")["everywhere"].median().max())
+
+
+def _cell(runs: pd.DataFrame) -> str:
+    """Returns the median tok/s of a use's runs, and in brackets that over all prompts."""
+    rate, all_prompts = runs["tok_per_s"].median(), runs["everywhere"].median()
+    is_known = runs["mode"].iloc[0] != "ar" and all_prompts > 0
+    return f"{rate:,.0f}" + f" ({all_prompts:,.0f})" * bool(is_known)
 
 
 def laws() -> Lines:
@@ -108,18 +145,14 @@ def laws() -> Lines:
     single = where(cells(), batch_size=1, host=1.0)
     shown = [(pair, gpus) for pair in ("8b/1b", "70b/1b") for gpus in (2, 3, 4)]
     names = [f"{pair.upper()}, {gpus} GPUs" for pair, gpus in shown]
-    yield from head("prompts", "alpha", "hits", *names, "per GPU, at most")
+    yield from head("prompts", "alpha", "hits", *names)
     gains = {n: gains_of(single, n).set_index(["pair", "law"]) for n in (2, 3, 4)}
-    rates = single.assign(rate=single["tok_per_s"] / (single["tp"] + single["num_drafts"]))
-    is_ssd = rates["mode"] == "ssd"
-    a_gpu = [rates[of].groupby(["pair", "law"])["rate"].max() for of in (is_ssd, ~is_ssd)]
-    share_a_gpu = (a_gpu[0] / a_gpu[1]).groupby("law").max()
     for law in sorted({*single["law"]}):
         alpha = where(single, law=law)["alpha"].iloc[0]
         hits = gains[2]["hits"][("8b/1b", law)]
         at = [gains[n].loc[(pair, law)] for pair, n in shown]
         texts = [f"{share(of['gain'], 2)} {of['other'].removesuffix(' inline')}" for of in at]
-        yield line([law, share(alpha, 2), share(hits, 2), *texts, share(share_a_gpu[law], 2)])
+        yield line([law, share(alpha, 2), share(hits, 2), *texts])
 
 
 def closed() -> Lines:
@@ -176,17 +209,51 @@ def answers() -> Lines:
         f"(the paper: {paper:.2f}×). Over a tree on all five that is {min(trees):.2f} to "
         f"{max(trees):.2f}×, depending on the prompts, and uncertain by 30%: undecided."
     )
-    parts: dict[str, list[str]] = {}
-    for setting, _, strongest, ends in _settings():
-        pair, _, place = setting.partition(" ")
-        prompts, _, gpus = place.rpartition(", ")
-        part = f"{ends[0]} of a {strongest.removesuffix(' inline')} on {prompts}"
-        parts.setdefault(f"{pair}/1B on {gpus} H200s", []).append(part)
-    for name, gains in parts.items():
-        yield f"- **{name}, measured: no.** SSD makes {', '.join(gains)}."
+    places: dict[str, list[Answer]] = {}
+    for answer in _answers():
+        places.setdefault(f"{answer.pair}/1B on {answer.gpus} H200s", []).append(answer)
+    for place, found in places.items():
+        gains = [one.gain.speedup for one in found] + [one.everywhere for one in found]
+        verdict = "no" if np.nanmax(gains) < 1 else "undecided"
+        parts = (
+            f"{one.gain_text} of a {one.strongest.replace(' inline', '')} on {one.prompts}"
+            for one in found
+        )
+        yield f"- **{place}, measured: {verdict}.** SSD makes {', '.join(parts)}. {_rest(found)}"
 
 
-TABLES = {of.__name__: of for of in (measured, laws, closed, five, answers)}
+def _rest(found: Sequence[Answer]) -> str:
+    """Returns the sentences of an answer on all prompts, drafts of one forward and one GPU."""
+    everywhere, steps, alone = (
+        " and ".join(_share(getattr(one, of)) for one in found if one.everywhere > 0)
+        for of in ("everywhere", "stepwise", "alone")
+    )
+    if not any(ONE_FORWARD in use for one in found for use in one.cells):
+        return f"Over all prompts: {everywhere}. Drafts of one forward were not measured."
+    return (
+        f"Over all prompts: {everywhere}; by drafts of K forwards: {steps}. One GPU without SSD "
+        f"makes {alone} times as much."
+    )
+
+
+def alone() -> Lines:
+    """Yields the table of each use of one GPU but AR, at its fastest settings over all prompts."""
+    here = where(used(rows()), ranks=1, mode="sd")
+    here = here.assign(**over_all_prompts(here), seen=here["num_tokens"] / here["num_rounds"])
+    here = here.rename(columns={"tok_per_s": "measured", "rate": "tok_per_s"})
+    names = "K", "ms a round", "tokens a round", "of all", "tok/s", "of all"
+    yield from head("prompts", "use", *names)
+    for law, runs in here.groupby("law"):
+        for use, part in best_shapes(runs).items():
+            middle = part[["round_s", "seen", "tokens", "measured", "tok_per_s"]].median()
+            ms, *tokens = 1e3 * middle["round_s"], middle["seen"], middle["tokens"]
+            rates = f"{middle['measured']:.0f}", f"{middle['tok_per_s']:.0f}"
+            k = part["lookahead"].iloc[0]
+            texts = [f"{ms:.2f}", *(f"{number:.2f}" for number in tokens), *rates]
+            yield line([law, use.replace(f" inline{ONE_FORWARD}", ONE_FORWARD), k, *texts])
+
+
+TABLES = {of.__name__: of for of in (measured, laws, closed, five, answers, alone)}
 
 if __name__ == "__main__":
     sys.exit(printed(TABLES, __doc__))

@@ -318,7 +318,7 @@ def test_drafts_of_the_committed_rows() -> None:
 
 @lru_cache(maxsize=1)
 def study() -> Data:
-    return load([RESULTS / name for name in ("h200-pairs", "h200-trees", "extra-gpu")])
+    return load([RESULTS / name for name in ("h200-pairs", "extra-gpu", "h200-parallel")])
 
 
 @pytest.mark.parametrize("name", STUDY)
@@ -371,7 +371,10 @@ def test_the_closed_form_is_near_the_gains_it_was_fitted_to() -> None:
     assert max(abs(one.predicted / one.measured - 1) for one in products) < 0.06
     for one in whole:  # at equal K the sign of this difference decides
         if one.name.startswith("8B chat, 2"):
-            assert one.hidden_s > one.saved_s and one.predicted > 1
+            hides = not one.name.endswith("in one forward")
+            assert (
+                (one.hidden_s > one.saved_s) == (one.predicted > 1) == (one.measured > 1) == hides
+            )
 
 
 @pytest.mark.parametrize("name", FIGURES)
