@@ -453,12 +453,13 @@ def test_every_screen_has_24_lines_of_100_columns(seed: int) -> None:
 
 def test_an_assumed_alpha_gives_way_to_measured_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """README's ratios; where acceptance is given, rows of another one do not choose."""
-    flags = "plan", "--profile=h200", "--gpus=2", "--pair=8b/1b", "--measured=results/extra-gpu"
+    rows = "--measured=results/extra-gpu,results/h200-parallel"
+    flags = "plan", "--profile=h200", "--gpus=2", "--pair=8b/1b", rows
     assert main([*flags]) == 0
     _, first, second, *lines, last = capsys.readouterr().out.splitlines()
-    assert "does not pay, as measured with this pair on 2 GPUs: SSD makes .91 to" in first
-    assert second.startswith("  .97 times the strongest other use (tree, lookup), by rows of law, ")
-    assert "without it is SD with a tree on 2" in lines[0]
+    assert "does not pay, as measured with this pair on 2 GPUs: SSD makes .70 to" in first
+    assert second.startswith("  .97 times the strongest other use (tree, tree in one forward), by ")
+    assert "without it is SD with a tree on 2" in "".join(lines[:2])
     assert re.search(r"assumed: these gains are at .60 1\.\d+ and .9\d, at .90 1.", "".join(lines))
     told = json.loads(last)
     assert told["best"]["mode"] == "tree" and told["judged"][0]["mode"] == "ssd"
@@ -489,6 +490,17 @@ def test_rows_of_one_visit_and_of_fewer_gpus_judge_ssd() -> None:
         row | {"tp": 1, "world_size": 1, "tok_per_s": 900.0} for row in others if row.mode == "ar"
     ]
     assert _ssd_gains(run, 2, [*rows, *narrow])["smollm2-chat"][1] == "AR"
+
+
+def test_rows_of_nearly_the_planned_context_judge_ssd() -> None:
+    """512 tokens of keys and values are .4% of 8B's weights, 4,096 are 4%."""
+    run = RunConfig(pair="8b/1b", forward="transformer", context=512)
+    rows = load_rows(Path("results/h200-parallel").glob("runs_*.jsonl"))
+    gains = _ssd_gains(run, 2, rows)
+    assert gains["smollm2-chat"] == (pytest.approx(0.7083, abs=1e-4), "tree in one forward")
+    assert _ssd_gains(replace(run, context=4096), 2, rows) == {}
+    apart = [row | {"context": 512} if row.mode == "ssd" else row for row in rows]
+    assert _ssd_gains(run, 2, apart) == {}
 
 
 def test_the_first_line_and_the_details_name_what_is_assumed(

@@ -67,6 +67,9 @@ _BUSIEST = 0.9  # largest share of time that other processes are assumed to take
 _LARGEST = math.log(10)  # An interval that is wider than a factor of 10 each way is not shown.
 _MEASURED_TO = r"measured up to context=(\d+)"
 _FARTHEST = 4  # If the context is longer than 4 times any measured one, DATASHEET_ERROR applies.
+_LIGHT = (
+    0.01  # Measured rows count up to this difference of the reads by context, over the weights.
+)
 _SMALL = 0.05  # The output says how many prompts would reduce the sampling error to this value.
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
@@ -403,17 +406,22 @@ def _measured(run: RunConfig, judged: Iterable[Choice], rows: Sequence[Row]) -> 
 
 def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tuple[float, str]]:
     """Returns {name of the prompts: (measured speedup of SSD over the strongest alternative, name
-    of that alternative)} on `gpus` GPUs. Only rows of whole transformers with the planned models,
-    batch size and context are taken, whose acceptance comes from a recording or --laws. The newest
-    rows of SSD are compared with rows of the same commit and machine. If none of these is of a
-    draft tree, a speedup that pays is left out: a tree might be faster."""
+    of that alternative)} on `gpus` GPUs. Only rows of whole transformers with the planned models
+    and batch size are taken, whose acceptance comes from a recording or --laws, and whose context's
+    reads differ from the planned ones by at most _LIGHT of the weights. The newest rows of SSD are
+    compared with rows of the same commit, machine and context. If none of these is of a draft tree,
+    a speedup that pays is left out: a tree might be faster."""
     job = job_of(run, Choice("sd", 1, 0, run.batch_size, 1, backup_lookahead=1))
-    case = job.target.name, run.batch_size, run.context
+    case = job.target.name, run.batch_size
+    shard = job.target_shard
+    most = _LIGHT * shard.weight_bytes(job.options, itemsize=2)
     drafts = (None, job.draft and job.draft.name)
     alike: dict[str, list[Row]] = {}
     for row in sorted(rows, key=began):
         source = row.recording or row.laws
-        is_alike = (row.target, row.batch_size, row.context) == case
+        is_alike = (row.target, row.batch_size) == case
+        apart = abs((row.context or 0) - run.context)
+        is_alike &= shard.kv_bytes(apart, run.batch_size) <= most
         is_alike &= row.world_size == gpus if row.mode == "ssd" else row.world_size <= gpus
         is_pair = row.draft in drafts or mode_of(row) in LOOKUPS
         if source and is_alike and is_pair and run.is_transformer and row.schedule is None:
@@ -423,7 +431,7 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
         newest = next((row for row in reversed(known) if row.mode == "ssd"), None)
         if newest is None:
             continue
-        visit = [row for row in known if same_visit(row, newest)]
+        visit = [row for row in known if row.context == newest.context and same_visit(row, newest)]
         sizes = {row.world_size for row in visit}
         uses = [use for n in sizes for use in uses_of(row for row in visit if row.world_size == n)]
         uses.sort(key=lambda use: -use.tok_per_s)
@@ -433,5 +441,5 @@ def _ssd_gains(run: RunConfig, gpus: int, rows: Iterable[Row]) -> dict[str, tupl
             continue
         gain = claim_or_ratio(ssd.rows, others[0].rows).speedup
         if gain < WORTH or TREE in (other.family.mode for other in others):
-            gains[Path(source.split()[0]).stem] = gain, others[0].family.name
+            gains[Path(source.split()[0]).stem] = gain, others[0].name
     return dict(sorted(gains.items()))

@@ -148,13 +148,19 @@ class Use:
         return gain_of(self.rows, base.rows)
 
     @property
+    def name(self) -> str:
+        """The mode's printed name, such as "tree in one forward"."""
+        return self.family.name + " in one forward" * bool(self.rows[0].parallel_drafting)
+
+    @property
     def at(self) -> str:
         """K (the number of tokens drafted a round) as text, such as "K=4"; "" for AR."""
         return f"K={self.lookahead}" if self.lookahead else ""
 
     def __str__(self) -> str:
         """Returns mode, ranks and drafted tokens as text, such as "SD T=1 D=1 K=4"."""
-        return f"{self.family} {self.at}".rstrip()
+        family = str(self.family).replace(self.family.name, self.name, 1)
+        return f"{family} {self.at}".rstrip()
 
 
 def uses_of(rows: Iterable[Row]) -> list[Use]:
