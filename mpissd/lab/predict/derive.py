@@ -74,7 +74,7 @@ def _of_shares(
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
-        reduces = _all_reduces_of(profile, shard.tp)
+        reduces = all_reduces_of(profile, shard.tp)
         share = alone.seconds
         seconds = tuple(
             time + _all_reduces_s(reduces, shard.cost(rows, sequences, EMULATED_ITEMSIZE, options))
@@ -128,7 +128,7 @@ def _of_other_models(
     measured = with_derived(profile, other, sequences, options)
 
     def reduces_s(cost: Cost) -> float:
-        return _all_reduces_s(_all_reduces_of(profile, cost.tp), cost)
+        return _all_reduces_s(all_reduces_of(profile, cost.tp), cost)
 
     deeper = shard.shape.num_layers / other.shape.num_layers
     larger = size / other.num_params(options)
@@ -164,7 +164,7 @@ def derive(
     `kept` is the time that the smallest measured forward takes beyond reading its bytes. If one
     kernel computes all products, `kept` is the time of one launch.
     """
-    reduces = _all_reduces_of(profile, shard.tp)
+    reduces = all_reduces_of(profile, shard.tp)
     source = f"{DERIVED} from T={near.tp} by the bytes of a rank"
     if shard.tp > 1:
         source += f"; all-reduces of profile {reduces.name}: {reduces.sources['all_reduce']}"
@@ -196,7 +196,7 @@ def _all_reduces_s(profile: Profile, cost: Cost) -> float:
     return cost.num_all_reduces * profile.all_reduce_s(cost.tp, cost.all_reduce_bytes)
 
 
-def _all_reduces_of(profile: Profile, ranks: int) -> Profile:
+def all_reduces_of(profile: Profile, ranks: int) -> Profile:
     """Returns the profile that has the durations of all-reduces: `profile` itself, or the built-in
     profile of the same kind of device if only that one has them."""
     if ranks == 1 or profile.all_reduce_latency_s is not None:

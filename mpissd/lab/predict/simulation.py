@@ -11,7 +11,8 @@ one has arrived. A running step is always finished. The times of a round:
     seen    the draft's first poll at or after `asked`
 
 With --cache=lead the draft sends branches to rank 0 once they are whole. If they arrive before
-the outcome, and all sequences hit, rank 0 goes on without an answer.
+the outcome, and all sequences hit, rank 0 goes on without an answer. Distributions of sampled
+tokens follow the tokens, and are there before the target judges.
 
 Many configurations are simulated at once, each as several independent chains of rounds. `expect`
 returns long-run means, for which all configurations use the same random numbers. `follow` predicts
@@ -32,11 +33,13 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Source
+from mpissd.engine.comm.wire import Kind
 from mpissd.engine.job import Job
 from mpissd.engine.law.acceptance import HitLaw
 from mpissd.engine.law.fanout import key_chances
 from mpissd.engine.law.tree import positional
 from mpissd.lab.predict.costs import DeviceCosts, Floats, HostCosts
+from mpissd.lab.predict.link import Link
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -57,9 +60,10 @@ class Grid:
     lookahead, backup_lookahead [G]: K, and the number of tokens drafted after a cache miss. steps,
     backup_steps [G]: forwards that draft so many tokens. fast [G]: whether a lookup drafts after a
     miss. inline [G]: whether rank 0 drafts itself, or nothing drafts. pushes [G]: whether rank 0
-    has a cache of its own. lanes_s [G, U+1]: seconds of
-    a draft step of 0, 1, … U units. units [G]: for how many units a sequence counts: K if one
-    forward drafts all K tokens, else 1; if catches_up [G], one more for each token just accepted.
+    has a cache of its own. messages_s [G, 3]: seconds of a message with an outcome, with drafted
+    tokens, and with branches. lanes_s [G, U+1]: seconds of a draft step of 0, 1, … U units. units
+    [G]: for how many units a sequence counts: K if one forward drafts all K tokens, else 1; if
+    catches_up [G], one more for each token just accepted.
     hazards [G, K]: acceptance rate of each position, given that the ones before were accepted;
     hazards_fast: the same for tokens of a lookup. p_hit [G, 2, 2, K+1]: P(cache hit | k accepted),
     indexed by whether the tokens came from a hit, whether all were accepted, and k.
@@ -67,7 +71,8 @@ class Grid:
     Tables [G, L, b+1], indexed by the number of sequences still decoded (L = b+1; L = 1 if none
     ends) and of cache hits among them: verify_s, seconds of a verification; keys_s, seconds from
     sending tokens to the first step of branches; step_s, seconds of a step of all branches;
-    most_steps, the largest number of such steps (0 without branches).
+    most_steps, the largest number of such steps (0 without branches); proposals_s, seconds of the
+    distributions behind the tokens (−∞: none are sent).
     """
 
     batch_size: int
@@ -88,6 +93,8 @@ class Grid:
     keys_s: Floats
     step_s: Floats
     most_steps: Ints
+    proposals_s: Floats
+    messages_s: Floats
     lanes_s: Floats
 
     def __len__(self) -> int:
@@ -95,11 +102,17 @@ class Grid:
 
     @classmethod
     def of(
-        cls, jobs: Sequence[Job], device: DeviceCosts, host: HostCosts, *, ends: bool = False
+        cls,
+        jobs: Sequence[Job],
+        device: DeviceCosts,
+        host: HostCosts,
+        link: Link | None = None,
+        *,
+        ends: bool = False,
     ) -> Grid:
         """Makes the arrays from jobs that have one batch size and the same durations of forwards
-        and host work; AR has K = 0. ends: whether some sequences of a batch may end before others.
-        """
+        and host work; AR has K = 0. link: leads to the draft rank (None: it is on rank 0's host).
+        ends: whether some sequences of a batch may end before others."""
         batch = jobs[0].config.batch_size
         lookahead = np.array([job.lookahead for job in jobs], np.int64)
         steps = np.array([job.num_forwards(job.lookahead) for job in jobs], np.int64)
@@ -149,6 +162,15 @@ class Grid:
             keys_s = np.where(branches > 0, glue_s + host.keys + host.keys_lane * branches, 0.0)
             most_steps = np.where(branches > 0, steps[:, None, None], 0)
         longest = int(lookahead.max())
+        messages_s = np.full((len(jobs), 3), host.link)
+        proposals_s = np.full(verify_s.shape, -np.inf)
+        if link is not None:
+            for n, job in enumerate(jobs):
+                messages_s[n] += link.added_s(job, Kind.OUTCOME, Kind.SPECULATION, Kind.BRANCHES)
+                if link.draws(job) and not job.inline:
+                    drawn = 0 if job.config.backup == "fast" else served[n]
+                    each_s = 4 * job.target.vocab_size / link.bytes_per_s
+                    proposals_s[n] = each_s * (won * tokens[n] + missed * drawn)
         return cls(
             batch_size=batch,
             host=host,
@@ -168,6 +190,8 @@ class Grid:
             keys_s=keys_s,
             step_s=step_s,
             most_steps=most_steps,
+            proposals_s=proposals_s,
+            messages_s=messages_s,
             lanes_s=lanes_s,
         )
 
@@ -371,7 +395,8 @@ class Rounds:
         # The simulation begins as if all sequences had hit the cache in the round before.
         full = np.full(shape[:2], batch)
         self._grown = self._place(full, full)  # index of the running growth in the grid's tables
-        self._sent = -self._host.lead_s - self._host.link - grid.verify_s.ravel()[self._grown]
+        self._outcome_s, self._answer_s, self._branches_s = grid.messages_s.T[:, :, None]
+        self._sent = -self._host.lead_s - self._answer_s - grid.verify_s.ravel()[self._grown]
 
     def _place(self, live: Ints, won: Ints) -> Ints:
         """Returns, for each chain, the index into the grid's flattened tables for `live` decoded
@@ -399,7 +424,7 @@ class Rounds:
             seen = ready + self._drafting_s(won, live, steps) + self._inline_s
         else:
             # The draft polls between steps: it sees acceptance results when the running step ends.
-            asked = self._clock + (host.lead_send + host.link)
+            asked = self._clock + (host.lead_send + self._outcome_s)
             step_s = grid.step_s.ravel()[self._grown]
             free = self._sent + grid.keys_s.ravel()[self._grown]
             grown_s = asked - free
@@ -410,18 +435,21 @@ class Rounds:
             free = free + steps * step_s
             pushed = grid.pushes[:, None] & is_whole
             free += np.where(pushed, host.draft_send, 0.0)
-            has_come = pushed & (free + host.link <= self._clock) & (won == live)
+            has_come = pushed & (free + self._branches_s <= self._clock) & (won == live)
             noticed = np.maximum(free + host.draft_record, asked)
             drafting_s = self._drafting_s(won, live, steps)
             self._sent = noticed + drafting_s + (host.draft_read + host.draft_s + host.draft_send)
             self._grown = place
-            seen = np.where(has_come, ready, np.maximum(ready, self._sent + host.link))
+            seen = np.where(has_come, ready, np.maximum(ready, self._sent + self._answer_s))
             if inline.any():
                 seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
             hit, grid.lookahead[:, None, None], grid.backup_lookahead[:, None, None]
         )
+        proposed = self._sent + self._answer_s + grid.proposals_s.ravel()[place]
+        judging_s = host.lead_sample + host.lead_record
         over = seen + grid.verify_s.ravel()[place] + host.lead_s
+        over = np.maximum(over, proposed + judging_s)
         self._accepted = accepted = draws.accepted(hit, num_draft)
         self._hit = draws.hits(hit, accepted, accepted == num_draft)
         round_s = np.where(self.live.any(axis=2), over - self._clock, 0.0)
@@ -462,10 +490,10 @@ class Expected:
     wait_s: Floats
 
 
-def expected(job: Job, device: DeviceCosts, host: HostCosts) -> Expected:
+def expected(job: Job, device: DeviceCosts, host: HostCosts, link: Link | None = None) -> Expected:
     """Returns the long-run means of one job, in arrays of one element. Jobs that differ only in
-    seed or number of rounds have the same means, which are computed once."""
-    grid = Grid.of([job], device, host)
+    seed or number of rounds have the same means, which are computed once. link: as in Grid.of."""
+    grid = Grid.of([job], device, host, link)
     key = tuple(v.tobytes() if isinstance(v, np.ndarray) else v for v in vars(grid).values())
     if key not in _KNOWN:
         _KNOWN[key] = expect(grid)
@@ -541,7 +569,9 @@ def is_followable(job: Job) -> bool:
     return is_predictable(job) or (reports and has_steps)
 
 
-def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any]:
+def predict_row(
+    job: Job, device: DeviceCosts, host: HostCosts, link: Link | None = None
+) -> dict[str, Any]:
     """Returns the predicted long-run means of a job, under the keys that a result row has for them.
     These are added: round_us.mean, the mean round; exposed_us, rank 0's mean wait for draft tokens;
     T_p, the time of growing branches divided by that of the target's forward. Raises ConfigError if
@@ -551,8 +581,8 @@ def predict_row(job: Job, device: DeviceCosts, host: HostCosts) -> dict[str, Any
             "no prediction for what is sampled (markov), recorded (replay), or drafts several "
             "tokens a forward: allowed: gemm"
         )
-    means = expected(job, device, host)
-    grid = Grid.of([job], device, host)
+    means = expected(job, device, host, link)
+    grid = Grid.of([job], device, host, link)
     rate = float(means.tok_per_s[0])
     is_known = math.isfinite(rate)
     target = float(grid.verify_s[0, -1, -1])
