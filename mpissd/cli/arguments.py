@@ -80,6 +80,12 @@ class PlanConfig(Checked):
         "h100)",
     )
     gpus: int = flag(2, integer(1), "most GPUs to use")
+    link: str | None = flag(
+        None,
+        words,
+        "the link to the last GPU, if that is on another host: shm, nvlink, pcie, ib, 100g, 25g, "
+        "10g, or its one-way latency and GB/s as 500us:1.2",
+    )
     trees: bool = flag(
         True, switch, "weigh trees as well, of up to 16 drafted tokens (sd) or 12 (ssd)"
     )

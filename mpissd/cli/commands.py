@@ -14,10 +14,11 @@ from mpissd.common.errors import ConfigError
 from mpissd.common.output import print_json
 from mpissd.engine.backend.profile import Profile, known_profiles, load_profile, role_profiles
 from mpissd.engine.job import resolve
-from mpissd.lab.plan.candidates import CONTEXT, with_laws
+from mpissd.lab.plan.candidates import CONTEXT, survey, with_laws
 from mpissd.lab.plan.screen import Screen, heading
 from mpissd.lab.predict.costs import DeviceCosts
 from mpissd.lab.predict.derive import check_device, covered, host_of, with_derived
+from mpissd.lab.predict.link import parse_link
 from mpissd.lab.predict.simulation import predict_row
 from mpissd.lab.tables import best, claims
 from mpissd.lab.tables.load import LeftOut, find_pair, load_rows, of_one_group
@@ -36,7 +37,7 @@ def plan(config: PlanConfig, given: AbstractSet[str] = frozenset()) -> int:
     if "mode" in given:
         return _predict(config, given)
     if extra := sorted(
-        given - set(PLANNED) - {"profile", "gpus", "measured", "trees", "details", "json"}
+        given - set(PLANNED) - {"profile", "gpus", "link", "measured", "trees", "details", "json"}
     ):
         value = getattr(config, extra[0], None) or getattr(config.run, extra[0])
         raise ConfigError(f"{extra[0]}={value} without mode: allowed: with mode, for a prediction")
@@ -54,15 +55,25 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
         memory_bytes=profile.memory_bytes,
         draft_memory_bytes=drafts.memory_bytes,
     )
+    link = parse_link(config.link, job.world_size)
     batch = job.config.batch_size
     profile = with_derived(profile, job.target_shard, batch, job.options)
     if job.draft_shard is not None:
         drafts = with_derived(drafts, job.draft_shard, batch, job.draft_options)
     check_device(profile, job, drafts)
-    row = predict_row(job, DeviceCosts.from_profile(profile, job, drafts), host_of(profile, job))
-    rate = row["expected_tok_per_s"]
+    device = DeviceCosts.from_profile(profile, job, drafts)
+    host = host_of(profile, job)
+    rows = {"long-run mean": predict_row(job, device, host)}
+    if link is not None:
+        if job.world_size == job.tp:
+            device = dataclasses.replace(device, verify=link.across(device.verify, job, profile))
+            host = link.followed(host)
+        near = rows["long-run mean"]
+        rows = {"on one host": near, f"over {link}": predict_row(job, device, host, link)}
     print(heading(run, profile, job.world_size))
-    print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}   (long-run mean)")
+    for what, row in rows.items():
+        rate = row["expected_tok_per_s"]
+        print(f"   tok/s  {'unknown' if rate is None else f'{rate:.1f}'}   ({what})")
     print(f"   round  {row['round_us']['mean']:.1f} µs")
     print_json(row)
     return 0
@@ -71,14 +82,14 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
 def _advise(config: PlanConfig, given: AbstractSet[str]) -> int:
     """Prints the advice. If that takes over 5 s, a terminal first gets a line that says to wait."""
     profile = load_profile(config.device)
-    gpus = config.gpus
+    link = parse_link(config.link, config.gpus)
     news = Timer(5, sys.stderr.write, ["plan: still weighing the uses\n"])
     news.daemon = True
     if sys.stderr.isatty():
         news.start()
     run = _planned(config, profile, given, is_advice=True)
-    folders = config.measured
-    screen = Screen.of(run, profile, gpus, config.device, folders, trees=config.trees)
+    surveyed = survey(run, profile, config.gpus, link)
+    screen = Screen.of(surveyed, config.device, config.measured, trees=config.trees)
     lines = screen.lines(details=config.details)
     news.cancel()
     print("\n".join(lines))

@@ -35,6 +35,7 @@ from mpissd.lab.predict.derive import (
     with_hosts,
     with_models,
 )
+from mpissd.lab.predict.link import Link
 from mpissd.lab.predict.simulation import Grid, expect
 from mpissd.lab.tables.uses import TREE, Family, tps_of
 
@@ -287,7 +288,9 @@ class Sharding:
 class Survey:
     """The result of `survey`: how a model pair can run on a machine with `gpus` GPUs. shardings:
     the divisions of the target that can be simulated. unjudged: {mode and numbers of ranks that fit
-    in memory: why the durations are unknown}. too_large: those that do not fit in memory."""
+    in memory: why the durations are unknown}. too_large: those that do not fit in memory. link:
+    leads to the last GPU, which only uses of all GPUs have; their draft rank or else last target
+    rank is there (None: all GPUs are of one host)."""
 
     run: RunConfig
     profile: Profile
@@ -295,12 +298,17 @@ class Survey:
     shardings: tuple[Sharding, ...]
     unjudged: Mapping[Family, str]
     too_large: tuple[Family, ...] = ()
+    link: Link | None = None
+
+    def link_of(self, use: Family | Choice) -> Link | None:
+        """Returns the link between a use's ranks; None if they are on one host."""
+        return self.link if use.tp + use.num_drafts == self.gpus else None
 
 
-def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
+def survey(run: RunConfig, profile: Profile, gpus: int, link: Link | None = None) -> Survey:
     """Finds every number of target ranks T up to `gpus` over which the target can be divided and
-    fits in memory, with its durations from `profile`. Raises ConfigError if there is none, or if no
-    durations are known."""
+    fits in memory, with its durations from `profile`. link: Survey.link. Raises ConfigError if
+    there is none, or if no durations are known."""
     shardings: list[Sharding] = []
     unjudged: dict[Family, str] = {}
     too_large: list[Family] = []
@@ -320,6 +328,8 @@ def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
             continue
         try:
             sharding = (sharded if runnable == run else _uneven)(run, hosted, tp, gpus)
+            if link is not None:
+                sharding = _linked(sharding, pair_job(runnable, families[0]), hosted, gpus, link)
         except ConfigError as error:
             unjudged |= dict.fromkeys((*families, Family(LOOKUP, tp, 0)), str(error))
             continue
@@ -331,7 +341,27 @@ def survey(run: RunConfig, profile: Profile, gpus: int) -> Survey:
                 unjudged[family] = f"profile {profile.name} has no host costs of {mode}"
     if all(sharding.host(*method) is None for sharding in shardings for method in METHODS):
         raise ConfigError(next(iter(unjudged.values()), str(reason)))
-    return Survey(run, profile, gpus, tuple(shardings), unjudged, tuple(too_large))
+    return Survey(run, profile, gpus, tuple(shardings), unjudged, tuple(too_large), link)
+
+
+def _linked(sharding: Sharding, job: Job, profile: Profile, gpus: int, link: Link) -> Sharding:
+    """Returns a sharding of `job` whose use of all GPUs spans the link. If these are target ranks,
+    all-reduces and the message that starts a round cross it."""
+
+    def label(choice: Choice) -> str | None:
+        crossing = f"{DERIVED}: the link {link} was not measured" * (choice.gpus == gpus)
+        return "; ".join(filter(None, (sharding.label(choice), crossing))) or None
+
+    if sharding.tp < gpus:
+        return replace(sharding, label=label)
+    verify = link.across(sharding.device.verify, job, profile)
+    hosts = {method: sharding.host(*method) for method in METHODS}
+    return replace(
+        sharding,
+        device=replace(sharding.device, verify=verify),
+        hosts={method: host and link.followed(host) for method, host in hosts.items()},
+        label=label,
+    )
 
 
 def runnable_at(run: RunConfig, tp: int) -> RunConfig:
@@ -543,7 +573,8 @@ def weigh(choices: Iterable[Choice], survey: Survey, *, quick: bool = False) -> 
         sharding = by_tp[use.tp]
         host = sharding.host(use.mode, use.num_drafts)
         assert host is not None, use
-        means = expect(Grid.of([job for _, job in members], sharding.device, host), quick=quick)
+        jobs = [job for _, job in members]
+        means = expect(Grid.of(jobs, sharding.device, host, survey.link_of(use)), quick=quick)
         columns = means.tok_per_s.tolist(), means.round_s.tolist(), means.hit_rate.tolist()
         for (choice, _), rate, round_s, hits in zip(members, *columns, strict=True):
             hit_rate = hits if choice.fan_out is not None else None

@@ -169,8 +169,9 @@ class Plan:
             if (row.forward == "transformer") == run.is_transformer
             if device_kind(row.device_name) == self.survey.profile.kind
         ]
-        measured = _measured(run, self.judged, here)
-        gains = _ssd_gains(run, self.survey.gpus, here)
+        local = [choice for choice in self.judged if self.survey.link_of(choice) is None]
+        measured = _measured(run, local, here)
+        gains = _ssd_gains(run, self.survey.gpus, here) if len(local) == len(self.judged) else {}
         return replace(self, measured=measured, samples=samples, ssd_gains=gains)
 
     @property

@@ -34,11 +34,12 @@ from mpissd.lab.plan.candidates import (
     cut_law,
     runnable_at,
     survey,
+    weigh,
 )
 from mpissd.lab.plan.plan import Plan, Question, firsts, name_of, number, plan
 from mpissd.lab.predict.derive import BY_LAYERS, DERIVED, is_datasheet
 from mpissd.lab.tables.load import LeftOut, load_rows, row_files
-from mpissd.lab.tables.uses import TREE, WORTH
+from mpissd.lab.tables.uses import TREE, WORTH, Family
 
 COLUMNS, LINES = 100, 23  # most columns and lines of the text, to fit on a terminal with its prompt
 ALPHAS = 0.6, 0.9  # further acceptance rates to show speedups at, if no flag gives the rate
@@ -58,29 +59,31 @@ tok/s of measured rows of the same case. ≈: no slower than the best for sure."
 class Screen:
     """Formats a plan as text (method `lines`) and as JSON (method `numbers`). device: the value of
     the flag --profile. at: {acceptance rate: the plan at that rate}, filled if no flag gives the
-    acceptance rate; the text then shows how the speedups depend on it."""
+    acceptance rate; the text then shows how the speedups depend on it. one_host: {use that
+    spans a link: its tokens/s on one host}."""
 
     plan: Plan
     device: str = ""
     at: Mapping[float, Plan] = field(default_factory=dict)
+    one_host: Mapping[Family, float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, run: RunConfig, profile: Profile, gpus: int, device: str, folders: str, *, trees: bool
-    ) -> Screen:
-        """Runs the whole command `plan`: simulates configurations, reads measured rows, and returns
-        the result. device: the value of the flag --profile. folders: the folders with measured
-        rows, separated by commas. trees: whether draft trees are considered, too."""
-        surveyed = survey(run, profile, gpus)
+    def of(cls, surveyed: Survey, device: str, folders: str, *, trees: bool) -> Screen:
+        """Runs the command `plan` on a survey: simulates configurations, reads measured rows, and
+        returns the result. device: the value of the flag --profile. folders: the folders with
+        measured rows, separated by commas. trees: whether draft trees are considered, too."""
+        run = surveyed.run
         best = plan(surveyed, trees=trees)
         files = [path for folder in folders.split(",") for path in row_files(Path(folder))]
         with LeftOut() as left_out:
             rows = load_rows(files, left_out)
         best = best.with_evidence(rows)
         at = {}
-        for alpha in ALPHAS if is_assumed(run) and not is_datasheet(profile) else ():
+        for alpha in ALPHAS if is_assumed(run) and not is_datasheet(surveyed.profile) else ():
             at[alpha] = plan(replace(surveyed, run=replace(run, alpha=alpha)), trees=trees)
-        return cls(best, device, at)
+        far = [choice for choice in best.judged if surveyed.link_of(choice) is not None]
+        near = weigh(far, survey(run, surveyed.profile, surveyed.gpus)) if far else ()
+        return cls(best, device, at, {choice.family: choice.tok_per_s for choice in near})
 
     @property
     def survey(self) -> Survey:
@@ -131,7 +134,7 @@ class Screen:
         device *= "/" not in self.device
         below = [
             f"Run {name_of(self.chosen)}{device}:",
-            f"    {_command('run', run, self.chosen, _run_flags(run, self.chosen))}",
+            f"    {_command('run', self.survey, self.chosen, _run_flags(run, self.chosen))}",
             *self._surer(details),
         ]
         under = _lines(below)
@@ -165,6 +168,8 @@ class Screen:
             "verdicts": {q.what: self.plan.answer(q.use, q.other) for q in self._questions},
             "measured_gains": {name: gain for name, (gain, _) in self.plan.ssd_gains.items()},
             "gains_at": {alpha: self._gains(plan) for alpha, plan in self.at.items()},
+            "link": None if self.survey.link is None else asdict(self.survey.link),
+            "one_host": {str(family): rate for family, rate in self.one_host.items()},
         }
 
     def _pairs(self, plan: Plan) -> list[tuple[Choice, Choice]]:
@@ -221,6 +226,14 @@ class Screen:
             yield f"The uses marked ≈ cannot be told apart; the first is {rate}."
         else:
             yield f"The fastest use is {rate}."
+        if self.one_host:
+            far = [choice for choice in self.plan.judged if choice.family in self.one_host]
+            texts = (
+                f"{name_of(use)} {number(use.tok_per_s)} or "
+                f"{number(self.one_host[use.family])} tok/s"
+                for use in firsts(far, lambda use: use.num_drafts)
+            )
+            yield f"Over {self.survey.link} or on one host: {', '.join(texts)}."
         kinds = {"sd", TREE} if best.mode in ("sd", TREE) else {best.mode}
         second = next((choice for choice in self.plan.judged if choice.mode not in kinds), None)
         is_asked = any({best, second} == {question.use, question.other} for question in questions)
@@ -344,7 +357,7 @@ class Screen:
                 names = f"PAIR={shlex.quote(run.pair)}"
             yield f"    make pair {names} PROMPTS=FILE.jsonl GPUS={self.survey.gpus}"
         if probes:
-            yield f"    {_command('probe', run, use, _probe_flags(use))} --name={name}"
+            yield f"    {_command('probe', self.survey, use, _probe_flags(use))} --name={name}"
 
     def _table(self, choices: Iterable[Choice]) -> Iterator[str]:
         """Yields the lines of the table of configurations, beginning with its header."""
@@ -488,10 +501,13 @@ def _probe_flags(choice: Choice) -> dict[str, str]:
     return flags
 
 
-def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]) -> str:
+def _command(command: str, survey: Survey, choice: Choice, flags: dict[str, str]) -> str:
     """Returns the shell command that starts `run` or `probe` for a configuration: by
-    launch/local.sh if that script is in the current folder, else by mpirun. flags: further flags.
-    """
+    launch/local.sh if that script is in the current folder, else, or on two hosts, by mpirun.
+    flags: further flags."""
+    run = survey.run
+    link = survey.link_of(choice)
+    is_far = link is not None and link.is_network
     models = {name: getattr(run, name) for name in ("pair", "target", "draft")}
     flags = {name: value for name, value in models.items() if value is not None} | flags
     runnable = runnable_at(run, choice.tp)
@@ -504,7 +520,8 @@ def _command(command: str, run: RunConfig, choice: Choice, flags: dict[str, str]
     if command == "run" and "forward" not in given and has_weights(target):
         flags["workload"] = "gemm"  # For models with weights, `run` would otherwise decode text.
     text = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    if Path("launch/local.sh").is_file():
+    if Path("launch/local.sh").is_file() and not is_far:
         return f"{'COMMAND=probe ' * (command == 'probe')}launch/local.sh {choice.gpus} {text}"
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 " * (os.geteuid() == 0)
-    return f"{root}mpirun -np {choice.gpus} python -m mpi4py -m mpissd {command} {text}"
+    hosts = f" --host FIRST:{choice.gpus - 1},SECOND:1" * is_far
+    return f"{root}mpirun -np {choice.gpus}{hosts} python -m mpi4py -m mpissd {command} {text}"
