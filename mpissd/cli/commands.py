@@ -69,7 +69,9 @@ def _predict(config: PlanConfig, given: AbstractSet[str]) -> int:
             device = dataclasses.replace(device, verify=link.across(device.verify, job, profile))
             host = link.followed(host)
         near = rows["long-run mean"]
-        rows = {"on one host": near, f"over {link}": predict_row(job, device, host, link)}
+        told = {"link": dataclasses.asdict(link), "one_host": near["expected_tok_per_s"]}
+        far = predict_row(job, device, host, link) | told
+        rows = {"on one host": near, f"over {link}": far}
     print(heading(run, profile, job.world_size))
     for what, row in rows.items():
         rate = row["expected_tok_per_s"]

@@ -158,3 +158,20 @@ def test_the_advice_names_its_link_and_one_host(capsys: pytest.CaptureFixture[st
     for refused in ("--gpus=1", "--mode=ar"):
         assert main([*flags[:4], "--link=10g", refused]) == 2
         assert "link=10g with 1 rank: allowed: with 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", ["--mode=ssd --tp=1", "--mode=ar --tp=2"])
+def test_a_prediction_names_its_link_and_one_host(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, far = (
+        [*base, *flags.split()]
+        for base in (["plan", "--profile=h200"], ["plan", "--profile=h200", "--link=900us:1.2"])
+    )
+    rates = []
+    for arguments in (plain, far):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        rates.append(json.loads(out.splitlines()[-1])["expected_tok_per_s"])
+    assert "(on one host)" in out and "(over 900us:1.2 (900 µs, 1.2 GB/s))" in out
+    assert json.loads(out.splitlines()[-1])["one_host"] == rates[0] > rates[1]
