@@ -147,7 +147,7 @@ def measured(data: Data) -> Poster:
             shown += best.values()
         ax.tick_params(axis="x", labelbottom=True)
         ax.set_xlabel("tok/s: median (range of n runs)")
-    what = "whole transformers, recordings and laws of SmolLM2 and its draft"
+    what = "whole transformers, first prompts of recordings (temp. 0.7: law) of SmolLM2"
     bars = (
         "Each use at its best K, tree and fan-out; bold: the strongest. Above: SSD over the others"
     )
@@ -238,8 +238,8 @@ def _lines(gains: pd.DataFrame, x: str, label: str, heading: str, text: str) -> 
 def _text(cells: pd.DataFrame, conditions: str) -> str:
     return (
         f"{cells['device_name'].iloc[0]}, predicted by mpissd plan from its profile: whole "
-        "transformers, 512 tokens of context, laws of SmolLM2-135M-Instruct and its shipped draft. "
-        f"{conditions}"
+        "transformers, 512 tokens of context, K draft forwards a round, laws of "
+        f"SmolLM2-135M-Instruct and its earlier shipped draft. {conditions}"
     )
 
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -345,6 +346,20 @@ def test_a_bar_is_the_median_of_a_use_s_runs() -> None:
         assert float(re.search(r"SSD (\d\.\d\d)×", bars["panel"].iloc[0])[1]) == pytest.approx(  # type: ignore[index]
             gain, abs=0.02
         )
+
+
+def test_rates_over_all_prompts_are_those_measured_over_all() -> None:
+    """Tokens and hits of a replay without a GPU, in a measured row's time."""
+    rows = where(study().rows, token_limit=128)
+    tables = import_module("results.extra-gpu.tables")
+    found = tables.over_all_prompts(rows)
+    assert len(rows) == 6 and np.allclose(found["rate"], rows["tok_per_s"], rtol=1e-3)
+    some = where(study().rows, mode="ssd", parallel_drafting=True, lookahead=8)
+    hits = some["hit_rate"] - 0.01  # .01 more misses are as many draft forwards
+    fewer = tables.over_all_prompts(some.assign(hit_rate=hits))["rate"]
+    seconds = 1 / tables.over_all_prompts(some)["rate"] - 1 / fewer
+    per_token = some["t_draft_s"] / tables.over_all_prompts(some)["tokens"]
+    assert np.allclose(seconds, 0.01 * per_token)
 
 
 def test_the_parts_of_a_bar_are_its_round() -> None:
