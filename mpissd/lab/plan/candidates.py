@@ -304,6 +304,13 @@ class Survey:
         """Returns the link between a use's ranks; None if they are on one host."""
         return self.link if use.tp + use.num_drafts == self.gpus else None
 
+    def label(self, choice: Choice) -> str | None:
+        """Returns how a choice's durations were derived; None if all were measured."""
+        sharding = next(of for of in self.shardings if of.tp == choice.tp)
+        link = self.link_of(choice)
+        crossing = None if link is None else f"{DERIVED}: the link {link} was not measured"
+        return "; ".join(filter(None, (sharding.label(choice), crossing))) or None
+
 
 def survey(run: RunConfig, profile: Profile, gpus: int, link: Link | None = None) -> Survey:
     """Finds every number of target ranks T up to `gpus` over which the target can be divided and
@@ -328,8 +335,8 @@ def survey(run: RunConfig, profile: Profile, gpus: int, link: Link | None = None
             continue
         try:
             sharding = (sharded if runnable == run else _uneven)(run, hosted, tp, gpus)
-            if link is not None:
-                sharding = _linked(sharding, pair_job(runnable, families[0]), hosted, gpus, link)
+            if link is not None and tp == gpus:
+                sharding = _linked(sharding, pair_job(runnable, families[0]), hosted, link)
         except ConfigError as error:
             unjudged |= dict.fromkeys((*families, Family(LOOKUP, tp, 0)), str(error))
             continue
@@ -344,24 +351,13 @@ def survey(run: RunConfig, profile: Profile, gpus: int, link: Link | None = None
     return Survey(run, profile, gpus, tuple(shardings), unjudged, tuple(too_large), link)
 
 
-def _linked(sharding: Sharding, job: Job, profile: Profile, gpus: int, link: Link) -> Sharding:
-    """Returns a sharding of `job` whose use of all GPUs spans the link. If these are target ranks,
-    all-reduces and the message that starts a round cross it."""
-
-    def label(choice: Choice) -> str | None:
-        crossing = f"{DERIVED}: the link {link} was not measured" * (choice.gpus == gpus)
-        return "; ".join(filter(None, (sharding.label(choice), crossing))) or None
-
-    if sharding.tp < gpus:
-        return replace(sharding, label=label)
+def _linked(sharding: Sharding, job: Job, profile: Profile, link: Link) -> Sharding:
+    """Returns the sharding of `job` with its last target rank beyond the link, which all-reduces
+    and the message that starts a round cross."""
     verify = link.across(sharding.device.verify, job, profile)
     hosts = {method: sharding.host(*method) for method in METHODS}
-    return replace(
-        sharding,
-        device=replace(sharding.device, verify=verify),
-        hosts={method: host and link.followed(host) for method, host in hosts.items()},
-        label=label,
-    )
+    hosts = {method: host and link.followed(host) for method, host in hosts.items()}
+    return replace(sharding, device=replace(sharding.device, verify=verify), hosts=hosts)
 
 
 def runnable_at(run: RunConfig, tp: int) -> RunConfig:

@@ -341,7 +341,7 @@ def plan(survey: Survey, *, trees: bool = False) -> Plan:
     ranked = firsts(by_speed(weigh(finalists, survey)), lambda c: c.family)
     if any(not choice.round_us for choice in ranked):
         raise ConfigError("plan: this profile's rounds take no time: allowed: one with durations")
-    judged = (replace(choice, derived=by_tp[choice.tp].label(choice)) for choice in ranked)
+    judged = (replace(choice, derived=survey.label(choice)) for choice in ranked)
     return Plan(survey, tuple(judged))
 
 
