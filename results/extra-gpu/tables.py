@@ -229,9 +229,9 @@ def _rest(found: Sequence[Answer]) -> str:
         for of in ("everywhere", "stepwise", "alone")
     )
     if not any(ONE_FORWARD in use for one in found for use in one.cells):
-        return f"Over all prompts: {everywhere}. Drafts of one forward were not measured."
+        return f"Over all prompts, derived: {everywhere}. Drafts of one forward were not measured."
     return (
-        f"Over all prompts: {everywhere}; by drafts of K forwards: {steps}. One GPU without SSD "
+        f"Over all prompts, derived: {everywhere}; by drafts of K forwards: {steps}. One GPU without SSD "
         f"makes {alone} times as much."
     )
 
