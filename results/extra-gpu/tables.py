@@ -231,8 +231,8 @@ def _rest(found: Sequence[Answer]) -> str:
     if not any(ONE_FORWARD in use for one in found for use in one.cells):
         return f"Over all prompts, derived: {everywhere}. Drafts of one forward were not measured."
     return (
-        f"Over all prompts, derived: {everywhere}; by drafts of K forwards: {steps}. One GPU without SSD "
-        f"makes {alone} times as much."
+        f"Over all prompts, derived: {everywhere}; by drafts of K forwards: {steps}. One "
+        f"GPU without SSD makes {alone} times as much."
     )
 
 
