@@ -58,6 +58,7 @@ BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES = "/v1/responses"
+_SUBJECTS = {_COMPLETIONS: "prompt", _RESPONSES: "input"}  # the fields with prompts
 _DRAFTED = {  # vLLM's counters, which tools and dashboards read
     "num_drafts": "rounds that verified drafted tokens",
     "num_draft_tokens": "drafted tokens",
@@ -267,10 +268,7 @@ class Endpoints:
             )
             raise Problem(400, message, request.form[0])
         request.prompts = await self._encoded(http, partial(request.encode, self._tokenizer))
-        ready, subject = (
-            self._lead.check(),
-            "prompt" if http.url.path == _COMPLETIONS else "messages",
-        )
+        ready, subject = self._lead.check(), _SUBJECTS.get(http.url.path, "messages")
         every = [(subject, prompt) for prompt in request.prompts]
         given = ("logit_bias", [*dict(sampling.logit_bias)])
         for name, ids in (*every, given, ("stop_token_ids", asked.stop_token_ids)):

@@ -279,15 +279,16 @@ class Exchange:
         names = [each["token"] for each in content if each is not None]
         if self._echo and self.sampling.logprobs is not None:
             tokens = self.prompt
-            scored = [self._named(t, self.scored[n]) for n, t in enumerate(tokens[1:], 1)]
-            content = [None, *scored, *content]
+            known = ((token, self.scored.get(n)) for n, token in enumerate(tokens))
+            scored = [None if one is None else self._named(token, one) for token, one in known]
+            content = [*scored, *content]
             names = [*map(self._tokenizer.piece, tokens), *names]
         if not content:
             return None
         values = [each and each["logprob"] for each in content]
         # Of two tokens with the same text the likelier one counts.
-        known = (each and sorted([*each["top_logprobs"], each], key=_value) for each in content)
-        tops = [each and {one["token"]: one["logprob"] for one in each} for each in known]
+        every = (each and sorted([*each["top_logprobs"], each], key=_value) for each in content)
+        tops = [each and {one["token"]: one["logprob"] for one in each} for each in every]
         parts = {"tokens": names, "token_logprobs": values, "text_offset": None}
         return {**parts, "top_logprobs": tops if self.sampling.logprobs else None}
 

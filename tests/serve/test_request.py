@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpissd.common.rounds import GREEDY
+from mpissd.common.rounds import GREEDY, Logprob
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from mpissd.serve.fields import ChatBody, CompletionBody, Problem, read_object
-from mpissd.serve.protocol import End, Ready, Tokens
+from mpissd.serve.protocol import End, PromptTokens, Ready, Tokens
 from mpissd.serve.request import CALL, Exchange, called, made
 from mpissd.serve.responses import parse_response
 from tests.text import tiny
@@ -196,6 +196,18 @@ def test_values_of_any_depth_are_refused() -> None:
         with pytest.raises(Problem) as refused:
             parse(body, is_chat=False)
         assert refused.value.status == 400
+
+
+def test_a_prompt_that_was_not_scored_in_time_has_nulls(words: Tokenizer) -> None:
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 1}
+    asked = parse(json.dumps(body).encode(), is_chat=False)
+    asked.prompts = asked.encode(words)
+    (choice,) = asked.begin(words, Ready("tiny", 400, (1,), 1, "ssd", 9), "tiny")
+    choice.add(PromptTokens(0, 1, [Logprob(-0.5)]))
+    choice.close(End(0, "deadline"))
+    told = choice.choice()
+    assert told["logprobs"]["token_logprobs"] == [None, -0.5, None]
+    assert told["finish_reason"] == "deadline" and told["text"] == words.decode([5, 6, 7])
 
 
 def test_a_call_whose_arguments_are_no_json_is_text() -> None:
