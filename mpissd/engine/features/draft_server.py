@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from mpissd.common.errors import ConfigError, MpissdError, ProtocolError
@@ -28,6 +29,7 @@ from mpissd.engine.comm.link import (
     send_hello,
     socket_boxes,
 )
+from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, Serving, resolve
 from mpissd.engine.model.transformer.sources import fetch_missing
@@ -43,7 +45,7 @@ class CheckedEnd(DraftEnd):
     in the vocabulary, or that do not fit the KV cache or the last drafted tokens."""
 
     def __init__(self, job: Job, drafter: Drafter, client: socket.socket) -> None:
-        super().__init__(link_shape(job), drafter.waiter, *socket_boxes(client))
+        super().__init__(_shape(job), drafter.waiter, *socket_boxes(client))
         self._job = job
         self._drafter = drafter
         self._idle = SocketWaiter(client)
@@ -96,6 +98,10 @@ def draft(config: DraftConfig) -> int:
     return 0
 
 
+def _shape(job: Job) -> LinkShape:
+    return replace(link_shape(job), branches=0)  # another engine has no cache of branches
+
+
 def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
     """Yields the sockets of the clients that connect to the path `where`, or the open socket N of
     where="fd:N". Raises ConfigError if a process listens there, or no socket can be made."""
@@ -134,7 +140,7 @@ def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
     drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
     link = CheckedEnd(job, drafter, client)
     try:
-        send_hello(client, link_shape(job), job.workload.vocab)
+        send_hello(client, _shape(job), job.workload.vocab)
         serve(link, drafter)
     except (OSError, MpissdError) as error:
         _tell(str(error))
