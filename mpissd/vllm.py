@@ -3,10 +3,10 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class",
         "model": "mpissd.vllm.Proposer", "num_speculative_tokens": 3}'
 
-The environment variable MPISSD_DRAFT is the path of a draft process's socket, or flags
-(--pair=smollm2) or the whole command of a draft process to start. MPISSD_PATIENCE_MS is the longest
-wait for drafts in a step. Drafts are used only while they save time (MPISSD_ALWAYS=1: always). If
-PROMETHEUS_MULTIPROC_DIR names a folder, counts are published there as metrics.
+The environment variable MPISSD_DRAFT is a draft process's socket, a path or tcp://HOST:PORT, or the
+flags (--pair=smollm2) or the whole command of a draft process to start. MPISSD_PATIENCE_MS is the
+longest wait for drafts in a step. Drafts are used only while they save time (MPISSD_ALWAYS=1:
+always). If PROMETHEUS_MULTIPROC_DIR names a folder, counts are published there as metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Proposer:
     client: DraftClient | None = None
 
     def __init__(self, vllm_config: Any) -> None:
-        """Starts the draft process while vLLM loads; raises KeyError without MPISSD_DRAFT."""
+        """Starts a draft process while vLLM loads. Raises KeyError without MPISSD_DRAFT."""
         parallel = vllm_config.parallel_config
         self._reported = perf_counter()
         self._published = Counter[str]()
@@ -58,7 +58,8 @@ class Proposer:
                 batch=min(vllm_config.scheduler_config.max_num_seqs, _MOST_ROWS),
                 longest=min(vllm_config.model_config.max_model_len, _MOST_TOKENS),
             )
-            self.client.drafts([(np.zeros(1, np.int32), 1)])
+            if self.client.address is None:
+                self.client.drafts([(np.zeros(1, np.int32), 1)])
 
     def load_model(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the draft process loads the draft model. vLLM calls this method on CPUs."""

@@ -140,7 +140,7 @@ SPECS = {
         ReplicasConfig, "Lists the servers of a folder; makes HAProxy's file of them.", ("folder",)
     ),
     "load": Spec(LoadConfig, "Sends requests to a server as they arrive; takes their times."),
-    "draft": Spec(DraftConfig, "Drafts for vLLM or another engine over a local socket."),
+    "draft": Spec(DraftConfig, "Drafts for vLLM or another engine over a socket."),
     "probe": Spec(ProbeConfig, "Measures what this machine gives a pair; saves a device profile."),
     "doctor": Spec(DoctorConfig, "Examines this machine for a run; exit code 0 where it works."),
     "sweep": Spec(SweepConfig, "Runs many configurations in one job; resumes what was cut short."),

@@ -52,7 +52,7 @@ class DraftConfig(TextFlags):
         mode=flag("ssd", choice("sd", "ssd"), "sd: drafts only when asked; ssd: also ahead"),
         workload=flag("text", choice("text"), "what draft drafts"),
     )
-    socket: str = flag("mpissd.sock", words, "Unix socket to serve; fd:N: an inherited one")
+    socket: str = flag("mpissd.sock", words, "Unix socket, or tcp://HOST:PORT; fd:N: inherited")
 
 
 @dataclass(frozen=True)

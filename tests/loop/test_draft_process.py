@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -15,18 +16,21 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Outcome, Request, Sampling
-from mpissd.engine.comm.wire import HEADER, Kind, LinkShape, write_outcome, write_prompts
+from mpissd.engine.comm.link import Address, Connection
+from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, write_outcome, write_prompts
 from mpissd.engine.features.draft_client import DraftClient
 from mpissd.huggingface import Candidates
 from mpissd.vllm import Proposer
 from tests.loop.text_rig import logits_behind
-from tests.scripts import until
+from tests.scripts import refused, until
 from tests.tiny_pair import TinyPair, tiny_pair
 
 V, K, LONGEST = 61, 3, 96
 SHAPE = LinkShape(0, 4, K, prompt_tokens=LONGEST)
 START_S, PATIENCE_S = 120.0, 5.0
+Ends = tuple[socket.socket, Connection]
 # Recorded of vLLM 0.32 with a proposer of its own: [sampled tokens by row, lengths, requests], one
 # list a call; 4 rows that move as requests end, and with a KV cache so small that it preempts.
 CALLS = json.loads((Path(__file__).parents[1] / "data/vllm/calls.json").read_text())
@@ -94,6 +98,22 @@ def engine(monkeypatch: pytest.MonkeyPatch, flags: str) -> Iterator[Engine]:
     engine.connect()
     yield engine
     engine.client.close()
+
+
+@pytest.fixture(params=["path", "tcp", "key"])
+def where(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
+    for name, seconds in {"_RETRY_S": 0.001, "_LONGEST_RETRY_S": 0.01}.items():
+        monkeypatch.setattr(f"mpissd.engine.features.draft_client.{name}", seconds)
+    monkeypatch.delenv("MPISSD_KEY", raising=False)
+    if request.param == "key":
+        monkeypatch.setenv("MPISSD_KEY", "a" * 16)
+    with socket.socket() as free:  # Bound but not listening, it keeps the port from other tests.
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+        yield str(tmp_path / "s") if request.param == "path" else f"tcp://:{number}"
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -195,12 +215,12 @@ def test_tokens_are_the_targets_always(engine: Engine, pair: TinyPair, fault: st
     assert process.poll() is not None
 
 
-def test_faults_cost_drafts_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["path", "tcp"], indirect=True)
+def test_faults_cost_drafts_only(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """MPISSD_FAULTS=1000 asks for more of them, some minutes."""
-    where, toy = str(tmp_path / "s"), Path(__file__).with_name("toy_draft.py")
+    toy = Path(__file__).with_name("toy_draft.py")
     drafts = subprocess.Popen([sys.executable, toy, where])
-    for name, seconds in {"_RETRY_S": 0.001, "_LONGEST_RETRY_S": 0.01, "_SILENT_S": 0.3}.items():
-        monkeypatch.setattr(f"mpissd.engine.features.draft_client.{name}", seconds)
+    monkeypatch.setattr("mpissd.engine.features.draft_client._SILENT_S", 0.3)
     engine = Engine(monkeypatch, where)
     client, counts, rng, waits = engine.client, engine.client.counts, random.Random(1), [0.0]
     client._patience_s, last, texts = 0.1, [list[int]()] * 4, [[n] for n in range(4)]
@@ -240,31 +260,57 @@ def test_a_rank_whose_drafts_are_not_read_starts_none(monkeypatch: pytest.Monkey
     assert Engine(monkeypatch, "--pair=none", rank=1).asked.client is None
 
 
-def test_a_path_serves_one_client_after_another(flags: str, tmp_path: Path) -> None:
-    where = str(tmp_path / "s")
+ROWS = [(np.array([1, 2], np.int32), 1), (np.array([1, 3], np.int32), 1)]
+
+
+def served(flags: str, where: str) -> list[str]:
     sizes = f"--lookahead={K} --batch_size=1 --context={LONGEST} --socket={where}"
-    command = [sys.executable, "-m", "mpissd", "draft", *flags.split(), *sizes.split()]
+    return [sys.executable, "-m", "mpissd", "draft", *flags.split(), *sizes.split()]
+
+
+def test_an_address_serves_one_client_after_another(flags: str, where: str) -> None:
+    command = served(flags, where)
     first, second = (DraftClient(where, K, PATIENCE_S, 1, LONGEST) for _ in range(2))
-    rows = [(np.array([1, 2], np.int32), 1), (np.array([1, 3], np.int32), 1)]
     with subprocess.Popen(command) as process:
-        until(Path(where).is_socket, START_S)
-        until(lambda: any(first.drafts(rows)), START_S)
-        assert second.drafts(rows) == [[], []]  # waits for its turn, and its engine does not
-        (drafted, none) = first.drafts([(np.array([1, 2, 4], np.int32), 1), rows[1]])
+        until(lambda: any(first.drafts(ROWS)), START_S)
+        assert second.drafts(ROWS) == [[], []]  # waits for its turn, and its engine does not
+        (drafted, none) = first.drafts([(np.array([1, 2, 4], np.int32), 1), ROWS[1]])
         assert len(drafted) == K and none == []  # room for one
         first.close()
-        until(lambda: any(second.drafts(rows)), START_S)
+        until(lambda: any(second.drafts(ROWS)), START_S)
         second.close()
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
-        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-        assert f"socket={where}: another process listens" in refused.stderr
-        until(lambda: any(first.drafts(rows)), START_S)
+        again = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+        assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+        why = "Address already in use" if where[:3] == "tcp" else "another process listens"
+        assert f"socket={where}: {why}" in again.stderr
+        until(lambda: any(first.drafts(ROWS)), START_S)
         process.kill()
-    assert Path(where).is_socket()
+    assert Path(where).is_socket() == (where[:3] != "tcp")
     with subprocess.Popen(command) as process:
-        until(lambda: any(first.drafts(rows)), START_S)
+        until(lambda: any(first.drafts(ROWS)), START_S)
         first.close()
         process.kill()
+
+
+@pytest.mark.parametrize("where", ["key"], indirect=True)
+def test_only_the_key_gets_drafts(flags: str, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen(served(flags, where), stderr=subprocess.PIPE, text=True) as process:
+        right, wrong = (DraftClient(where, K, PATIENCE_S, 1, LONGEST) for _ in range(2))
+        until(lambda: any(right.drafts(ROWS)), START_S)
+        right.close()
+        for key, told in (b"b" * 16, "the draft has another"), (None, "only one side has"):
+            wrong.address = wrong.address._replace(key=key)
+            until(lambda told=told: wrong.drafts(ROWS) and f"{told} MPISSD_KEY" in caplog.text)
+            wrong.close()
+        with socket.create_connection(right.address.name) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n" * 9)
+        with socket.create_connection(right.address.name):  # says nothing, and is left
+            until(lambda: any(right.drafts(ROWS)), START_S)
+        right.close()
+        process.kill()
+        lines = process.stderr.read()
+    for told in "the client has another MPISSD_KEY", "CHALLENGE message refused", ": late":
+        assert told in lines
 
 
 @pytest.mark.parametrize(
@@ -284,13 +330,73 @@ def test_a_protocol_breaker_is_left(
 ) -> None:
     client = DraftClient(flags, K, PATIENCE_S, SHAPE.batch, LONGEST)
     until(lambda: client._open() is not None, START_S)
-    peer, process = client._socket, client._process
+    peer, process = client._connection, client._process
     sent, prompt = map(SHAPE.message, (Kind.OUTCOME, Kind.PROMPT))
     prompts = {(0, 0): Request(0, bonus, 0, (1, token, bonus), Sampling(seed=seed))}
     outcome = Outcome(-1, np.array([[0, 0, event, 0, bonus]], np.int32), prompts)
     write_outcome(sent, outcome)
-    peer.send(sent.array[: HEADER + Outcome.WIDTH].data)
+    peer.socket.send(sent.array[: HEADER + Outcome.WIDTH].data)
     if event == Event.ADMIT:
-        peer.send(prompt.array[: write_prompts(prompt, outcome)].data)
+        peer.socket.send(prompt.array[: write_prompts(prompt, outcome)].data)
     assert process.wait(START_S) == 0  # its only client was left
     client.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with Address.of("tcp://:1").socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as ours, listener.accept()[0] as own:
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            yield ours, Connection(own)
+
+
+def packed(*numbers: int, size: int | None = None) -> bytes:
+    message = SHAPE.message(Kind.SPECULATION)
+    end = message.write(0, 1, [np.array(numbers, np.int32)])
+    if size is not None:
+        message.array[Header._fields.index("size")] = size
+    return message.array[:end].tobytes()
+
+
+def test_messages_end_where_their_headers_say(ends: Ends) -> None:
+    (sender, own), message = ends, SHAPE.message(Kind.SPECULATION)
+    sent = packed(1, 2, 3)
+    for byte in sent[:-1]:
+        sender.send(bytes([byte]))
+        assert not own.receive(message)
+    sender.send(sent[-1:] + packed(4) + packed(5, 6))
+    for body in [1, 2, 3], [4], [5, 6]:
+        until(lambda: own.receive(message))
+        assert message.body(message.header(0, 1)).tolist() == body
+
+
+CUT = [(packed(1, 2)[:end], f"SPECULATION: {end} bytes: the peer has left") for end in (0, 9, 52)]
+LARGE = [(packed(1, size=n), rf"size is {n}, allowed 0\.\.") for n in (-1, 25, 2**31 - 1)]
+
+
+@pytest.mark.parametrize(("sent", "told"), CUT + LARGE)
+def test_cut_and_large_messages(ends: Ends, sent: bytes, told: str) -> None:
+    sender, own = ends
+    sender.send(sent)
+    sender.close()
+    with pytest.raises(MpissdError, match=told):
+        until(lambda: own.receive(SHAPE.message(Kind.SPECULATION)))
+
+
+def test_a_draft_without_the_clients_key(ends: Ends) -> None:
+    list(Connection(ends[0]).greet(None, SHAPE, 9))
+    with pytest.raises(MpissdError, match="only one side has MPISSD_KEY"):
+        list(ends[1].hello(b"a" * 16))
+
+
+def test_refused_addresses(monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
+    monkeypatch.delenv("MPISSD_KEY", raising=False)
+    for where in "tcp://:0", "tcp://::1", "tcp://:65536", "tcp://:80/a", "tcp://u@:80":
+        told = refused(capfd, "draft", f"--socket={where}")
+        assert f"socket={where}: " in told and "allowed: tcp://HOST:PORT" in told
+    for where in "tcp://0.0.0.0:80", "tcp://[::]:80":
+        assert f"{where} without MPISSD_KEY" in refused(capfd, "draft", f"--socket={where}")
+    monkeypatch.setenv("MPISSD_KEY", "b" * 15)
+    assert "MPISSD_KEY has 15 bytes" in refused(capfd, "draft", "--socket=tcp://:80")

@@ -1,4 +1,4 @@
-"""Drafts of random tokens that fail again and again, one for each client: toy_draft.py PATH"""
+"""Drafts of random tokens that fail again and again, one for each client: toy_draft.py ADDRESS"""
 
 import os
 import random
@@ -14,20 +14,21 @@ import numpy as np
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Speculation
-from mpissd.engine.comm.link import DraftEnd, SocketWaiter, packets, send_hello, socket_boxes
+from mpissd.engine.comm.link import Address, Connection, DraftEnd
 from mpissd.engine.comm.wire import LinkShape
 
 V, K, LONGEST = 61, 3, 96
 SHAPE = LinkShape(0, 4, K, prompt_tokens=LONGEST)
-FAULTS = "kill", "hang", "slow", "nothing", "noise", "part", "round", "token", "count"
+FAULTS = "kill", "hang", "slow", "nothing", "noise", "part", "stall", "round", "token", "count"
 
 
 def draft(peer: socket.socket) -> None:
     """Answers questions; after up to seven good answers comes a fault of a random kind."""
     rng = random.Random()
     fault, after = rng.choice(FAULTS), rng.randrange(8)
-    link = DraftEnd(SHAPE, SocketWaiter(peer), *socket_boxes(peer))
-    send_hello(peer, SHAPE, V)
+    own = Connection(peer)
+    link = DraftEnd(SHAPE, own, own.outbox, own.inbox)
+    list(own.greet(None, SHAPE, V))
     for round_ in count():
         outcome, _ = link.outcome(round_ - 1)
         size = int((outcome.events != Event.RELEASE).sum())
@@ -35,11 +36,13 @@ def draft(peer: socket.socket) -> None:
         if round_ == after:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "hang":  # until the client has left
+            if fault == "stall":
+                peer.send(bytes(9))
+            if fault in ("hang", "stall"):  # until the client has left
                 held = select.poll()
-                held.register(peer, 0)
+                held.register(peer, select.POLLRDHUP)
                 held.poll()
-            if fault in ("hang", "nothing"):
+            if fault in ("hang", "stall", "nothing"):
                 return
             if fault == "slow":
                 time.sleep(0.2)
@@ -55,8 +58,9 @@ def draft(peer: socket.socket) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with packets() as listener:
-        listener.bind(sys.argv[1])
+    address = Address.of(sys.argv[1])
+    with address.socket() as listener:
+        listener.bind(address.name)
         listener.listen()
         while True:
             client, _ = listener.accept()

@@ -53,6 +53,8 @@ class Kind(IntEnum):
     HELLO = 6  # a draft's first message on a socket: the limits of its messages
     START = 7  # rank 0 to other target ranks: start a round that the GPUs run without the host
     BRANCHES = 8  # a draft to rank 0: whole branches, for its cache
+    CHALLENGE = 9  # on a socket with a key: a random number
+    PROOF = 10  # on a socket with a key: the sender knows it
 
 
 class Header(NamedTuple):

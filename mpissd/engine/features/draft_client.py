@@ -12,6 +12,7 @@ then, in at most a share EXPLORE of the time.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
@@ -30,14 +31,7 @@ import numpy as np
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request
 from mpissd.common.wait import Overdue
-from mpissd.engine.comm.link import (
-    MOST_PROMPTS,
-    LeadEnd,
-    SocketWaiter,
-    packets,
-    received_hello,
-    socket_boxes,
-)
+from mpissd.engine.comm.link import MOST_PROMPTS, Address, Connection, LeadEnd
 
 LOG = logging.getLogger("vllm.mpissd")  # a child of vLLM's logger, so that vLLM shows its lines
 _START_S = 600.0  # the longest wait, in seconds, for the first message of a draft process
@@ -159,11 +153,13 @@ class DraftClient:
     which drafts would cost too much ("off"), lost connections, and microseconds of waiting."""
 
     def __init__(self, where: str, lookahead: int, patience_s: float, batch: int, longest: int):
-        """where: the path of a draft process's socket; or, to start a process that ends with this
-        one, a command or the flags of `mpissd draft`. lookahead: the number of drafted tokens.
-        patience_s: the longest wait of a call. batch, longest: the most sequences, and tokens of
-        one, of a started process."""
-        self._where = where
+        """where: a draft process's socket, a path or tcp://HOST:PORT; or, to start a process that
+        ends with this one, a command or the flags of `mpissd draft`. lookahead: the number of
+        drafted tokens. patience_s: the longest wait of a call. batch, longest: the most sequences,
+        and tokens of one, of a started process. Raises ConfigError for another address or key."""
+        self._command = shlex.split(where)
+        is_address = len(self._command) == 1 and not where.startswith("-")
+        self.address = Address.of(where) if is_address else None
         self._lookahead = lookahead
         self._patience_s = patience_s
         self._sizes = {"lookahead": lookahead, "batch_size": batch, "context": longest}
@@ -171,7 +167,7 @@ class DraftClient:
         self._switch = DraftSwitch()
         self._always = os.environ.get("MPISSD_ALWAYS") == "1"
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
         self._link: LeadEnd | None = None
         self._since = self._retry_at = 0.0  # the times when a wait began, and when to connect again
         self._retry_s = _RETRY_S
@@ -209,40 +205,44 @@ class DraftClient:
 
     def _open(self) -> LeadEnd | None:
         """Returns the message channel; None until a connection and its first message are there."""
-        if self._socket is None:
+        if self._connection is None:
             if perf_counter() < self._retry_at:
                 return None
-            self._socket = self._connected()
+            self._connection = Connection(self._socket())
+            self._greeting = self._connection.hello(self.address.key if self.address else None)
             self._since = perf_counter()
-            self._socket.setblocking(False)
-        if (hello := received_hello(self._socket)) is None:
+        try:
+            next(self._greeting)
+        except StopIteration as end:
+            shape, self._vocab = end.value
+        else:
             self._check_silence(_START_S)
             return None
-        shape, self._vocab = hello
-        self._waiter = SocketWaiter(self._socket)
-        self._link = LeadEnd(shape, self._waiter, *socket_boxes(self._socket))
+        self._waiter = own = self._connection
+        self._link = LeadEnd(shape, own, own.outbox, own.inbox)
         self._live = list[_Sequence]()
         self._round = -1
         self._next_id = self._pending = 0
         LOG.info("mpissd: a draft answers: K=%d, %d sequences", shape.lookahead, shape.batch)
         return self._link
 
-    def _connected(self) -> socket.socket:
-        command = shlex.split(self._where)
-        if len(command) == 1 and not self._where.startswith("-"):
-            made = packets()
-            made.setblocking(False)  # to raise an error, and not wait, if the queue is full
-            made.connect(self._where)
+    def _socket(self) -> socket.socket:
+        if self.address is not None:
+            made = self.address.socket()
+            made.setblocking(False)
+            error = made.connect_ex(self.address.name)
+            if error not in (0, errno.EINPROGRESS):  # such as a full queue of a Unix socket
+                raise OSError(error, os.strerror(error))
             return made
         if self._process is not None and self._process.poll() is None:
             raise FaultError("the last draft process has not ended")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        given = {word.partition("=")[0] for word in command}
-        program = [sys.executable, "-m", "mpissd", "draft"] * self._where.startswith("-")
+        ours, theirs = socket.socketpair()
+        given = {word.partition("=")[0] for word in self._command}
+        program = [sys.executable, "-m", "mpissd", "draft"] * self._command[0].startswith("-")
         sizes = [f"--{name}={n}" for name, n in self._sizes.items() if f"--{name}" not in given]
         with theirs:  # uses Popen, as vLLM's daemonic workers may not use multiprocessing
             self._process = subprocess.Popen(
-                [*program, *command, *sizes, f"--socket=fd:{theirs.fileno()}"],
+                [*program, *self._command, *sizes, f"--socket=fd:{theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
@@ -255,7 +255,7 @@ class DraftClient:
     def _answer(self, link: LeadEnd, end: float) -> list[list[int]]:
         """Returns the drafted tokens of each sequence of the last call; raises Overdue at `end`."""
         self._check_silence(_SILENT_S)
-        self._waiter.limit(end)
+        self._waiter.end = end
         speculation = link.speculation(self._round + 1, self._pending)
         self._round += 1
         self._pending = 0
@@ -312,9 +312,9 @@ class DraftClient:
 
     def _leave(self) -> None:
         self._link = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.socket.close()
+            self._connection = None
         if self._process is not None:
             self._process.kill()
 

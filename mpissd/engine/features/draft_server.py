@@ -1,4 +1,4 @@
-"""`mpissd draft`: drafts for another project's inference engine, over a Unix socket.
+"""`mpissd draft`: drafts for another project's inference engine, over a Unix socket or TCP.
 
 The process serves one client at a time; the next client waits in the socket's queue. When a client
 leaves, or breaks the protocol, the model and the KV cache are kept for the next client.
@@ -14,21 +14,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from time import perf_counter
 
 from mpissd.common.errors import ConfigError, MpissdError, ProtocolError
 from mpissd.common.ranks import DraftConfig
 from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.common.wait import Waiter, sharpen_sleep
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm.link import (
-    MOST_PROMPTS,
-    DraftEnd,
-    SocketWaiter,
-    packets,
-    send_hello,
-    socket_boxes,
-)
+from mpissd.engine.comm.link import MOST_PROMPTS, Address, Connection, DraftEnd
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, Serving, resolve
@@ -37,6 +32,7 @@ from mpissd.engine.parts import link_shape, make_drafter
 from mpissd.engine.round.draft import Drafter, serve
 from mpissd.engine.round.rows import DraftWorker
 
+_PROOF_S = 5.0  # how long a client may take to prove the key
 _ALLOWED = {int(Event.COMMIT), int(Event.ADMIT), int(Event.RELEASE)}
 
 
@@ -44,16 +40,16 @@ class CheckedEnd(DraftEnd):
     """A draft's end of the channel to an untrusted client. It refuses outcomes whose tokens are not
     in the vocabulary, or that do not fit the KV cache or the last drafted tokens."""
 
-    def __init__(self, job: Job, drafter: Drafter, client: socket.socket) -> None:
-        super().__init__(_shape(job), drafter.waiter, *socket_boxes(client))
+    def __init__(self, job: Job, drafter: Drafter, client: Connection) -> None:
+        super().__init__(_shape(job), drafter.waiter, client.outbox, client.inbox)
         self._job = job
         self._drafter = drafter
-        self._idle = SocketWaiter(client)
+        self._client = client
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for the client's next outcome, without a deadline and without using the CPU.
         Returns (outcome, whether to stop). Raises ProtocolError for an outcome that cannot be."""
-        self._idle.until(self.outcome_arrived, "outcome")
+        self._client.until(self.outcome_arrived, "outcome")
         try:
             outcome, stop = super().outcome(round_)
         except (struct.error, IndexError) as error:
@@ -82,19 +78,20 @@ def draft(config: DraftConfig) -> int:
     client until it leaves. Returns the exit code 0."""
     sharpen_sleep()
     run = config.run
+    address = None if config.socket.startswith("fd:") else Address.of(config.socket)
     backend = choose(run.backend)
     fetch_missing(run.pair, run.target, run.draft)
     job = resolve(run, 1, backend=backend, memory_bytes=None, serving=Serving(samples=False))
     if job.longest > MOST_PROMPTS:
         raise ConfigError(f"context={job.longest} with draft: allowed: at most {MOST_PROMPTS}")
     with ExitStack() as resources:
-        clients = _clients(config.socket, resources)
+        clients = _clients(address, config.socket, resources)
         worker = job.workload.draft_worker(open_stepper(job, backend, resources, drafts=True))
         _warm(job, worker)
         _tell(f"ready: {run.batch_size} sequences of {job.longest} tokens, K={job.lookahead}")
         for client in clients:
-            with client:
-                _serve(job, worker, client)
+            with client.socket:
+                _serve(job, worker, client, address.key if address else None)
     return 0
 
 
@@ -102,28 +99,29 @@ def _shape(job: Job) -> LinkShape:
     return replace(link_shape(job), branches=0)  # another engine has no cache of branches
 
 
-def _clients(where: str, resources: ExitStack) -> Iterator[socket.socket]:
-    """Yields the sockets of the clients that connect to the path `where`, or the open socket N of
-    where="fd:N". Raises ConfigError if a process listens there, or no socket can be made."""
-    kind, _, number = where.partition(":")
-    if kind == "fd":
-        return iter([socket.socket(fileno=int(number))])
-    listener = resources.enter_context(packets())
+def _clients(address: Address | None, name: str, resources: ExitStack) -> Iterator[Connection]:
+    """Yields the clients that connect to an address, or that of the open socket N of name="fd:N".
+    Raises ConfigError if a process listens there, or no socket can be made."""
+    if address is None:
+        return iter([Connection(socket.socket(fileno=int(name[3:])))])
+    listener = resources.enter_context(address.socket())
+    is_file = address.family == socket.AF_UNIX
     try:
-        if Path(where).is_socket():
-            with packets() as probe:
+        if is_file and Path(name).is_socket():
+            with address.socket() as probe:
                 probe.setblocking(False)  # do not wait if the queue of clients is full
-                is_free = probe.connect_ex(where) == errno.ECONNREFUSED
+                is_free = probe.connect_ex(name) == errno.ECONNREFUSED
             if not is_free:
-                raise ConfigError(f"socket={where}: another process listens: allowed: another path")
-            os.unlink(where)  # left by a process that has ended
-        listener.bind(where)
-        os.chmod(where, 0o600)
+                raise ConfigError(f"socket={name}: another process listens: allowed: another path")
+            os.unlink(name)  # left by a process that has ended
+        listener.bind(address.name)
+        if is_file:
+            os.chmod(name, 0o600)
+            resources.callback(os.unlink, name)
         listener.listen()
     except OSError as error:
-        raise ConfigError(f"socket={where}: {error.strerror or error}") from error
-    resources.callback(os.unlink, where)
-    return iter(lambda: listener.accept()[0], None)
+        raise ConfigError(f"socket={name}: {error.strerror or error}") from error
+    return iter(lambda: Connection(listener.accept()[0]), None)
 
 
 def _warm(job: Job, worker: DraftWorker) -> None:
@@ -136,11 +134,14 @@ def _warm(job: Job, worker: DraftWorker) -> None:
     drafter.leave()
 
 
-def _serve(job: Job, worker: DraftWorker, client: socket.socket) -> None:
+def _serve(job: Job, worker: DraftWorker, client: Connection, key: bytes | None) -> None:
     drafter = make_drafter(job, worker, Waiter(job.config.deadline_s, spin=False))
     link = CheckedEnd(job, drafter, client)
     try:
-        send_hello(client, _shape(job), job.workload.vocab)
+        steps = client.greet(key, _shape(job), job.workload.vocab)
+        client.end = perf_counter() + _PROOF_S
+        client.until(lambda: bool(next(steps, True)), "the client's proof of MPISSD_KEY")
+        client.end = inf
         serve(link, drafter)
     except (OSError, MpissdError) as error:
         _tell(str(error))
