@@ -1,6 +1,8 @@
 """The lead's own cache: with whole branches at hand it serves what the draft would have answered;
 late, stale and wrong ones change no token."""
 
+import os
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,3 +127,15 @@ def test_branches_from_the_future_are_refused() -> None:
 
     with pytest.raises(ProtocolError, match="BRANCHES message refused: round is 9, expected at"):
         decode(WIDE, 40, hook=early)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_whenever_branches_come_the_tokens_are_the_same(name: str) -> None:
+    """MPISSD_FAULTS=1000 tries as many patterns of late branches."""
+    pair = PAIRS[name]
+    told = decided(decode(pair, 40, cache="draft"))
+    for seed in range(int(os.environ.get("MPISSD_FAULTS", "3"))):
+        rng = random.Random(seed)
+        share = rng.random()
+        watch = Watch(lambda found, rng=rng, share=share: found if rng.random() < share else None)
+        assert decided(decode(pair, 40, hook=watch)) == told
