@@ -69,6 +69,7 @@ class ARFallback(RemoteSpeculator):
         super().__init__(link)
         self._is_lost = is_lost
         self._is_gone = False
+        self._rounds = 0
 
     def _survives(self, step: Callable[[], None]) -> bool:
         """Calls step(), which needs the draft rank, unless this rank is known to have ended.
@@ -111,5 +112,13 @@ class ARFallback(RemoteSpeculator):
 
     def stop(self, outcome: Outcome) -> None:
         stop = super().stop
-        if not self._survives(lambda: stop(outcome)) and self.lost_round is None:
-            self.lost_round = outcome.round + 1
+        self._after(lambda: stop(outcome), outcome.round + 1)
+
+    def end(self) -> None:
+        self._after(super().end, self._rounds)
+
+    def _after(self, step: Callable[[], None], rounds: int) -> None:
+        """Calls step() after so many rounds; notes the draft rank's loss then."""
+        self._rounds = rounds
+        if not self._survives(step) and self.lost_round is None:
+            self.lost_round = rounds

@@ -62,6 +62,9 @@ class Speculator:
     def stop(self, outcome: Outcome) -> None:
         """Tells the draft to end its loop. outcome: the outcome of the last round."""
 
+    def end(self) -> None:
+        """Takes what the draft still sends after `stop`. The default does nothing."""
+
 
 class InlineSpeculator(Speculator):
     """The speculator of inline SD: the draft runs on the target's rank 0, before the verification.
@@ -162,4 +165,6 @@ class RemoteSpeculator(Speculator):
     def stop(self, outcome: Outcome) -> None:
         self._drop_proposals()
         self._link.send_outcome(outcome, stop=True)
+
+    def end(self) -> None:
         self._link.end()

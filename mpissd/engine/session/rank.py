@@ -174,6 +174,7 @@ class Rank:
         loop = TargetLoop(target, speculator, publish, batch, session.waiter, ledger)
         result = drive(loop)
         loop.stop()
+        speculator.end()
         if loop.draft_lost_round is not None:
             self.draft_lost = True
             self.lead_link = None  # not closed: that would need the lost draft rank
