@@ -329,10 +329,10 @@ class Speculation:
 
 class ReadyBranches:
     """Whole branches that a draft sends to the target's rank 0, which then needs no answer if the
-    outcome of round `round` is among theirs. version: of the draft's weights. levels: how many
-    levels each branch has (None: K). rows: int32 [n, 4 + 3 + K]: the request id, epoch, number of
-    accepted tokens (in a tree: node) and bonus token for which the branch was grown, then a row of
-    the Speculation that serves it."""
+    outcome of round `round` is among theirs. version: of the draft's weights. levels: the limit of
+    their levels (Control.lookahead of the round). rows: int32 [n, 4 + 3 + K]: the request id,
+    epoch, number of accepted tokens (in a tree: node) and bonus token for which the branch was
+    grown, then a row of the Speculation that serves it."""
 
     KEY = 4
 
@@ -350,10 +350,7 @@ class ReadyBranches:
         """Returns the drafted tokens of the round after `outcome` if every sequence that goes on
         has a branch for its outcome, and no sequence joins or has tokens forced by a grammar; else
         None. sampled: whether rows hold probabilities q."""
-        asked = outcome.control.lookahead
-        if asked is not None and Speculation.width(asked, sampled) + self.KEY >= self.rows.shape[1]:
-            asked = None  # all K tokens of a chain
-        if asked != self.levels:
+        if outcome.control.lookahead != self.levels:
             return None
         found = list[int]()
         for request_id, epoch, event, k, token in outcome.rows.tolist():

@@ -5,15 +5,17 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
-from mpissd.common.rounds import Outcome, ReadyBranches
+from mpissd.common.rounds import Control, Outcome, ReadyBranches
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.in_process import Decoder
+from mpissd.engine.round import target
 from tests.loop.markov_rig import Pair
 from tests.loop.test_markov import GREEDY, decode
 
@@ -74,6 +76,23 @@ def test_the_lead_serves_what_the_draft_would_have_answered(name: str) -> None:
     assert watch.taken and set(watch.taken) <= set(hits)
     if pair.batch == 1:
         assert watch.taken == hits
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"tree": 5, "fan_out": "geometric:8"}], ids=["chain", "tree"]
+)
+@pytest.mark.parametrize("lookahead", [1, WIDE.lookahead])
+def test_the_lead_serves_hits_if_each_round_has_the_same_limit(
+    lookahead: int, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server sets it, also if the limit is K itself."""
+    monkeypatch.setattr(target, "Control", partial(Control, lookahead))
+    watch = Watch()
+    found = decode(WIDE, 60, hook=watch, **flags)
+    assert decided(found) == decided(decode(WIDE, 60, cache="draft", **flags))
+    rows = found.records.sequences()
+    assert watch.taken == [n - 1 for n, is_hit in rows[:, [0, 6]].tolist() if is_hit > 0]
+    assert watch.taken
 
 
 def delayed(rounds: int) -> Callable[[ReadyBranches], ReadyBranches | None]:

@@ -63,7 +63,7 @@ class Header(NamedTuple):
     stop, lookahead, width, fill: sent with an outcome: whether to stop, and the next round's
     limits, set by the target's rank 0 (Control; −1: None). weights: the version of the draft's
     weights. taken: sent with an outcome: that of branches that rank 0 took from its cache (−1: it
-    asks the draft). BRANCHES: stop ends them; lookahead: their levels (−1: K)."""
+    asks the draft). BRANCHES: stop ends them; lookahead: that of their own round."""
 
     checksum: int
     version: int

@@ -397,9 +397,8 @@ class Drafter:
             drafts.q[:, :nodes] = 1.0 if branches.q is None else branches.q[:, :nodes]
         most = [self._most(sequence, nodes) for sequence in self.batch.sequences]
         drafts.num_draft[...] = np.array(most)[branches.rows]
-        levels = None if self.levels == self.policy.lookahead else self.levels
         served = table[drafts.num_draft > 0]
-        return ReadyBranches(round_, served, self.version, levels)
+        return ReadyBranches(round_, served, self.version, self._control.lookahead)
 
     def _store_opened(self) -> None:
         """Stores K and V of as many prompt tokens as the target stores in this round (chunked
