@@ -60,6 +60,15 @@ def test_quiet_machines_give_one_verdict(ratio: float, verdict: str, slow: float
         assert counts.keys() <= {verdict, "cannot tell"} and counts[verdict] >= 196
 
 
+def test_a_draft_rank_is_judged_by_its_fastest_use() -> None:
+    ar, ssd = Family("ar", 2, 0), Family("ssd", 1, 1)
+    uses = [TimedUse(ssd, "core", 2, [90.0] * 6), TimedUse(ar, "core", 0, [100.0] * 6)]
+    uses.append(TimedUse(ssd, "core", 3, [120.0] * 6, parallel=True))
+    (answer,) = UseComparison(uses, num_rounds=20).answers()
+    assert (answer.verdict, answer.ratio.mean) == ("pays", pytest.approx(1.2))
+    assert answer.use.method == "SSD in one forward K=3"
+
+
 def test_a_busy_machine_is_named_in_every_sentence() -> None:
     """Whatever other processes do to uses of two cores; only a clear interval is a verdict."""
     jobs = [compared([60, 90, 95, 40, 35], seed, 0.3, ["others"]) for seed in range(200)]

@@ -124,6 +124,8 @@ class _Beside:
             first.mode == "sd" and not run.tree
         )  # whether the run's own mode is also measured at its best K
         others = [use for use in narrow if use != own or has_best_k]
+        is_chain = run.mode == "ssd" and run.backup == "jit" and not run.tree
+        others += [(first, True)] * bool(is_chain and self._masks and not run.parallel_drafting)
         places = [self._place(machine, *use) for use in (own, *others)]
         again = [place for place in places[1:] if place.use == places[0].use]
         places = [place for place in places if place not in again]
@@ -182,9 +184,11 @@ class _Beside:
             "out": str(Path(run.out, "beside")), "progress": "off", "show": False, "trace": None,
             "beside": "off",
         }  # fmt: skip
-        config = replace(run if is_own else rival(run, family.mode), **values)
+        keeps = is_own or family.num_drafts > 0
+        config = replace(run if keeps else rival(run, family.mode), **values)
         if parallel and not is_own:
-            most = min(config.lookahead, 1 + self._masks)
+            # K costs SSD no further forward, but rows: one token more than by K forwards.
+            most = min(config.lookahead + (family.num_drafts > 0), 1 + self._masks)
             config = replace(config, parallel_drafting=True, lookahead=most)
         try:
             if not is_own and family.mode == "sd" and not config.tree:

@@ -133,7 +133,8 @@ class Answer:
 
 @dataclass
 class UseComparison:
-    """The comparison of a run's configuration (uses[0]) with alternatives on the same ranks. busy:
+    """The comparison of a run's configuration (uses[0]) with alternatives on the same ranks: SSD in
+    one forward counts as its own, if the run's draft has mask tokens. busy:
     what disturbed the machine so much that verdicts are uncertain. notes: sentences on how it was
     measured. num_rounds: rounds of the shortest measurement. prompts: text that says how many of
     the run's prompts were decoded, if each turn took other prompts."""
@@ -158,7 +159,9 @@ class UseComparison:
         pairs = [(what, drafted, use, inline) for use in narrow if use.family.mode == "ar"]
         if first.family.num_drafts and plain:
             what = f"{'An' if first.unit[0] in 'aeiou' else 'A'} {first.unit} for the draft"
-            pairs.append((what, first, max(plain, key=lambda use: use.mean), plain))
+            apart = [use for use in self.uses if use.mean and use.family.num_drafts] or [first]
+            best = max(apart, key=lambda use: use.mean)
+            pairs.append((what, best, max(plain, key=lambda use: use.mean), plain))
         answers = []
         for what, use, rival, candidates in pairs:
             if use is not rival and (ratio := use.over(rival)) is not None:
