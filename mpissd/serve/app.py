@@ -48,7 +48,7 @@ from mpissd.serve.fields import (
     read_object,
 )
 from mpissd.serve.lead import Lead
-from mpissd.serve.protocol import End, PromptTokens
+from mpissd.serve.protocol import End, PromptTokens, Ready
 from mpissd.serve.request import Exchange, conversation, made
 from mpissd.serve.responses import parse_response
 
@@ -267,14 +267,16 @@ class Endpoints:
                 f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
             )
             raise Problem(400, message, request.form[0])
-        request.prompts = await self._encoded(http, partial(request.encode, self._tokenizer))
         ready, subject = self._lead.check(), _SUBJECTS.get(http.url.path, "messages")
+        count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionBody) else 1)
+        if count > (most := ready.max_running + config.max_queue):
+            message = f"{count} answers: allowed: {most}, which run and wait at once"
+            raise Problem(400, message, subject)
+        request.prompts = await self._encoded(http, partial(request.encode, self._tokenizer))
         every = [(subject, prompt) for prompt in request.prompts]
         given = ("logit_bias", [*dict(sampling.logit_bias)])
         for name, ids in (*every, given, ("stop_token_ids", asked.stop_token_ids)):
-            if (largest := max(ids, default=0)) >= ready.vocab:
-                message = f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}"
-                raise Problem(400, message, name)
+            _check_ids(name, ids, ready)
         longest = max(map(len, request.prompts))
         room = ready.context - longest
         if room < 1 or (request.max_tokens or asked.min_tokens) > room:
@@ -285,10 +287,6 @@ class Endpoints:
                 "max_tokens" if room > 0 else subject,
                 code="context_length_exceeded",
             )
-        count, most = len(request.prompts) * asked.n, ready.max_running + config.max_queue
-        if count > most:
-            message = f"{count} answers: allowed: {most}, which run and wait at once"
-            raise Problem(400, message, subject)
         usual = max(config.run.num_tokens or 512, asked.min_tokens)
         request.max_tokens = request.max_tokens or min(room, usual)
         longest_s = min(asked.deadline_s or config.max_wait_s, config.max_wait_s)
@@ -388,6 +386,8 @@ class Endpoints:
         asked = read_fields(read_object(await read_body(http)), Tokenize)
         self._check_model(asked.model)
         words = self._tokenizer
+        if (asked.prompt is None) == (not asked.messages):
+            raise Problem(400, "prompt: allowed: either prompt or messages", "prompt")
 
         def work() -> dict[str, Any]:
             if asked.messages:
@@ -407,6 +407,7 @@ class Endpoints:
     async def _detokenize(self, http: Http) -> Response:
         asked = read_fields(read_object(await read_body(http)), Detokenize)
         self._check_model(asked.model)
+        _check_ids("tokens", asked.tokens, self._lead.check())
         decode = partial(self._tokenizer.decode, asked.tokens, specials=True)
         return JSONResponse({"prompt": await self._encoded(http, decode)})
 
@@ -439,6 +440,12 @@ class Endpoints:
 
     async def _home(self, http: Http) -> Response:
         return HTMLResponse(self._html, headers=self._html_headers)
+
+
+def _check_ids(name: str, ids: Sequence[int], ready: Ready) -> None:
+    """Raises Problem if a field has a token id that the model does not have."""
+    if (largest := max(ids, default=0)) >= ready.vocab:
+        raise Problem(400, f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}", name)
 
 
 async def _post(answer: Callable[[Http], Coroutine[Any, Any, Response]], http: Http) -> Response:

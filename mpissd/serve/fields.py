@@ -25,13 +25,13 @@ MOST_BIASES, MOST_CHOICES, MOST_STOPS, MOST_TOP = 1024, 8, 16, 20
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # Fields that change no answer, whatever they say
 _IGNORED = (
-    "user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention cache_salt "
+    "user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention "
     "client_metadata"
 ).split()
 # Fields that are not honoured, by the JSON values at which they change nothing ("": none)
 _OTHERS = {
-    "false": "store echo use_beam_search early_stopping include_stop_str_in_output "
-    "return_token_ids return_tokens_as_token_ids background",
+    "false": "store echo add_special_tokens use_beam_search early_stopping return_token_ids "
+    "return_tokens_as_token_ids include_stop_str_in_output background",
     "true": "skip_special_tokens spaces_between_special_tokens include_reasoning",
     "0": "priority top_a mirostat",
     "1": "best_of length_penalty repeat_penalty typical_p",
@@ -44,7 +44,7 @@ _OTHERS = {
     '"disabled"': "truncation",
     '["text"]': "modalities",
     "": "prompt_logprobs guided_grammar truncate_prompt_tokens web_search_options prediction "
-    "previous_response_id conversation max_tool_calls",
+    "previous_response_id conversation max_tool_calls cache_salt",
 }
 NEUTRAL = {
     name: [json.loads(value) for value in values.split("|") if value]
@@ -53,6 +53,7 @@ NEUTRAL = {
 }
 _NEAREST = {
     "echo": "echo of /v1/completions",
+    "cache_salt": "--prefix_cache=false of the server",
     "prompt_logprobs": "echo and logprobs of /v1/completions",
     "bad_words": "logit_bias",
     "allowed_token_ids": "guided_choice",
@@ -204,7 +205,7 @@ class Asked(Strict, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)] = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] = 1
@@ -368,8 +369,12 @@ def read_fields(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
     value that is not allowed, or cannot be honoured."""
     chosen = dict[str, Any]()
     for name, value in fields.items():
-        if name in kind.__struct_fields__ or name not in (*NEUTRAL, *_IGNORED):
+        if name in kind.__struct_fields__:
             chosen[name] = value
+        elif name not in (*NEUTRAL, *_IGNORED):
+            if kind.__struct_config__.forbid_unknown_fields:
+                name = shown(name)[1:-1]
+                raise Problem(400, str(unknown("field", name, kind.__struct_fields__)), name)
         elif not any(_same(value, neutral) for neutral in NEUTRAL.get(name, [value])):
             allowed = [*map(json.dumps, NEUTRAL[name]), *filter(None, [_NEAREST.get(name)])]
             told = ", ".join(allowed) or "none"
@@ -393,7 +398,8 @@ def _same(value: Any, neutral: Any) -> bool:
 def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
     """Returns the refusal of a body. text: msgspec's message, which names the place of the wrong
     value as "… - at `$.messages[0].role`"."""
-    reason, _, place = text.partition(" - at ")
+    reason, _, place = text.rpartition(" - at ")  # a value in it may have these words, too
+    reason = reason or text
     path = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place)
     where, value, types = "", fields, _parts([type_info(kind)])
     for name, index in path:
@@ -418,8 +424,7 @@ def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
     if extra := re.search("unknown field `(.*)`", reason, re.DOTALL):
         known = [each.name for one in types for each in getattr(one, "fields", ())]
         name = shown(extra[1])[1:-1]
-        told = unknown(f"{where} field" if where else "field", name, known)
-        return Problem(400, str(told), param or name)
+        return Problem(400, str(unknown(f"{where} field", name, known)), param)
     values = [str(each) for one in types for each in getattr(one, "values", ())]
     allowed = reason.partition(", got ")[0].removeprefix("Expected ").replace("`", "")
     allowed = ", ".join(values) or allowed

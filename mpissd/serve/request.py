@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from mpissd.common.errors import ConfigError
@@ -85,7 +86,7 @@ class Exchange:
     _new: list[Piece] = field(default_factory=list)  # tokens that are not in a response yet
     _held: str = ""  # text of a stream that may begin a tool call
     _has_role: bool = False  # whether the stream's first response was made
-    _echo: bool = False  # whether the prompt is to be returned before the answer
+    _echo: str | None = None  # the text of the prompt, if it is to be returned before the answer
     _text: AnswerText = field(init=False)
     _head: dict[str, Any] = field(init=False)
     _tokenizer: Tokenizer = field(init=False)
@@ -116,10 +117,10 @@ class Exchange:
             if name in _RESERVED:
                 message = f"chat_template_kwargs.{name}: allowed: the field {name} of the body"
                 raise Problem(400, message, "chat_template_kwargs")
-            if value not in (False, None, "none") and not tokenizer.reads(name):
+            if value not in (False, None, "none") and not tokenizer.reads(name, self.tools):
                 told = f"{name}={shown(value)}: {tokenizer.name}'s chat template does not read it"
                 raise Problem(400, f"{told}: allowed: false", "chat_template_kwargs")
-        is_described = not asked.must_call or tokenizer.reads("tools")
+        is_described = not asked.must_call or tokenizer.reads("tools", self.tools)
         try:
             return tokenizer.chat(
                 conversation(asked.messages),
@@ -155,16 +156,17 @@ class Exchange:
             told: dict[str, Any] = {"stop_ids": tuple(sorted(ends))}
             told["min_tokens"] = asked.min_tokens if ends else 0
             self.sampling = replace(self.sampling, **told)
-        self._echo = isinstance(asked, CompletionBody) and asked.echo
+        echoed = asked.prompts if isinstance(asked, CompletionBody) and asked.echo else ()
         choices = list[Exchange]()
-        for prompt in self.prompts:
+        for prompt, given in zip_longest(self.prompts, echoed):
+            text = tokenizer.decode(given, specials=True) if isinstance(given, list) else given
             scored = dict[int, Logprob]()
             for n in range(asked.n):
                 choice = copy(self) if choices else self
                 choice.index, choice.is_first, choice._new = len(choices), not n, []
-                choice.prompt, choice.scored = prompt, scored
+                choice.prompt, choice.scored, choice._echo = prompt, scored, text
                 choice._text = AnswerText(tokenizer, asked.stops, ends, prompt, asked.min_tokens)
-                if self._echo and self.sampling.logprobs is not None and not n:
+                if echoed and self.sampling.logprobs is not None and not n:
                     scores = self.sampling.logprobs
                     choice.sampling = replace(self.sampling, prompt_logprobs=scores)
                 if len(choices) and self.sampling.seed is not None:
@@ -219,9 +221,8 @@ class Exchange:
         text, calls = self.said(new)
         logprobs, finish = self._logprobs(new), None
         content: dict[str, Any] = {"text": text}
-        if self._echo:
-            content["text"] = self._tokenizer.decode(self.prompt, specials=True) + text
-            self._echo = False
+        if self._echo is not None:
+            content["text"], self._echo = self._echo + text, None
         if isinstance(self.asked, ChatBody):
             said: dict[str, Any] = {} if self._has_role else {"role": "assistant"}
             said |= {"content": text} if text or said else {}
@@ -277,7 +278,7 @@ class Exchange:
         if isinstance(self.asked, ChatBody):
             return {"content": content, "refusal": None} if content else None
         names = [each["token"] for each in content if each is not None]
-        if self._echo and self.sampling.logprobs is not None:
+        if self._echo is not None and self.sampling.logprobs is not None:
             tokens = self.prompt
             known = ((token, self.scored.get(n)) for n, token in enumerate(tokens))
             scored = [None if one is None else self._named(token, one) for token, one in known]
@@ -386,7 +387,7 @@ def conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                 arguments = json.loads(call.function.arguments)
             except (ValueError, RecursionError) as error:
                 told = f"{where}.tool_calls: arguments={shown(call.function.arguments)}"
-                raise Problem(400, f"{told}: allowed: a JSON object", "messages") from error
+                raise Problem(400, f"{told}: allowed: JSON", "messages") from error
             function = {"name": call.function.name, "arguments": arguments}
             told_call = {"id": call.id, "type": "function", "function": function}
             given.setdefault("tool_calls", []).append(told_call)
@@ -413,6 +414,9 @@ def made(
         told["seed"] = asked.seed % 2**63
     told["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     told["lookahead"] = asked.speculation.lookahead
+    if asked.stream_options.include_sources and not asked.stream:
+        message = "stream_options.include_sources=true: allowed: with stream=true"
+        raise Problem(400, message, "stream_options")
     most, tools = asked.max_tokens, list[Any]()
     if isinstance(asked, ChatBody):
         most = asked.max_completion_tokens or most

@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Struct
 
 from mpissd.common.rounds import Sampling
-from mpissd.serve.fields import ChatBody, Problem, Strict, read_fields, shown
+from mpissd.serve.fields import ChatBody, Positive, Problem, Strict, read_fields, shown
 from mpissd.serve.request import Exchange, accounts, event, made, usage_of
 
 _PARAMS = {  # {a chat's field: the response's}
+    "logprobs": "include",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning",
     "response_format": "text",
 }
 
@@ -163,12 +165,19 @@ class _Reasoning(Struct):
     effort: str | None = None
 
 
+class _StreamOptions(Strict):
+    """A stream always has usage, and no padding."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
 class ResponseBody(Struct):
     """The fields of /v1/responses that a chat does not have, or has in another form."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: Any = None
+    max_output_tokens: Positive | None = None
+    stream_options: _StreamOptions | None = None
     text: _Text = msgspec.field(default_factory=_Text)
     reasoning: _Reasoning = msgspec.field(default_factory=_Reasoning)
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
@@ -179,6 +188,8 @@ class ResponseBody(Struct):
 
 def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
     """Makes a Response from a body's fields; raises Problem for a body that is not allowed."""
+    for name in sorted(_PARAMS.keys() & given.keys()):
+        raise Problem(400, f"{name}: allowed: {_PARAMS[name]}", name)
     own = read_fields(given, ResponseBody)
     fields = {k: v for k, v in given.items() if k not in ResponseBody.__struct_fields__}
     said = [{"role": "user", "content": own.input}] if isinstance(own.input, str) else own.input
@@ -187,8 +198,8 @@ def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
         messages.insert(0, {"role": "system", "content": own.instructions})
     fields["messages"] = _joined(messages)
     fields["logprobs"] = "message.output_text.logprobs" in own.include or "top_logprobs" in fields
-    form = own.text.format or {}
-    if schema := {name: value for name, value in form.items() if name != "type"}:
+    form = own.text.format
+    if form and (schema := {name: value for name, value in form.items() if name != "type"}):
         form = {"type": form.get("type"), "json_schema": schema}
     further = {
         "max_completion_tokens": own.max_output_tokens,
@@ -198,7 +209,7 @@ def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
         "tools": [_tool(tool) for tool in own.tools],
         "tool_choice": _tool(own.tool_choice),
     }
-    fields |= {name: value for name, value in further.items() if value not in (None, {}, [])}
+    fields |= {name: value for name, value in further.items() if value is not None}
     try:
         made_of = made(fields, ChatBody, defaults, Response)
     except Problem as problem:

@@ -53,7 +53,7 @@ def test_values_that_change_nothing_pass(rig: Rig) -> None:
     more = {"verbosity": "medium", "reasoning_effort": "none", "parallel_tool_calls": True}
     more |= {"chat_template_kwargs": {"enable_thinking": False}, "modalities": ["text"]}
     said = [{**QUESTION[0], "name": "ann"}]
-    chatted = body(messages=said, **NEUTRAL, **more)
+    chatted = body(messages=said, add_special_tokens=False, **NEUTRAL, **more)
     assert rig.post(chatted, path="/v1/chat/completions")[0] == 200
     plain, other = (one.sampling for one in rig.script.submitted)
     assert plain == other == type(plain)()
@@ -123,6 +123,10 @@ def test_a_prompt_comes_back_with_its_log_probabilities(
         assert found.top_logprobs[0] is None and words.decode([20]) in found.top_logprobs[1]
     plain = completion(rig, prompt="one", echo=True)
     assert plain.choices[0].text == "onehello wörld" and plain.choices[0].logprobs is None
+    control = words.decode([STOP], specials=True)
+    assert (
+        completion(rig, prompt=f" a{control}", echo=True).choices[0].text.startswith(f" a{control}")
+    )
 
 
 def test_usage_goes_along(rig: Rig) -> None:
@@ -152,11 +156,14 @@ def test_tokens_and_texts(rig: Rig, words: Tokenizer) -> None:
     asked = rig.post(body(messages=QUESTION), path="/tokenize")[1]
     assert asked["tokens"] == words.chat(QUESTION)
     assert rig.post(body(tokens=[-1]), path="/detokenize")[0] == 400
+    assert rig.post(body(tokens=[1 << 16]), path="/detokenize")[0] == 400
+    for wrong in ({}, {"prompt": "x", "messages": QUESTION}):
+        assert rig.post(body(**wrong), path="/tokenize")[0] == 400
     assert rig.post(body(prompt="x", model="gpt"), path="/tokenize")[0] == 404
 
 
 def test_a_template_s_own_variables(tmp_path: Path) -> None:
-    template = "{% if enable_thinking %}think{% endif %}{{ reasoning_effort }}|"
+    template = "{% if enable_thinking %}think{% endif %}{{ reasoning_effort }}|{# tone #}"
     words = load_tokenizer(str(tiny.write(tmp_path / "own", chat_template=template)))
     with serving(words, Script([STOP])) as rig:
         own = {"chat_template_kwargs": {"enable_thinking": True}}

@@ -54,7 +54,8 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("top_p", 0, "> 0"),
     ("top_k", -2, ">= -1"),
     ("min_p", 1.5, "<= 1"),
-    ("repetition_penalty", 0, "> 0"),
+    ("repetition_penalty", 0, ">= 0.01"),
+    ("repetition_penalty", 1e-310, ">= 0.01"),  # a logit divided by it is infinite
     ("min_tokens", -1, ">= 0"),
     ("seed", 2**63, "allowed: int <="),
     ("deadline_s", -1, "> 0"),
@@ -87,6 +88,11 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("max_token", 5, "did you mean 'max_tokens'"),
     ("messages", [USER], "unknown field"),
     ("é\n", 1, "unknown field"),
+    ("x - at `$.foo", 1, "unknown field"),
+    ("mode", "x - at `$.foo", "mode="),
+    ("stream_options", {"x - at `$.foo": 1}, "unknown stream_options field"),
+    ("stream_options", {"include_sources": True}, "allowed: with stream=true"),
+    ("cache_salt", "x", "allowed: --prefix_cache=false"),
 ]
 CONVERSATIONS: list[tuple[Any, str]] = [
     ([], "messages=[]: allowed: array of length >= 1"),

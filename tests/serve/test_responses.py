@@ -85,6 +85,11 @@ def test_an_empty_answer_is_a_message(words: Tokenizer) -> None:
         ({"max_output_tokens": 0}, "allowed: int >= 1"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"include": ["file_search_call.results"]}, r"include\[0\]=.*: allowed: message"),
+        ({"extra_body": {"messages": []}}, "messages: allowed: input"),
+        ({"extra_body": {"logprobs": True}}, "logprobs: allowed: include"),
+        ({"extra_body": {"max_output_tokens": {}}}, "max_output_tokens={}: allowed: int"),
+        ({"tool_choice": {}}, "tool_choice"),
+        ({"stream_options": {"include_sources": True}}, "unknown stream_options field"),
         ({"text": {"verbosity": "low"}}, 'verbosity="low": allowed: "medium", max_tokens'),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -77,9 +77,12 @@ class Tokenizer(Vocabulary):
         self._check_length(text, context)
         return self.backend.encode(text, add_special_tokens=specials).ids
 
-    def reads(self, name: str) -> bool:
-        """Returns whether a chat template reads a variable of this name."""
-        return any(re.search(rf"\b{re.escape(name)}\b", one) for one in self.templates.values())
+    def reads(self, name: str, tools: Sequence[Any] = ()) -> bool:
+        """Returns whether the chat template for these tools reads a variable of this name."""
+        return name in _variables(self._template_for(tools) or "")
+
+    def _template_for(self, tools: Sequence[Any]) -> str | None:
+        return (tools and self.templates.get("tool_use")) or self.template
 
     def chat(
         self,
@@ -100,10 +103,10 @@ class Tokenizer(Vocabulary):
         ignores the tools or refuses the messages, and if its text has more bytes than `context`
         tokens can have.
         """
-        template = (tools and self.templates.get("tool_use")) or self.template
+        template = self._template_for(tools)
         if template is None:
             raise ConfigError(f"{self.name}: has no chat template: allowed: a plain prompt")
-        if tools and not re.search(r"\btools\b", template):
+        if tools and not self.reads("tools", tools):
             raise ConfigError(f"tools: {self.name}'s chat template ignores them: allowed: none")
         messages = [_plain(message) for message in messages]
         if continues:
@@ -111,9 +114,9 @@ class Tokenizer(Vocabulary):
                 raise ConfigError("the last message has no text to continue")
             messages[-1] = {**messages[-1], "content": last + _CUT}
         asked = {"tools": tools or None, "add_generation_prompt": begins and not continues}
-        told = {"messages": messages, "documents": None, **asked, **self.specials}
+        told = {**self.specials, **variables, "messages": messages, "documents": None, **asked}
         try:
-            text = _render(template, {**variables, **told})
+            text = _render(template, told)
             if continues:
                 end = text.rindex(_CUT.strip())
                 text = text[:end] if text.startswith(_CUT, end) else text[:end].rstrip()
@@ -260,6 +263,18 @@ def _plain(message: Message) -> dict[str, Any]:
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+@lru_cache(maxsize=4)
+def _variables(template: str) -> Collection[str]:
+    """Returns the names of the variables that a chat template reads; none if it is no template."""
+    from jinja2 import TemplateError, meta
+
+    try:
+        environment = _compiled(template).environment
+        return meta.find_undeclared_variables(environment.parse(template))
+    except TemplateError:
+        return ()
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
