@@ -56,9 +56,6 @@ BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
 DRAINED_BYTES = 1 << 25  # bytes read of a too long body: most clients read no reply while they send
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_RESPONSES = "/v1/responses"
-_SUBJECTS = {_COMPLETIONS: "prompt", _RESPONSES: "input"}  # the fields with prompts
 _DRAFTED = {  # vLLM's counters, which tools and dashboards read
     "num_drafts": "rounds that verified drafted tokens",
     "num_draft_tokens": "drafted tokens",
@@ -134,10 +131,15 @@ class Endpoints:
         gauge("stats_age_seconds", "since the lead's last report", lambda: lead.stats_age_s)
         gauge("up", "whether the ranks are there", lambda: lead.is_serving)
 
+        defaults = Sampling(temperature=config.run.temperature)
+        chat, completion = (
+            partial(made, kind=kind, defaults=defaults) for kind in (ChatBody, CompletionBody)
+        )
+        response = partial(parse_response, defaults=defaults)
         posts: dict[str, Callable[[Http], Coroutine[Any, Any, Response]]] = {
-            _CHAT: self._answer,
-            _COMPLETIONS: self._answer,
-            _RESPONSES: self._answer,
+            "/v1/chat/completions": partial(self._answer, chat, "messages"),
+            "/v1/completions": partial(self._answer, completion, "prompt"),
+            "/v1/responses": partial(self._answer, response, "input"),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -202,17 +204,13 @@ class Endpoints:
         wrong = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer …"
         return Problem(401, wrong, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    async def _answer(self, http: Http) -> Response:
-        """Answers a request for a chat or a text completion, as a whole or as a stream."""
+    async def _answer(self, make: Callable[..., Exchange], subject: str, http: Http) -> Response:
+        """Answers a request for a chat, completion or response, as a whole or as a stream. make:
+        makes an Exchange of a body's fields. subject: the field with the prompt."""
         arrived_s = time.monotonic()
         self._lead.check_room()
-        defaults = Sampling(temperature=self._config.run.temperature)
-        fields, path = read_object(await read_body(http)), http.url.path
-        if path == _RESPONSES:
-            request: Exchange = parse_response(fields, defaults)
-        else:
-            request = made(fields, ChatBody if path == _CHAT else CompletionBody, defaults)
-        choices = await self._complete(request, http, arrived_s)
+        request = make(read_object(await read_body(http)))
+        choices = await self._complete(request, subject, http, arrived_s)
         self._lead.submit(choices)
         arriving = self._arriving(choices, arrived_s)
 
@@ -245,7 +243,9 @@ class Endpoints:
             background=BackgroundTask(self._lead.cancel, *choices),  # also runs if the client left
         )
 
-    async def _complete(self, request: Exchange, http: Http, arrived_s: float) -> list[Exchange]:
+    async def _complete(
+        self, request: Exchange, subject: str, http: Http, arrived_s: float
+    ) -> list[Exchange]:
         """Encodes a request's prompts and fills in defaults; returns its choices (answers).
         Requests that wait to be encoded count as waiting ones. A prompt is not encoded if its
         client leaves earlier. Raises Problem for a request that this server cannot answer."""
@@ -267,7 +267,7 @@ class Endpoints:
                 f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
             )
             raise Problem(400, message, request.form[0])
-        ready, subject = self._lead.check(), _SUBJECTS.get(http.url.path, "messages")
+        ready = self._lead.check()
         count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionBody) else 1)
         if count > (most := ready.max_running + config.max_queue):
             message = f"{count} answers: allowed: {most}, which run and wait at once"
@@ -453,6 +453,8 @@ async def _post(answer: Callable[[Http], Coroutine[Any, Any, Response]], http: H
         return await answer(http)
     except Problem as problem:
         return refusal(problem)
+    except RecursionError:
+        return refusal(Problem(400, "a value is nested too deeply"))
     except ClientDisconnect:
         return Response(status_code=499)  # the client is gone
 

@@ -20,15 +20,17 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from mpissd.common.errors import ConfigError
 from mpissd.common.output import check_folder, whole_file
 from mpissd.serve.config import ReplicasConfig
 
-SCHEMA = 1
 _KEEP_S = 5.0  # seconds between two checks that this server's file exists
 _LEAVE_S = 5.0  # longest wait, in s, for the folder's file system when the server ends
 _ASK_S = 2.0  # longest wait, in s, for a replica to answer /ready
@@ -36,7 +38,7 @@ _EVERY_S = 1.0  # seconds between two reads of the shared folder
 _SLACK_S = 30  # seconds that HAProxy's timeout is longer than the longest request
 _ANY = ("0.0.0.0", "::", "")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40}")
+_HOST = r"\A(?:[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}|::[A-Za-z0-9.:]{0,40})\Z"
 _DAMAGED = (ValueError, TypeError, LookupError, RecursionError)  # raised for JSON of another form
 _FORM = """\
 # {count}, of {folder}. `python -m mpissd replicas` writes this file: changes to it are lost.
@@ -85,10 +87,11 @@ class Entry:
     users."""
 
     id: str
-    host: str
-    port: int
-    max_wait_s: float = 600.0
+    host: Annotated[str, Meta(pattern=_HOST)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    max_wait_s: Annotated[float, Meta(gt=0, lt=1e6)] = 600.0
     about: Mapping[str, Any] = field(default_factory=dict)
+    schema: Literal[1] = 1
 
     @property
     def address(self) -> str:
@@ -99,7 +102,7 @@ class Entry:
 def write(folder: Path, entry: Entry) -> None:
     """Writes or replaces a server's file in the shared folder; raises OSError if that fails."""
     with whole_file(folder / f"{entry.id}.json") as file:
-        file.write(f"{json.dumps({'schema': SCHEMA, **asdict(entry)})}\n".encode())
+        file.write(msgspec.json.encode(entry) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -108,27 +111,16 @@ def read(folder: Path) -> list[Entry]:
     """Returns the replicas of a folder, sorted by id; skips other files, and files whose host or id
     has a space or a newline, since both are put into HAProxy's configuration. Raises OSError if the
     folder, or a file in it, cannot be read."""
-    entries, known = [], {f.name for f in fields(Entry)}
+    entries = list[Entry]()
     for name in sorted(os.listdir(folder)):
         stem, end = os.path.splitext(name)
         if end != ".json" or not _ID.fullmatch(stem):
             continue
         try:
-            values = dict(json.loads((folder / name).read_bytes()))
-            entry = Entry(**{key: value for key, value in values.items() if key in known})
-            is_entry = (
-                values["schema"] == SCHEMA
-                and entry.id == stem
-                and _HOST.fullmatch(entry.host)
-                and isinstance(entry.about, dict)
-                and type(entry.port) is int
-                and type(entry.max_wait_s) in (int, float)
-                and 0 < entry.port < 65536
-                and 0 < entry.max_wait_s < 1e6
-            )
+            entry = msgspec.json.decode((folder / name).read_bytes(), type=Entry)
         except (FileNotFoundError, IsADirectoryError, *_DAMAGED):
             continue
-        if is_entry:
+        if entry.id == stem:
             entries.append(entry)
     return entries
 

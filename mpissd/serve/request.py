@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import msgspec
+
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 from mpissd.engine.text.answer import AnswerText
@@ -31,6 +33,7 @@ from mpissd.serve.protocol import End, PromptTokens, Ready, Tokens
 
 CALL = "<tool_call>"  # begins a tool call in most models' answers
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # not in ASCII
+_IF_ANY = ("tool_calls", "refusal", "annotations", "audio", "function_call")  # empty: ignored
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # variables of templates
 
 
@@ -378,19 +381,16 @@ def conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if not isinstance(content, str):
             content = "".join(part.text for part in content or ())
         role = "system" if message.role == "developer" else message.role
-        given: dict[str, Any] = {"role": role, "content": content}
-        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
-            if (value := getattr(message, name)) is not None:
-                given[name] = value
-        for call in message.tool_calls or ():
+        told = msgspec.to_builtins(message).items()
+        given = {name: value for name, value in told if value or name not in _IF_ANY}
+        given |= {"role": role, "content": content}
+        for call in given.get("tool_calls", ()):
+            function = call["function"]
             try:
-                arguments = json.loads(call.function.arguments)
+                function["arguments"] = json.loads(function["arguments"])
             except (ValueError, RecursionError) as error:
-                told = f"{where}.tool_calls: arguments={shown(call.function.arguments)}"
+                told = f"{where}.tool_calls: arguments={shown(function['arguments'])}"
                 raise Problem(400, f"{told}: allowed: JSON", "messages") from error
-            function = {"name": call.function.name, "arguments": arguments}
-            told_call = {"id": call.id, "type": "function", "function": function}
-            given.setdefault("tool_calls", []).append(told_call)
         messages.append(given)
     return messages
 
