@@ -247,8 +247,7 @@ class Endpoints:
         self, request: Exchange, subject: str, http: Http, arrived_s: float
     ) -> list[Exchange]:
         """Encodes a request's prompts and fills in defaults; returns its choices (answers).
-        Requests that wait to be encoded count as waiting ones. A prompt is not encoded if its
-        client leaves earlier. Raises Problem for a request that this server cannot answer."""
+        Raises Problem for a request that this server cannot answer."""
         config, asked = self._config, request.asked
         self._check_model(asked.model)
         sampling = request.sampling
@@ -313,9 +312,8 @@ class Endpoints:
     async def _arriving(
         self, choices: Sequence[Exchange], arrived_s: float
     ) -> AsyncIterator[Exchange]:
-        """Yields a choice (one of the n answers) whenever it has new text, until all have ended.
-        arrived_s: when the request arrived. Raises Problem if the lead (the target's rank 0, which
-        decodes) refuses the request or is gone."""
+        """Yields a choice (one of the answers) whenever it has new text, until all have ended.
+        Raises Problem if the lead refuses the request or is gone."""
         every, messages = {choice.id: choice for choice in choices}, choices[0].messages
         running, fresh = set(every), dict[int, Exchange]()
         while running:
@@ -351,8 +349,7 @@ class Endpoints:
                 fresh = {}
 
     def _count(self, choice: Exchange, end: End, arrived_s: float) -> None:
-        """Adds a finished choice (one of a request's answers) to the counters of /metrics. end: the
-        last message about it. arrived_s: when the request arrived."""
+        """Adds a finished choice (one of the answers) to the counters of /metrics."""
         kinds = {"prompt": len(choice.prompt), "cached": end.cached}
         kinds |= {"drafted": end.drafted, "accepted": end.accepted, "forced": end.forced}
         for kind, count in kinds.items():

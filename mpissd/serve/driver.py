@@ -19,11 +19,10 @@ _KEPT = 3  # rounds for which K and fan-out are kept if the number of sequences 
 
 
 class Driver(RoundObserver):
-    """Decodes requests on the target's rank 0: gets them from the front (the HTTP process), runs
-    rounds, and sends the tokens back. Messages are read between two rounds, and sent while the
-    target verifies. times: measured durations of forwards. goodput: the controller that chooses K
-    and the fan-out of each round; without one, `mode` and `lookahead` hold for all rounds. is_over:
-    whether the front has left."""
+    """Decodes the requests that the front (the HTTP process) sends. Messages are read between two
+    rounds, and sent while the target verifies. times: measured durations of forwards. goodput: the
+    controller that chooses K and the fan-out of each round; without one, `mode` and `lookahead`
+    hold for all rounds. is_over: whether the front has left."""
 
     def __init__(
         self,
@@ -64,8 +63,7 @@ class Driver(RoundObserver):
         return self._has_round
 
     def drive(self, loop: TargetLoop) -> None:
-        """Decodes rounds by `loop` until no request is left, or the front (the HTTP process) has
-        ended."""
+        """Decodes rounds by `loop` until no request is left, or the front has ended."""
         loop.observers.append(self)
         while True:
             if self._turn.leave:
@@ -87,8 +85,8 @@ class Driver(RoundObserver):
         return bool(self.scheduler.running) and not self.is_over
 
     def _read(self, wait_s: float = 0.0) -> None:
-        """Reads the messages from the HTTP process, and decides which requests join or leave the
-        batch. wait_s: the longest wait for a first message."""
+        """Reads the front's messages, and decides which requests join or leave the batch. wait_s:
+        the longest wait for a first message."""
         for message in self._mail.take(wait_s):
             if isinstance(message, Submit):
                 self._submit(message)
@@ -108,8 +106,7 @@ class Driver(RoundObserver):
             self._mail.put(End(asked.id, "refused", why=str(error)))
 
     def _round(self, loop: TargetLoop) -> RoundResult:
-        """Decodes one round, with K and fan-out as the mode or the controller says; returns its
-        result."""
+        """Decodes one round, with K and fan-out as the mode or the controller says."""
         live, times = loop.live_ids, self.times
         way = self._way(live)
         fill, rows = 0, len(live) * (self._shape.ends[way.lookahead] + 1)
@@ -149,8 +146,7 @@ class Driver(RoundObserver):
         return self._within(way, live)
 
     def _within(self, way: Way, live: list[int]) -> Way:
-        """Returns `way`, with K lowered to the largest limit that one of the `live` requests
-        sets."""
+        """Returns `way`, with K lowered to the largest limit of the `live` requests."""
         limits = [task.request.sampling.lookahead for task in self.scheduler.tasks(live)]
         most = max((self.lookahead if n is None else n for n in limits), default=self.lookahead)
         return way if way.lookahead <= most else Way(most, way.width if most else 0)

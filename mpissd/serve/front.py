@@ -130,8 +130,7 @@ async def _serve(
             server.should_exit = True
 
     async def watch(ranks: asyncio.subprocess.Process) -> None:
-        """Prints the server's address when the ranks are ready; ends the server when they are
-        gone."""
+        """Prints the address when the ranks are ready; ends the server when they are gone."""
         over = [asyncio.create_task(wait) for wait in (ranks.wait(), lead.ended.wait())]
         ready = asyncio.create_task(lead.connected.wait())
         waits, begun, first = [*over, ready], loop.time(), asyncio.FIRST_COMPLETED
@@ -248,8 +247,7 @@ class BoundedProtocol(H11Protocol):
     closes the oldest idle one, so idle clients keep nobody out."""
 
     def connection_made(self, transport: Any) -> None:
-        """Closes the longest idle connection if too many are open; has `_look` check the new
-        one."""
+        """Closes the longest idle connection if too many are open; has the new one checked."""
         if len(self.connections) >= REQUESTS:
             every: Any = self.connections
             idle = [one for one in every if not (one.is_busy or one.transport.is_closing())]

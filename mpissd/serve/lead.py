@@ -33,14 +33,12 @@ _HUNG_S = 30.0  # Without statistics for these seconds, the target's rank 0 coun
 
 
 class Lead:
-    """What the HTTP process (the front) knows about the lead (the target's rank 0), and requests
-    that the lead decodes. ready: the lead's first message, None while it loads. gone: why the lead
-    is gone, or None. is_leaving: /ready answers 503, as the server will end. is_refusing: new
-    requests get 503."""
+    """What the front knows about the lead, and requests that the lead decodes. ready: the lead's
+    first message, None while it loads. gone: why the lead is gone, or None. is_leaving: /ready
+    answers 503, as the server will end. is_refusing: new requests get 503."""
 
     def __init__(self, max_queue: int) -> None:
-        """Starts without a connection. max_queue: how many requests may wait, besides those that
-        the lead (the target's rank 0) decodes together."""
+        """max_queue: how many requests may wait, besides those that the lead decodes together."""
         self.ready: Ready | None = None
         self.stats = Stats()
         self.gone: str | None = None
@@ -54,22 +52,21 @@ class Lead:
 
     @property
     def outstanding(self) -> int:
-        """The number of requests for which the lead (the target's rank 0) has not sent an `End`."""
+        """The number of requests for which the lead has not sent an `End`."""
         return len(self._open)
 
     @property
     def stats_age_s(self) -> float:
-        """Seconds since the target's rank 0 last sent statistics; 0 before the first."""
+        """Seconds since the lead last sent statistics; 0 before the first."""
         return 0.0 if self._stats_s is None else time.monotonic() - self._stats_s
 
     @property
     def is_serving(self) -> bool:
-        """Whether the target's rank 0 decodes requests: it has connected, and is not gone."""
+        """Whether the lead decodes requests: it has connected, and is not gone."""
         return self.ready is not None and self.gone is None
 
     def check(self) -> Ready:
-        """Returns the first message of the target's rank 0 (the lead); raises Problem, with HTTP
-        status 503, if it is still loading or gone."""
+        """Returns the lead's first message; raises Problem (503) if it is still loading or gone."""
         if self.gone is not None:
             raise Problem(503, self.gone, code="job_gone")
         if self.ready is None:
@@ -77,8 +74,7 @@ class Lead:
         return self.ready
 
     def check_ready(self) -> None:
-        """Raises Problem, with HTTP status 503, if the target's rank 0 is loading, gone or hangs,
-        or if the server will end soon."""
+        """Raises Problem (503) if the lead is loading, gone or hangs, or the server ends soon."""
         self._check_stays(self.is_leaving)
         self.check()
         if (age := self.stats_age_s) > _HUNG_S:
@@ -86,8 +82,8 @@ class Lead:
             raise Problem(503, message, code="lead_hangs", headers=RETRY)
 
     def check_room(self, more: int = 0) -> None:
-        """Raises Problem: with HTTP status 429 if the queue is full, 503 if no requests are taken.
-        more: how many requests will be added besides the next one."""
+        """Raises Problem: 429 if the queue is full, 503 if no requests are taken. more: how many
+        requests will be added besides the next one."""
         self._check_stays(self.is_refusing)
         most = self.check().max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
@@ -113,15 +109,14 @@ class Lead:
                 self.send(choice)
 
     def send(self, choice: Exchange) -> None:
-        """Sends the target's rank 0 a choice (one of a request's n answers), which has an id."""
+        """Sends the lead a choice, which has an id."""
         assert choice.max_tokens is not None, "a choice without its defaults"
         choice.is_sent = True
         left_s = max(1e-9, choice.ends_s - time.monotonic())
         self._send(Submit(choice.id, choice.prompt, choice.max_tokens, choice.sampling, left_s))
 
     def cancel(self, *choices: Exchange) -> None:
-        """Asks the target's rank 0 to end some answers early. It sends an `End` for each that has
-        not ended already."""
+        """Asks the lead to end answers early. It sends an `End` for each that has not ended."""
         for choice in choices:
             if not choice.is_sent:
                 self._open.pop(choice.id, None)
@@ -129,7 +124,7 @@ class Lead:
                 self._send(Cancel(choice.id))
 
     def stop(self) -> None:
-        """Ends the MPI job, by closing the connection to the target's rank 0."""
+        """Ends the MPI job, by closing the connection to the lead."""
         if self._writer is not None:
             self._writer.close()
 
@@ -138,7 +133,7 @@ class Lead:
             self._writer.write(pack(message))
 
     async def accept(self, path: str) -> asyncio.AbstractServer:
-        """Opens the local socket at `path` to which the target's rank 0 will connect."""
+        """Opens the local socket at `path` to which the lead will connect."""
         return await asyncio.start_unix_server(self._listen, path, limit=_LINE_LIMIT)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -158,14 +153,13 @@ class Lead:
             self.ended.set()
 
     def lose(self, why: str) -> None:
-        """Fails all open and later requests with status 503. why: the reason, which later calls do
-        not change."""
+        """Fails all open and later requests with 503. why: the reason; the first one stays."""
         self.gone = self.gone or why
         while self._open:
             self._open.popitem()[1].messages.put_nowait(Problem(503, self.gone, code="job_gone"))
 
     def receive(self, message: Message) -> None:
-        """Handles a message from the target's rank 0; tokens go to the queue of their request."""
+        """Handles a message from the lead; tokens go to the queue of their request."""
         if isinstance(message, Ready):
             self.ready = message
             self.connected.set()

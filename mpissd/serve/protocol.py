@@ -29,9 +29,8 @@ class _Message(msgspec.Struct, tag_field="op"):
 
 
 class Submit(_Message, tag="submit"):
-    """Asks the lead (the target's rank 0) to answer a request. id: the request's number, chosen by
-    the front (the HTTP process) and never used again. prompt: token ids. deadline_s: after how many
-    seconds from now the answer is cut off, or None."""
+    """Asks the lead to answer a request. id: the request's number, which the front uses only
+    once. prompt: token ids. deadline_s: seconds from now until the answer is cut off, or None."""
 
     id: int
     prompt: Sequence[int]
@@ -41,17 +40,16 @@ class Submit(_Message, tag="submit"):
 
 
 class Cancel(_Message, tag="cancel"):
-    """Asks the target's rank 0 to end a request early. It sends an `End`, unless it already has."""
+    """Asks the lead to end a request early. It sends an `End`, unless it already has."""
 
     id: int
 
 
 class Ready(_Message, tag="ready"):
-    """Says that the lead (the target's rank 0) decodes from now on. model: the target's name.
-    context: the most tokens of prompt and answer together. stop_ids: tokens that end an answer.
-    max_running: how many requests decode together. vocab: the number of token ids. backend,
-    device_name: what the lead computes with. draws: where the lead draws sampled tokens, "device"
-    or "host" (None: nowhere)."""
+    """Says that the lead decodes from now on. model: the target's name. context: the most tokens of
+    prompt and answer together. stop_ids: tokens that end an answer. max_running: how many requests
+    decode together. vocab: the number of token ids. backend, device_name: what the lead computes
+    with. draws: where it draws sampled tokens, "device" or "host" (None: nowhere)."""
 
     model: str
     context: int
@@ -141,8 +139,7 @@ def unpack(line: bytes) -> Message:
 
 
 class Line:
-    """The socket by which the target's rank 0 sends messages to the front (the HTTP process) and
-    receives its messages. is_closed: whether the front is gone."""
+    """The lead's socket to the front. is_closed: whether the front is gone."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)

@@ -82,9 +82,8 @@ backend replicas
 
 @dataclass(frozen=True)
 class Entry:
-    """What a replica's file in the shared folder says. id: also the replica's server name in
-    HAProxy. max_wait_s: the longest time of a request, in seconds. about: a description for
-    users."""
+    """What a replica's file in the shared folder says. id: also its server name in HAProxy.
+    max_wait_s: the longest time of a request, in seconds. about: a description for users."""
 
     id: str
     host: Annotated[str, Meta(pattern=_HOST)]
@@ -204,8 +203,7 @@ def replicas(config: ReplicasConfig) -> int:
 
 
 def ask(entry: Entry) -> str:
-    """Asks a replica whether it is ready; returns "ready", why it is not, "another server" or "no
-    answer"."""
+    """Returns a replica's state: "ready", why it is not, "another server" or "no answer"."""
     connection = http.client.HTTPConnection(entry.host, entry.port, timeout=_ASK_S)
     with contextlib.closing(connection):
         try:

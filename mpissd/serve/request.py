@@ -263,8 +263,7 @@ class Exchange:
         return [self._named(t, one) for t, one in found if t is not None and one is not None]
 
     def _named(self, token: int, found: Logprob) -> dict[str, Any]:
-        """Returns a token's log-probability and the likeliest ones. `bytes` is None for a token
-        that is only a part of a character."""
+        """Returns a token's log-probability and the likeliest ones. bytes: None if it is a part."""
 
         def named(token: int, value: float) -> dict[str, Any]:
             name = self._tokenizer.piece(token)
@@ -352,9 +351,9 @@ def accounts(choices: Sequence[Exchange]) -> dict[str, Any]:
 
 
 def called(text: str, *, is_bare: bool = False) -> tuple[str, list[dict[str, Any]]]:
-    """Splits an answer into its text and its tool calls, each of which is CALL and a JSON object of
-    name and arguments. If a call has another form, or is not valid Unicode, everything is text.
-    is_bare: whether the answer is only such an object, or a list of them."""
+    """Splits an answer into its text and its tool calls, each CALL and a JSON object. If one has
+    another form, or is no valid Unicode, all is text. is_bare: whether the answer is only such an
+    object, or a list of them."""
     content, *parts = ("", text) if is_bare else text.split(CALL)
     calls = list[dict[str, Any]]()
     try:
@@ -401,8 +400,8 @@ def made(
     defaults: Sampling = GREEDY,
     make: type[Exchange] = Exchange,
 ) -> Exchange:
-    """Makes an Exchange from a body's fields. kind: which fields it may have. defaults: sampling
-    values for those that are absent. make: its class. Raises Problem(400) for other bodies."""
+    """Makes an Exchange from a body's fields. kind: which it may have. defaults: of those that are
+    absent. make: the Exchange's class. Raises Problem(400) for other bodies."""
     asked: ChatBody | CompletionBody = read_fields(fields, kind)
     names = "presence_penalty frequency_penalty repetition_penalty mode".split()
     told: dict[str, Any] = {name: getattr(asked, name) for name in names}
