@@ -262,10 +262,8 @@ class Endpoints:
             message = f"temperature={sampling.temperature}: allowed: 0, without sampling"
             raise Problem(400, message, "temperature")
         if request.form is not None and not (config.sampling and self._tokenizer.stop_ids):
-            message = (
-                f"{request.form[0]}: allowed: with sampling, and a model that ends its answers"
-            )
-            raise Problem(400, message, request.form[0])
+            allowed = "allowed: with sampling, and a model that ends its answers"
+            raise Problem(400, f"{request.form[0]}: {allowed}", request.form[0])
         ready = self._lead.check()
         count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionBody) else 1)
         if count > (most := ready.max_running + config.max_queue):
@@ -278,14 +276,13 @@ class Endpoints:
             _check_ids(name, ids, ready)
         longest = max(map(len, request.prompts))
         room = ready.context - longest
-        if room < 1 or (request.max_tokens or asked.min_tokens) > room:
-            raise Problem(
-                400,
-                f"{longest} tokens of prompt and max_tokens={request.max_tokens or 1}: "
-                f"allowed: {ready.context} together, the server's --context",
-                "max_tokens" if room > 0 else subject,
-                code="context_length_exceeded",
+        if (wanted := request.max_tokens or asked.min_tokens or 1) > room:
+            name = "max_tokens" if request.max_tokens or not asked.min_tokens else "min_tokens"
+            message = (
+                f"{longest} tokens of prompt and {name}={wanted}: "
+                f"allowed: {ready.context} together, the server's --context"
             )
+            raise Problem(400, message, name if room > 0 else subject, "context_length_exceeded")
         usual = max(config.run.num_tokens or 512, asked.min_tokens)
         request.max_tokens = request.max_tokens or min(room, usual)
         longest_s = min(asked.deadline_s or config.max_wait_s, config.max_wait_s)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -106,7 +108,8 @@ class Exchange:
         if isinstance(self.asked, ChatBody):
             prompts = [self._chat(self.asked, tokenizer)]
         else:
-            prompts = [self._encoded(prompt, tokenizer) for prompt in self.asked.prompts]
+            encode = partial(tokenizer.encode, specials=self.asked.add_special_tokens)
+            prompts = [encode(one) if isinstance(one, str) else one for one in self.asked.prompts]
         for tokens in prompts:
             if not tokens:
                 raise Problem(400, "prompt: has no tokens", "prompt")
@@ -135,12 +138,6 @@ class Exchange:
         except ConfigError as error:
             raise Problem(400, str(error), "messages") from error
 
-    def _encoded(self, prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
-        assert isinstance(self.asked, CompletionBody), "a chat has messages"
-        if not isinstance(prompt, str):
-            return prompt
-        return tokenizer.encode(prompt, specials=self.asked.add_special_tokens)
-
     def begin(self, tokenizer: Tokenizer, ready: Ready, model: str) -> list[Exchange]:
         """Prepares and returns the choices (answers). ready: says which tokens end an answer.
         model: the model's name for responses."""
@@ -156,9 +153,8 @@ class Exchange:
             self._head["object"] += ".chunk"
         ends = {*asked.stop_token_ids, *(() if asked.ignore_eos else ready.stop_ids)}
         if asked.min_tokens or ends != {*ready.stop_ids}:
-            told: dict[str, Any] = {"stop_ids": tuple(sorted(ends))}
-            told["min_tokens"] = asked.min_tokens if ends else 0
-            self.sampling = replace(self.sampling, **told)
+            least = asked.min_tokens if ends else 0
+            self.sampling = replace(self.sampling, stop_ids=tuple(sorted(ends)), min_tokens=least)
         echoed = asked.prompts if isinstance(asked, CompletionBody) and asked.echo else ()
         choices = list[Exchange]()
         for prompt, given in zip_longest(self.prompts, echoed):
@@ -290,7 +286,8 @@ class Exchange:
             return None
         values = [each and each["logprob"] for each in content]
         # Of two tokens with the same text the likelier one counts.
-        every = (each and sorted([*each["top_logprobs"], each], key=_value) for each in content)
+        value = itemgetter("logprob")
+        every = (each and sorted([*each["top_logprobs"], each], key=value) for each in content)
         tops = [each and {one["token"]: one["logprob"] for one in each} for each in every]
         parts = {"tokens": names, "token_logprobs": values, "text_offset": None}
         return {**parts, "top_logprobs": tops if self.sampling.logprobs else None}
@@ -309,10 +306,6 @@ class Exchange:
     def failed(self, problem: Problem) -> bytes:
         """Returns the end of a stream that failed after its HTTP status was sent."""
         return event(problem.to_dict()) + b"data: [DONE]\n\n"
-
-
-def _value(one: Mapping[str, Any]) -> float:
-    return float(one["logprob"])
 
 
 def usage_of(choices: Sequence[Exchange]) -> dict[str, Any]:

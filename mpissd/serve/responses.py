@@ -31,7 +31,7 @@ class Response(Exchange):
 
     given: Mapping[str, Any] = field(default_factory=dict)
     _count: int = 0  # events so far
-    _item: str = ""  # the id of the message that the answer is
+    _item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")  # the message's id
     _content: list[str] = field(default_factory=list)  # parts of the answer's text
     _calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -80,8 +80,6 @@ class Response(Exchange):
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         events = b""
         if not self._count:
-            self._item = f"msg_{secrets.token_hex(12)}"
-            place["item_id"] = self._item
             for kind in ("created", "in_progress"):
                 events += self._event(kind, response=self._object("in_progress"))
         is_said = bool(text) or (self.end is not None and not calls)  # an answer may be empty
@@ -131,7 +129,6 @@ class Response(Exchange):
         if not self.asked.stream:
             text, self._calls = self.said(self._new)
             self._content = [text]
-        self._item = self._item or f"msg_{secrets.token_hex(12)}"
         is_whole = self.is_stopped or self.end.reason == "stop"
         status = "completed" if is_whole else "incomplete"
         items = list[dict[str, Any]]()

@@ -73,6 +73,7 @@ def test_fields_of_vllm_reach_the_lead(rig: Rig) -> None:
     assert rig.script.submitted[-1].sampling == type(asked)(), "greedy"
     cases = [
         ({"min_tokens": 9, "max_tokens": 8}, "allowed: at most max_tokens=8"),
+        ({"min_tokens": 500}, "min_tokens=500: allowed: 400 together"),
         ({"min_tokens": 9, "guided_regex": "a"}, "min_tokens with guided_regex"),
         ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos with"),
         ({"stop_token_ids": [70000]}, "stop_token_ids: token 70000: allowed: 0"),
