@@ -34,7 +34,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.config import ServeConfig, is_local
@@ -49,7 +48,7 @@ from mpissd.serve.fields import (
 )
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import End, PromptTokens, Ready
-from mpissd.serve.request import Exchange, conversation, made
+from mpissd.serve.request import Exchange, encode_chat, made
 from mpissd.serve.responses import parse_response
 
 BODY_BYTES = 1 << 20  # largest body of a request; a larger one gets status 413
@@ -385,17 +384,13 @@ class Endpoints:
 
         def work() -> dict[str, Any]:
             if asked.messages:
-                begins = asked.add_generation_prompt
-                tokens = words.chat(conversation(asked.messages), begins=begins)
+                tokens = encode_chat(words, asked.messages, begins=asked.add_generation_prompt)
             else:
                 tokens = words.encode(asked.prompt or "", specials=asked.add_special_tokens)
             names = [words.piece(token) for token in tokens] if asked.return_token_strs else None
             return {"count": len(tokens), "tokens": tokens, "token_strs": names}
 
-        try:
-            told = await self._encoded(http, work)
-        except ConfigError as error:
-            raise Problem(400, str(error), "messages") from error
+        told = await self._encoded(http, work)
         return JSONResponse({**told, "max_model_len": self._lead.check().context})
 
     async def _detokenize(self, http: Http) -> Response:

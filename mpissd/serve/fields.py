@@ -133,12 +133,19 @@ class ResponseFormat(Strict, kw_only=True):
 
 
 class StructuredOutputs(Strict, kw_only=True):
-    """The form of an answer, as vLLM's StructuredOutputsParams."""
+    """The form of an answer, as vLLM's StructuredOutputsParams. JSON has no free white space, and
+    there is no other library to fall back to."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Choice | None = None
     json_object: bool | None = None
+    grammar: None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+    disable_additional_properties: Literal[False] = False
 
 
 class Part(Struct):

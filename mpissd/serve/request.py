@@ -127,16 +127,14 @@ class Exchange:
                 told = f"{name}={shown(value)}: {tokenizer.name}'s chat template does not read it"
                 raise Problem(400, f"{told}: allowed: false", "chat_template_kwargs")
         is_described = not asked.must_call or tokenizer.reads("tools", self.tools)
-        try:
-            return tokenizer.chat(
-                conversation(asked.messages),
-                self.tools if is_described else (),
-                begins=asked.add_generation_prompt,
-                continues=asked.continue_final_message,
-                variables=variables,
-            )
-        except ConfigError as error:
-            raise Problem(400, str(error), "messages") from error
+        return encode_chat(
+            tokenizer,
+            asked.messages,
+            self.tools if is_described else (),
+            begins=asked.add_generation_prompt,
+            continues=asked.continue_final_message,
+            variables=variables,
+        )
 
     def begin(self, tokenizer: Tokenizer, ready: Ready, model: str) -> list[Exchange]:
         """Prepares and returns the choices (answers). ready: says which tokens end an answer.
@@ -362,7 +360,17 @@ def called(text: str, *, is_bare: bool = False) -> tuple[str, list[dict[str, Any
     return content, calls
 
 
-def conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def encode_chat(
+    tokenizer: Tokenizer, asked: Sequence[ChatMessage], tools: Sequence[Any] = (), **how: Any
+) -> list[int]:
+    """Returns the tokens of a conversation, as Tokenizer.chat; raises Problem if it has none."""
+    try:
+        return tokenizer.chat(_conversation(asked), tools, **how)
+    except ConfigError as error:
+        raise Problem(400, str(error), "messages") from error
+
+
+def _conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Returns the messages as chat templates expect them: contents are texts, and arguments of tool
     calls are objects."""
     messages = list[dict[str, Any]]()

@@ -53,7 +53,9 @@ def test_values_that_change_nothing_pass(rig: Rig) -> None:
     more = {"verbosity": "medium", "reasoning_effort": "none", "parallel_tool_calls": True}
     more |= {"chat_template_kwargs": {"enable_thinking": False}, "modalities": ["text"]}
     said = [{**QUESTION[0], "name": "ann"}]
-    chatted = body(messages=said, add_special_tokens=False, **NEUTRAL, **more)
+    form = {"json": None, "grammar": None, "disable_fallback": False, "whitespace_pattern": None}
+    more |= {"add_special_tokens": False, "structured_outputs": form}
+    chatted = body(messages=said, **{**NEUTRAL, **more})
     assert rig.post(chatted, path="/v1/chat/completions")[0] == 200
     plain, other = (one.sampling for one in rig.script.submitted)
     assert plain == other == type(plain)()

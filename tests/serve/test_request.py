@@ -84,7 +84,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("best_of", True, "best_of=true"),
     ("bad_words", ["x"], 'bad_words=["x"]: allowed: [], logit_bias'),
     ("guided_grammar", "root ::= x", "allowed: guided_json, guided_regex, guided_choice"),
-    ("structured_outputs", {"grammar": "x"}, "unknown structured_outputs field 'grammar'"),
+    ("structured_outputs", {"grammar": "x"}, 'structured_outputs.grammar="x": allowed: null'),
     ("max_token", 5, "did you mean 'max_tokens'"),
     ("messages", [USER], "unknown field"),
     ("é\n", 1, "unknown field"),
