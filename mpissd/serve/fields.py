@@ -310,6 +310,8 @@ class ChatBody(Asked, kw_only=True):
             for name, inner in (defs if isinstance(defs, dict) else {}).items():
                 if defined.setdefault(name, inner) != inner:
                     raise Problem(400, f"tools: two definitions of {shown(name)}", "tools")
+            if other := re.search(r'"\$ref": ("#(?!/\$defs/)[^"]*")', json.dumps([schema, defs])):
+                raise Problem(400, f"tools: $ref={other[1]}: allowed: #/$defs/…", "tools")
             properties = {"name": {"const": tool.name}, "arguments": schema}
             told = {"type": "object", "properties": properties, "additionalProperties": False}
             calls.append({**told, "required": ["name", "arguments"]})

@@ -4,8 +4,10 @@ with `output` items. A conversation is sent whole each time; nothing is stored."
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,8 +15,9 @@ import msgspec
 from msgspec import Struct
 
 from mpissd.common.rounds import Sampling
+from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.fields import ChatBody, Positive, Problem, Strict, read_fields, shown
-from mpissd.serve.request import Exchange, accounts, event, made, usage_of
+from mpissd.serve.request import Exchange, accounts, event, made
 
 _PARAMS = {  # {a chat's field: the response's}
     "logprobs": "include",
@@ -35,6 +38,11 @@ class Response(Exchange):
     _content: list[str] = field(default_factory=list)  # parts of the answer's text
     _calls: list[dict[str, Any]] = field(default_factory=list)
 
+    def encode(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """Returns the tokens of the conversation, as a list of one; raises as Exchange's."""
+        with _named_as_given():
+            return super().encode(tokenizer)
+
     def _event(self, kind: str, **told: Any) -> bytes:
         self._count += 1
         data = {"type": f"response.{kind}", "sequence_number": self._count - 1, **told}
@@ -43,8 +51,7 @@ class Response(Exchange):
     def _object(self, status: str, output: Sequence[Any] = ()) -> dict[str, Any]:
         """Returns the response object. output: its items."""
         asked, end = self.given, self.end
-        is_cut = status == "incomplete" and end is not None
-        reason = "max_output_tokens" if is_cut and end and end.reason == "length" else "deadline"
+        reason = "max_output_tokens" if end and end.reason == "length" else "deadline"
         told = {name: asked.get(name) for name in ("instructions", "metadata", "max_output_tokens")}
         return {
             "id": self._head["id"].replace("chatcmpl-", "resp_"),
@@ -54,7 +61,7 @@ class Response(Exchange):
             "status": status,
             "output": list(output),
             "error": None,
-            "incomplete_details": {"reason": reason} if is_cut else None,
+            "incomplete_details": {"reason": reason} if status == "incomplete" else None,
             "parallel_tool_calls": asked.get("parallel_tool_calls", True),
             "tools": asked.get("tools", []),
             "tool_choice": asked.get("tool_choice", "auto"),
@@ -66,12 +73,12 @@ class Response(Exchange):
         }
 
     def _message(self, status: str) -> dict[str, Any]:
-        part = self._text_part("".join(self._content))
+        content = [self._text_part("".join(self._content))]
         head = {"type": "message", "id": self._item, "role": "assistant"}
-        return {**head, "status": status, "content": [part]}
+        return {**head, "status": status, "content": content}
 
-    def _text_part(self, text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    def _text_part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def part(self) -> bytes:
         """Returns the events of the text since the last call."""
@@ -138,13 +145,14 @@ class Response(Exchange):
         for call in self._calls:
             name = {"id": call["id"].replace("call_", "fc_"), "call_id": call["id"]}
             items.append({"type": "function_call", **name, **call["function"], "status": status})
-        counted, told = usage_of(choices), accounts(choices)
+        told = accounts(choices)
+        used = told["usage"]
         told["usage"] = {
-            "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": told["usage"]["prompt_tokens_details"],
-            "output_tokens": counted["completion_tokens"],
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": used["prompt_tokens_details"],
+            "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counted["total_tokens"],
+            "total_tokens": used["total_tokens"],
         }
         return {**self._object(status, items), **told}
 
@@ -207,14 +215,22 @@ def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
         "tool_choice": _tool(own.tool_choice),
     }
     fields |= {name: value for name, value in further.items() if value is not None}
-    try:
+    with _named_as_given():
         made_of = made(fields, ChatBody, defaults, Response)
-    except Problem as problem:
-        problem.param = _PARAMS.get(problem.param or "", problem.param)
-        raise
     assert isinstance(made_of, Response)
     made_of.given = given
     return made_of
+
+
+@contextmanager
+def _named_as_given() -> Iterator[None]:
+    """Has a Problem name the field of the response that became a chat's."""
+    try:
+        yield
+    except Problem as problem:
+        problem.message = re.sub(r"messages\[\d+\]", "input[…]", problem.message, count=1)
+        problem.param = _PARAMS.get(problem.param or "", problem.param)
+        raise
 
 
 def _tool(tool: Any) -> Any:

@@ -226,6 +226,10 @@ def test_schemas_of_tools_keep_their_definitions(rig: Rig) -> None:
     tools[1] = {"type": "function", "function": {"name": "sun", "parameters": other}}
     with pytest.raises(openai.BadRequestError, match="two definitions of"):
         chat(rig, tools=tools, tool_choice="required")
+    whole = {"type": "object", "properties": {"inner": {"$ref": "#"}}}  # it is not the root there
+    tools[1] = {"type": "function", "function": {"name": "sun", "parameters": whole}}
+    with pytest.raises(openai.BadRequestError, match=r"\$ref=\"#\": allowed: #/"):
+        chat(rig, tools=tools, tool_choice="required")
 
 
 def test_at_most_one_call(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def test_an_empty_answer_is_a_message(words: Tokenizer) -> None:
         ({"extra_body": {"logprobs": True}}, "logprobs: allowed: include"),
         ({"extra_body": {"max_output_tokens": {}}}, "max_output_tokens={}: allowed: int"),
         ({"tool_choice": {}}, "tool_choice"),
+        ({"input": [{"role": "x", "content": "x"}]}, r"input\[…\].role="),
+        ({"input": [{"role": "user"}]}, r"input\[…\].content: needed"),
         ({"stream_options": {"include_sources": True}}, "unknown stream_options field"),
         ({"text": {"verbosity": "low"}}, 'verbosity="low": allowed: "medium", max_tokens'),
     ],
