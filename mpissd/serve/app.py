@@ -56,9 +56,9 @@ DRAINED_BYTES = 1 << 25  # bytes read of a too long body: most clients read no r
 BODY_S = 20.0  # time limit for a body to arrive
 REQUESTS = 512  # the most requests at once, as a process may usually open only 1,024 files
 _DRAFTED = {  # vLLM's counters, which tools and dashboards read
-    "num_drafts": "rounds that verified drafted tokens",
-    "num_draft_tokens": "drafted tokens",
-    "num_accepted_tokens": "accepted tokens",
+    "vllm:spec_decode_num_drafts": "rounds that verified drafted tokens",
+    "vllm:spec_decode_num_draft_tokens": "drafted tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted tokens",
 }
 _OPEN = ("/", "/health", "/ready")  # paths that need no API key
 _PAGE = Path(__file__).with_name("page.html")
@@ -99,8 +99,8 @@ class Endpoints:
         self._under_way = 0  # requests
         registry = self._registry = CollectorRegistry()
 
-        def counter(name: str, about: str, *labels: str, prefix: str = "mpissd_") -> Counter:
-            return Counter(f"{prefix}{name}", about, labels, registry=registry)
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, labels, registry=registry)
 
         def times(name: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             about = f"{name.replace('_', ' ')}, in seconds"
@@ -109,17 +109,14 @@ class Endpoints:
         def gauge(name: str, about: str, value: Callable[[], float]) -> None:
             Gauge(f"mpissd_{name}", about, registry=registry).set_function(value)
 
-        self._responses = counter("responses", "responses by status", "endpoint", "status")
-        self._tokens = counter("tokens", "tokens by kind", "kind")
-        self._rounds = counter("answer_rounds", "rounds of answers: a batch of N counts N times")
-        self._hits = counter("cache_hits", "of these, whose outcome was in the cache")
-        speculative = {"prefix": "vllm:spec_decode_"}
-        self._drafted = {
-            name: counter(name, about, "model_name", **speculative)
-            for name, about in _DRAFTED.items()
-        }
+        self._responses = counter("mpissd_responses", "responses by status", "endpoint", "status")
+        self._tokens = counter("mpissd_tokens", "tokens by kind", "kind")
+        about_rounds = "rounds of answers: a batch of N counts N times"
+        self._rounds = counter("mpissd_answer_rounds", about_rounds)
+        self._hits = counter("mpissd_cache_hits", "of these, whose outcome was in the cache")
+        self._drafted = [counter(name, about, "model_name") for name, about in _DRAFTED.items()]
         told = "accepted tokens by their place in the draft", "model_name", "position"
-        self._places = counter("num_accepted_tokens_per_pos", *told, **speculative)
+        self._places = counter("vllm:spec_decode_num_accepted_tokens_per_pos", *told)
         self._first_s = times("time_to_first_token")
         self._token_s = times("time_per_output_token", _TOKEN_SECONDS)
         self._request_s = times("request")
@@ -352,7 +349,7 @@ class Endpoints:
             self._tokens.labels(kind).inc(count)
         self._hits.inc(end.hits - choice.num_hits)
         counts = sum(end.steps), end.drafted, end.accepted
-        for counter, count in zip(self._drafted.values(), counts, strict=True):
+        for counter, count in zip(self._drafted, counts, strict=True):
             counter.labels(self._names[0]).inc(count)
         for place in range(1, len(end.steps)):
             reached = sum(end.steps[place:])

@@ -406,15 +406,12 @@ def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
         where += f".{name}" if name else f"[{index}]"
         if name:
             value = value[name]
-            types = [
-                each.type
-                for one in types
-                for each in getattr(one, "fields", ())
-                if each.name == name
-            ]
+            known = [each for one in types for each in getattr(one, "fields", ())]
+            types = [each.type for each in known if each.name == name]
         else:
             value = value[int(index)] if index.isdigit() else value
-            types = [found for one in types if (found := _inner(one)) is not None]
+            inner = (getattr(one, "item_type", getattr(one, "value_type", None)) for one in types)
+            types = [each for each in inner if each is not None]
         types = _parts(types)
     where = where.lstrip(".")
     param = path[0][0] if path else None
@@ -434,10 +431,6 @@ def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
 def _parts(types: Sequence[Any]) -> list[Any]:
     """Returns types (of msgspec.inspect) with the members of unions in their place."""
     return [part for one in types for part in getattr(one, "types", (one,))]
-
-
-def _inner(one: Any) -> Any:
-    return getattr(one, "item_type", None) or getattr(one, "value_type", None)
 
 
 def shown(value: Any) -> str:
