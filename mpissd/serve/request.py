@@ -241,7 +241,7 @@ class Exchange:
                 return called(text, is_bare=True)
             self._held = text
             return "", []
-        if CALL not in (self._tokenizer.template or ""):
+        if CALL not in (self._tokenizer.template_for(self.tools) or ""):
             return text, []
         if self.end is not None:
             text, calls = called(text)

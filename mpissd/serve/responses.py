@@ -37,6 +37,8 @@ class Response(Exchange):
     _item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")  # the message's id
     _content: list[str] = field(default_factory=list)  # parts of the answer's text
     _calls: list[dict[str, Any]] = field(default_factory=list)
+    _scores: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of its tokens
+    _num_sent: int = 0  # of these in events
 
     def encode(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Returns the tokens of the conversation, as a list of one; raises as Exchange's."""
@@ -96,8 +98,10 @@ class Response(Exchange):
             events += self._event("content_part.added", **place, part=self._text_part(""))
         if is_said:
             self._content.append(text)
+        self._scores += self.logprobs(new)
         if text:
-            told = {"delta": text, "logprobs": self.logprobs(new)}
+            told = {"delta": text, "logprobs": self._scores[self._num_sent :]}
+            self._num_sent = len(self._scores)
             events += self._event("output_text.delta", **place, **told)
         if self.end is not None:
             self._calls = calls
@@ -112,7 +116,7 @@ class Response(Exchange):
             if item["type"] == "message":
                 inner = {**place, "content_index": 0}
                 part = item["content"][0]
-                told = {"text": part["text"], "logprobs": []}
+                told = {"text": part["text"], "logprobs": part["logprobs"]}
                 events += self._event("output_text.done", **inner, **told)
                 events += self._event("content_part.done", **inner, part=part)
             else:
@@ -132,8 +136,8 @@ class Response(Exchange):
     def whole(self, choices: Sequence[Exchange]) -> dict[str, Any]:
         """Returns the response object of an answer that has ended."""
         assert self.end is not None, "an answer that goes on"
-        logprobs = self.logprobs(self._new)
         if not self.asked.stream:
+            self._scores = self.logprobs(self._new)
             text, self._calls = self.said(self._new)
             self._content = [text]
         is_whole = self.is_stopped or self.end.reason == "stop"
@@ -141,7 +145,7 @@ class Response(Exchange):
         items = list[dict[str, Any]]()
         if "".join(self._content) or not self._calls:
             items.append(self._message(status))
-            items[0]["content"][0]["logprobs"] = logprobs
+            items[0]["content"][0]["logprobs"] = self._scores
         for call in self._calls:
             name = {"id": call["id"].replace("call_", "fc_"), "call_id": call["id"]}
             items.append({"type": "function_call", **name, **call["function"], "status": status})

@@ -63,6 +63,11 @@ def test_a_response_that_is_cut(rig: Rig) -> None:
     told = ask(rig, include=["message.output_text.logprobs"], top_logprobs=2)
     found = told.output[0].content[0].logprobs
     assert len(found) == len(rig.script.answer) and len(found[0].top_logprobs) == 2
+    scored = {"include": ["message.output_text.logprobs"], "stream": True}
+    *events, last = ask(rig, **scored)
+    deltas = [one for e in events if e.type.endswith("delta") for one in e.logprobs]
+    assert len(last.response.output[0].content[0].logprobs) == len(rig.script.answer)
+    assert len(deltas) >= len(rig.script.answer) - 1, "also of half a character"
 
 
 def test_an_empty_answer_is_a_message(words: Tokenizer) -> None:

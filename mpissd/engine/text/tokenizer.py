@@ -79,9 +79,10 @@ class Tokenizer(Vocabulary):
 
     def reads(self, name: str, tools: Sequence[Any] = ()) -> bool:
         """Returns whether the chat template for these tools reads a variable of this name."""
-        return name in _variables(self._template_for(tools) or "")
+        return name in _variables(self.template_for(tools) or "")
 
-    def _template_for(self, tools: Sequence[Any]) -> str | None:
+    def template_for(self, tools: Sequence[Any]) -> str | None:
+        """Returns the chat template of conversations with these tools, if there is one."""
         return (tools and self.templates.get("tool_use")) or self.template
 
     def chat(
@@ -103,7 +104,7 @@ class Tokenizer(Vocabulary):
         ignores the tools or refuses the messages, and if its text has more bytes than `context`
         tokens can have.
         """
-        template = self._template_for(tools)
+        template = self.template_for(tools)
         if template is None:
             raise ConfigError(f"{self.name}: has no chat template: allowed: a plain prompt")
         if tools and not self.reads("tools", tools):
