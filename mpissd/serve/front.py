@@ -50,9 +50,8 @@ _LAST_WORDS_S = 1.0  # seconds for clients to get status 503 when the ranks are 
 
 
 def serve(config: ServeConfig, arguments: Sequence[str]) -> int:
-    """Runs the command `serve`; returns its exit code. arguments: the words of the command line,
-    which are passed on to the ranks. Raises ConfigError if the models cannot be loaded, or the port
-    is taken."""
+    """Runs the command `serve`; returns its exit code. arguments: the command line's words, which
+    the ranks get, too. Raises ConfigError if models cannot be loaded, or the port is taken."""
     job = resolve_unopened(config.of_mode(config.run.mode), config.tp)
     load_tokenizer(job.target_where)
     # All users can read a command line, so the API key is not in that of the ranks.

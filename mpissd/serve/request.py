@@ -41,8 +41,7 @@ _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # varia
 
 class Piece(NamedTuple):
     """A token of an answer with its text. token: None for text that remains at the end. source:
-    what drafted the token, or the target. logprob: that of the token and the likeliest ones, if
-    asked for."""
+    what drafted it, or the target. logprob: its own and the likeliest ones', if asked for."""
 
     text: str
     token: int | None = None
@@ -58,12 +57,11 @@ class Exchange:
     asked: the fields of the body. tools: the body's descriptions of tools, for the template.
     sampling: how tokens are chosen. form: the form that answers must have. prompts: the token ids
     of all prompts. prompt: those of this choice's prompt. scored: log-probabilities of the prompt's
-    tokens, by position. id: names the choice in messages to the lead (the target's rank 0), set by
-    `Lead.submit`. messages: the lead's messages about any of the choices; a Problem says why the
-    lead is gone. index: the number of the choice. is_first: whether it is the first of its prompt.
-    is_sent: whether the lead has the choice. ends_s, first_s: the times of the deadline and of the
-    first token. num_tokens: tokens in the text; the lead may have decoded more. end: the lead's
-    last message about the choice.
+    tokens, by position. id: names the choice in messages to the lead, set by `Lead.submit`. messages:
+    the lead's messages about any of the choices; a Problem says why the lead is gone. index: the
+    number of the choice. is_first: whether it is the first of its prompt. is_sent: whether the lead
+    has it. ends_s, first_s: the times of the deadline and of the first token. num_tokens: tokens in
+    the text; the lead may have decoded more. end: the lead's last message about the choice.
     """
 
     asked: ChatBody | CompletionBody
@@ -371,8 +369,7 @@ def encode_chat(
 
 
 def _conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Returns the messages as chat templates expect them: contents are texts, and arguments of tool
-    calls are objects."""
+    """Returns messages as chat templates expect them: contents are texts, arguments objects."""
     messages = list[dict[str, Any]]()
     for place, message in enumerate(asked):
         content, where = message.content, f"messages[{place}]"
