@@ -36,8 +36,8 @@ class Driver(RoundObserver):
         shape: Shape = CHAIN,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """mail: the connection to the front. mode, lookahead: the decoding mode and K (drafted tokens
-        a round). shape: the tree of drafts, or CHAIN for none. clock: returns seconds."""
+        """mail: the connection to the front. mode, lookahead: the decoding mode and K (a round's
+        drafted tokens). shape: the tree of drafts, or CHAIN. clock: returns seconds."""
         self.scheduler, self._mail, self._clock = scheduler, mail, clock
         self.mode, self.lookahead = mode, lookahead
         self._shape = shape

@@ -57,8 +57,8 @@ class Exchange:
     asked: the fields of the body. tools: the body's descriptions of tools, for the template.
     sampling: how tokens are chosen. form: the form that answers must have. prompts: the token ids
     of all prompts. prompt: those of this choice's prompt. scored: log-probabilities of the prompt's
-    tokens, by position. id: names the choice in messages to the lead, set by `Lead.submit`. messages:
-    the lead's messages about any of the choices; a Problem says why the lead is gone. index: the
+    tokens, by position. id: names the choice in messages to the lead, set by `Lead.submit`.
+    messages: the lead's about any of the choices; a Problem says why the lead is gone. index: the
     number of the choice. is_first: whether it is the first of its prompt. is_sent: whether the lead
     has it. ends_s, first_s: the times of the deadline and of the first token. num_tokens: tokens in
     the text; the lead may have decoded more. end: the lead's last message about the choice.
