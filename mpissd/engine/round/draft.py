@@ -24,7 +24,7 @@ from mpissd.common.trace import DraftLog, DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.law.fanout import FanOuts
-from mpissd.engine.round.branches import Branches, Distribution, SpeculationCache
+from mpissd.engine.round.branches import Branches, Distribution, Index, SpeculationCache
 from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.sequence import LiveSequence
 
@@ -96,6 +96,15 @@ class AnswerPart(NamedTuple):
     branches: Branches
     source: Source
     levels: int
+
+
+def write(drafts: Speculation, rows: Index | slice, part: AnswerPart, nodes: int) -> None:
+    """Writes the first `nodes` tokens of the branches of `part` into `rows` of a speculation."""
+    branches = part.branches
+    drafts.rows[rows, : Speculation.HEAD] = part.source, int(part.source == Source.CACHE), nodes
+    drafts.tokens[rows, :nodes] = branches.tokens[:, :nodes]
+    if drafts.sampled:
+        drafts.q[rows, :nodes] = 1.0 if branches.q is None else branches.q[:, :nodes]
 
 
 class Drafter:
@@ -256,7 +265,6 @@ class Drafter:
     def assembled(self, round_: int, parts: Sequence[AnswerPart]) -> Speculation:
         """Returns the speculation (drafted tokens of all sequences) of round `round_`, made from
         the branches of `parts`. Sequences in no part get no tokens."""
-        head = Speculation.HEAD
         count = len(self.batch)
         sampled = self.policy.sampled
         ends = self.batch.shape.ends
@@ -265,21 +273,20 @@ class Drafter:
         speculation = Speculation(
             round_, table, sampled=sampled, version=self.version, drawn_from=drawn_from
         )
-        for branches, source, _ in parts:
-            is_hit = source == Source.CACHE
+        for part in parts:
+            branches = part.branches
             nodes = ends[min(branches.steps, self.levels)]
             numbers = branches.rows.tolist()
+            is_hit = part.source == Source.CACHE
             after_forced = self._skip_forced(branches, nodes) if is_hit else {}
             # A slice, which is faster, if the branches cover all rows in order.
             rows = slice(None) if len(branches) == count else branches.rows
-            table[rows, :head] = source, int(is_hit), nodes
-            table[rows, head : head + nodes] = branches.tokens[:, :nodes]
+            write(speculation, rows, part, nodes)
             for row in numbers:
                 most = self._most(self.batch.sequences[row], after_forced.get(row, nodes))
                 if most != nodes:
                     speculation.num_draft[row] = most
             if sampled:
-                speculation.q[rows, :nodes] = 1.0 if branches.q is None else branches.q[:, :nodes]
                 for branch, row in enumerate(numbers):
                     kept = int(speculation.num_draft[row])
                     drawn_from[row] = branches.distributions(branch, kept)
@@ -383,18 +390,14 @@ class Drafter:
         if branches is None or not len(branches):
             return None
         key = ReadyBranches.KEY
-        head = key + Speculation.HEAD
         nodes = self.batch.shape.ends[self.levels]
         width = Speculation.width(self.batch.shape.ends[self.policy.lookahead], self.policy.sampled)
         table = np.zeros((len(branches), key + width), np.int32)
         table[:, :2] = self.batch.identity[branches.rows, :2]
         table[:, 2] = branches.nodes
         table[:, 3] = branches.first
-        table[:, key:head] = Source.CACHE, True, nodes
-        table[:, head : head + nodes] = branches.tokens[:, :nodes]
         drafts = Speculation(round_, table[:, key:], sampled=self.policy.sampled)
-        if self.policy.sampled:
-            drafts.q[:, :nodes] = 1.0 if branches.q is None else branches.q[:, :nodes]
+        write(drafts, slice(None), AnswerPart(branches, Source.CACHE, self.levels), nodes)
         most = [self._most(sequence, nodes) for sequence in self.batch.sequences]
         drafts.num_draft[...] = np.array(most)[branches.rows]
         served = table[drafts.num_draft > 0]
