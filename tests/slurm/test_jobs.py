@@ -214,7 +214,7 @@ def test_ranks_open_the_gpus_that_slurm_binds(
 def test_an_array_goes_on_where_scancel_ended_it(slurm: Sandbox, tmp_path: Path) -> None:
     """No row is lost, none is measured twice."""
     grid = "mode=sd,ssd; lookahead=2..4; alpha=.6,.8"
-    flags = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--rounds=60", "--repeats=1")
+    flags = ("--backend=emulated", "--device=h100", "--pair=8b/1b", "--rounds=150", "--repeats=1")
     words = ("--array=0-1", "--ntasks=2", "launch/array.sh", f"--grid={grid}", *flags)
     job = Job.submit(slurm, tmp_path, *words)
     until(lambda: len(job.rows) >= 3, WAIT_S, "rows")
