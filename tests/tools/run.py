@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 MODES, NAME = ("ar", "sd", "ssd"), "smollm2-135m-instruct"
-NEAR = 3e-3  # on CPUs, products of packed weights round their inputs to 16 bits
+NEAR = 3e-3
 VLLM = (
     "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"

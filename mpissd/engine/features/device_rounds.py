@@ -27,7 +27,6 @@ from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
-from mpissd.engine.oracle.replay import ReplayedTrees
 from mpissd.engine.round.branches import Branches
 from mpissd.engine.round.draft import Drafter
 from mpissd.engine.round.oracle import Proposals
@@ -52,7 +51,7 @@ def chained_forwards(
     if target is None:
         return None
     if not leads(_can_chain(job, target, draft)):
-        if job.dynamic is not None and not isinstance(target, ReplayedTrees):
+        if job.dynamic is not None and not target.knows_trees:
             raise ConfigError("tree_shape=dynamic where no rounds are chained: allowed: fixed")
         return None
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None

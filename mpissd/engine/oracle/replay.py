@@ -435,6 +435,8 @@ class ReplayedTrees(TargetWorker):
     """A target worker whose host replays trees that change shape each round: of their `nodes`
     tokens it knows those that will be accepted. Forwards verify as many rows as trees have."""
 
+    knows_trees = True
+
     def __init__(self, *common: Any, nodes: int) -> None:
         super().__init__(*common)
         self._rows = nodes + 1

@@ -197,6 +197,7 @@ class Worker(Generic[AnyOracle]):
 class TargetWorker(Worker[TargetOracle]):
     """Runs one target rank's share of the target model, and applies the acceptance rule."""
 
+    knows_trees = False  # whether the host knows trees that change shape each round
     _verified = 0  # the number of rows (tokens) that the last forward verified
 
     def upload(self, batch: Batch, speculation: Speculation, fill: int = 0) -> None:

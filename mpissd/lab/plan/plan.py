@@ -67,9 +67,7 @@ _BUSIEST = 0.9  # largest share of time that other processes are assumed to take
 _LARGEST = math.log(10)  # An interval that is wider than a factor of 10 each way is not shown.
 _MEASURED_TO = r"measured up to context=(\d+)"
 _FARTHEST = 4  # If the context is longer than 4 times any measured one, DATASHEET_ERROR applies.
-_LIGHT = (
-    0.01  # Measured rows count up to this difference of the reads by context, over the weights.
-)
+_LIGHT = 0.01  # Rows count if their context's reads differ by at most this share of the weights.
 _SMALL = 0.05  # The output says how many prompts would reduce the sampling error to this value.
 _NAMES = {"ar": "plain decoding", "sd": "SD", TREE: "SD with a tree", LOOKUP: "a lookup"}
 _ANSWERS = {
