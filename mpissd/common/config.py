@@ -142,8 +142,8 @@ class MethodFlags(Checked):
     cache: str = growing(
         "lead",
         choice("lead", "draft"),
-        "where hits are found: at the target's rank 0 (lead), to which whole branches are sent, or "
-        "at the draft (ssd)",
+        "the rank that looks hits up: the target's rank 0 (lead), to which the draft sends whole "
+        "branches, or the draft (ssd)",
     )
     backup: str = drafting(
         "jit",

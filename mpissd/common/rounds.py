@@ -348,7 +348,7 @@ class ReadyBranches:
 
     def served(self, outcome: Outcome, *, sampled: bool) -> Speculation | None:
         """Returns the drafted tokens of the round after `outcome` if every sequence that goes on
-        has a branch for its outcome, and no sequence joins or has tokens forced by a grammar; else
+        has a branch for its outcome, and no sequence joins or has tokens forced by a grammar, or
         None. sampled: whether rows hold probabilities q."""
         if outcome.control.lookahead != self.levels:
             return None

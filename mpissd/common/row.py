@@ -104,7 +104,7 @@ class Row(Mapping[str, Any]):
     fan_out: list[int] | None = setting("F_0 … F_K after a hit; of a tree by node")
     branch_budget: int | None = setting("the sum of `fan_out`")
     fan_out_miss: list[int] | None = setting("F_0 … F_K after a miss")
-    cache: str | None = setting("where hits are found: lead, or draft (null in older rows: draft)")
+    cache: str | None = setting("the rank that looks hits up: lead, or draft (null in older rows)")
     acceptance: str | None = setting("the imposed acceptance model")
     hit_law: str | None = setting("the imposed hit model, as `--hit_law` reads it")
     laws: str | None = setting("file and SHA-256 of imposed `--laws`")

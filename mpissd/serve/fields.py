@@ -22,7 +22,7 @@ from mpissd.common.errors import unknown
 
 MOST_BIASES, MOST_CHOICES, MOST_STOPS, MOST_TOP = 1024, 8, 16, 20
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Fields that change no answer, whatever they say
+# Fields that never change an answer
 _IGNORED = (
     "user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention "
     "client_metadata"
@@ -105,7 +105,7 @@ class Strict(Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Strict, kw_only=True):
-    """What a stream has beside the text."""
+    """Further contents of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -134,7 +134,7 @@ class ResponseFormat(Strict, kw_only=True):
 
 class StructuredOutputs(Strict, kw_only=True):
     """The form of an answer, as vLLM's StructuredOutputsParams. JSON has no free white space, and
-    there is no other library to fall back to."""
+    there is one library."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None

@@ -56,7 +56,7 @@ class Exchange:
 
     asked: the fields of the body. tools: the body's descriptions of tools, for the template.
     sampling: how tokens are chosen. form: the form that answers must have. prompts: the token ids
-    of all prompts. prompt: those of this choice's prompt. scored: log-probabilities of the prompt's
+    of all prompts. prompt: this choice's. scored: log-probabilities of the prompt's
     tokens, by position. id: names the choice in messages to the lead, set by `Lead.submit`.
     messages: the lead's about any of the choices; a Problem says why the lead is gone. index: the
     number of the choice. is_first: whether it is the first of its prompt. is_sent: whether the lead
@@ -135,7 +135,7 @@ class Exchange:
         )
 
     def begin(self, tokenizer: Tokenizer, ready: Ready, model: str) -> list[Exchange]:
-        """Prepares and returns the choices (answers). ready: says which tokens end an answer.
+        """Prepares and returns the choices (answers). ready: has the tokens that end an answer.
         model: the model's name for responses."""
         asked, self._tokenizer = self.asked, tokenizer
         is_chat = isinstance(asked, ChatBody)

@@ -22,7 +22,7 @@ from tests.lab.test_plan import pair_of
 from tests.lab.test_predict_loops import HOST
 
 MS = 1e-3
-FAST = 1e30  # bytes/s of a link whose messages take their latency alone
+FAST = 1e30  # bytes/s of a link whose messages take their latency only
 
 
 def job_of(mode: str = "ssd", **flags: Any) -> Job:
@@ -76,7 +76,7 @@ def test_a_link_adds_its_latency_and_bytes_to_the_messages_of_one_host(cache: st
 
 
 def test_distributions_of_sampled_tokens_come_before_the_target_judges(tmp_path: Path) -> None:
-    """K · V · 4 bytes behind the tokens: 2 · 128,256 · 4 over 10 GbE take .82 ms. A token's q takes
+    """K · V · 4 bytes after the tokens: 2 · 128,256 · 4 over 10 GbE take .82 ms. A token's q takes
     8 bytes of the speculation."""
     vocab = 128_256
     laws = pair_of(tmp_path / "laws.json", [0.8] * 8)

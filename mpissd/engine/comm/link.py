@@ -134,7 +134,7 @@ class LeadEnd:
 
     def branches(self, round_: int) -> ReadyBranches | None:
         """Returns the branches grown for outcomes of round `round_`, if they have arrived. Raises
-        ProtocolError for those of a later round."""
+        ProtocolError for branches of a later round."""
         self.collect()
         ready = self._ready
         if ready is not None and ready.round > round_:
@@ -200,7 +200,7 @@ class LeadEnd:
 
     def end(self) -> None:
         """Takes the draft's last branches after a stop. Until then the draft's send may not end,
-        and rank 0 may have no other round for long."""
+        and rank 0's next round may be far off."""
         self.waiter.until(self._is_ended, "draft: last branches")
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ def queue_link(
 
 
 class Address(NamedTuple):
-    """Where a draft listens: the path of a Unix socket, or a TCP address and the key for it."""
+    """A draft's address: the path of a Unix socket, or a TCP address and the key for it."""
 
     family: socket.AddressFamily
     name: Any  # what the methods of a socket of this family take
@@ -466,7 +466,7 @@ class Connection(Waiter):
             theirs = yield from self._next(Kind.CHALLENGE)
             proof = yield from self._next(Kind.PROOF)
             if not hmac.compare_digest(proof, _proof(key, b"client", ours, theirs)):
-                self._send(Kind.PROOF, secrets.token_bytes(32))  # tells it nothing of the key
+                self._send(Kind.PROOF, secrets.token_bytes(32))  # does not reveal the key
                 raise ProtocolError("the client has another MPISSD_KEY")
             self._send(Kind.PROOF, _proof(key, b"draft", ours, theirs))
         sizes = shape.batch, shape.lookahead, shape.prompt_tokens, vocab

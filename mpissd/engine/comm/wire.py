@@ -62,8 +62,8 @@ class Header(NamedTuple):
     that follows it. rows: the number of rows, distributions or prompts. size: int32 in the body.
     stop, lookahead, width, fill: sent with an outcome: whether to stop, and the next round's
     limits, set by the target's rank 0 (Control; −1: None). weights: the version of the draft's
-    weights. taken: sent with an outcome: that of branches that rank 0 took from its cache (−1: it
-    asks the draft). BRANCHES: stop ends them; lookahead: that of their own round."""
+    weights. taken: sent with an outcome: the version of branches that rank 0 took from its cache
+    (−1: it asks the draft). BRANCHES: stop ends them; lookahead: their own round's."""
 
     checksum: int
     version: int
@@ -288,7 +288,7 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
 
 
 def write_branches(message: Message, ready: ReadyBranches, *, stop: bool = False) -> int:
-    """Writes ready branches into the message; `stop` says that no more follow. Returns its size in
+    """Writes ready branches into the message; stop: whether no more follow. Returns its size in
     int32."""
     control = Control(ready.levels)
     count = len(ready.rows)

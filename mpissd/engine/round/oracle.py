@@ -97,7 +97,7 @@ class TargetOracle(Oracle, ABC):
         return _NO_LOGPROBS
 
     def scored(self, parts: Sequence[Part]) -> Sequence[Scored]:
-        """Returns the log-probabilities of the prompts' tokens that follow those of `parts`, which
+        """Returns the log-probabilities of the prompts' tokens that follow `parts`, which
         the last forward stored. The default returns none."""
         return ()
 

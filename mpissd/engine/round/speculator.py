@@ -50,8 +50,8 @@ class Speculator:
 
     @property
     def collect(self) -> Callable[[], None] | None:
-        """Receives, without waiting, what a draft sends while the target verifies (None: nothing);
-        called between two polls of the target's forward."""
+        """A function that receives a draft's messages without waiting, called between two polls of
+        the target's forward; None if there are no messages."""
         return None
 
     def confirm(self, speculation: Speculation) -> bool:
@@ -63,7 +63,7 @@ class Speculator:
         """Tells the draft to end its loop. outcome: the outcome of the last round."""
 
     def end(self) -> None:
-        """Takes what the draft still sends after `stop`. The default does nothing."""
+        """Receives the draft's messages after `stop`. The default does nothing."""
 
 
 class InlineSpeculator(Speculator):

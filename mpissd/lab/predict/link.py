@@ -1,7 +1,7 @@
 """The link to a rank on another host, and what messages and all-reduces take over it.
 
-One rank is beyond the link, all others are on one host: the draft rank, or else the last target
-rank. docs/predictions.md has the sources of the table.
+One rank is beyond the link, all others are on one host: the draft rank or, without one, the last
+target rank. docs/predictions.md has the sources of the table.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ one has arrived. A running step is always finished. The times of a round:
 
 With --cache=lead the draft sends branches to rank 0 once they are whole. If they arrive before
 the outcome, and all sequences hit, rank 0 goes on without an answer. Distributions of sampled
-tokens follow the tokens, and are there before the target judges.
+tokens follow the tokens, and arrive before the target judges.
 
 Many configurations are simulated at once, each as several independent chains of rounds. `expect`
 returns long-run means, for which all configurations use the same random numbers. `follow` predicts
@@ -72,7 +72,7 @@ class Grid:
     ends) and of cache hits among them: verify_s, seconds of a verification; keys_s, seconds from
     sending tokens to the first step of branches; step_s, seconds of a step of all branches;
     most_steps, the largest number of such steps (0 without branches); proposals_s, seconds of the
-    distributions behind the tokens (−∞: none are sent).
+    distributions after the tokens (−∞: none are sent).
     """
 
     batch_size: int
