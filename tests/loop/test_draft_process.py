@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Outcome, Request, Sampling
-from mpissd.engine.comm.link import Address, Connection
+from mpissd.engine.comm.peer import Address, Connection
 from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, write_outcome, write_prompts
 from mpissd.engine.features.draft_client import DraftClient
 from mpissd.huggingface import Candidates

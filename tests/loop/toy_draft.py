@@ -14,7 +14,8 @@ import numpy as np
 
 from mpissd.common.errors import MpissdError
 from mpissd.common.rounds import Event, Speculation
-from mpissd.engine.comm.link import Address, Connection, DraftEnd
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.comm.peer import Address, Connection
 from mpissd.engine.comm.wire import LinkShape
 
 V, K, LONGEST = 61, 3, 96

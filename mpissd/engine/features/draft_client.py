@@ -31,7 +31,8 @@ import numpy as np
 from mpissd.common.errors import FaultError
 from mpissd.common.rounds import Control, Event, Ints, Outcome, Request
 from mpissd.common.wait import Overdue
-from mpissd.engine.comm.link import MOST_PROMPTS, Address, Connection, LeadEnd
+from mpissd.engine.comm.link import LeadEnd
+from mpissd.engine.comm.peer import MOST_PROMPTS, Address, Connection
 
 LOG = logging.getLogger("vllm.mpissd")  # a child of vLLM's logger, so that vLLM shows its lines
 _START_S = 600.0  # the longest wait, in seconds, for the first message of a draft process

@@ -23,7 +23,8 @@ from mpissd.common.ranks import DraftConfig
 from mpissd.common.rounds import Event, Outcome, Request
 from mpissd.common.wait import Waiter, sharpen_sleep
 from mpissd.engine.backend.registry import choose
-from mpissd.engine.comm.link import MOST_PROMPTS, Address, Connection, DraftEnd
+from mpissd.engine.comm.link import DraftEnd
+from mpissd.engine.comm.peer import MOST_PROMPTS, Address, Connection
 from mpissd.engine.comm.wire import LinkShape
 from mpissd.engine.in_process import open_stepper
 from mpissd.engine.job import Job, Serving, resolve
