@@ -6,8 +6,6 @@ result failed its consistency checks, 130 Ctrl-C, 141 the reader of stdout is go
 other code a fault.
 """
 
-from __future__ import annotations
-
 # ruff: noqa: E402
 import os
 import signal

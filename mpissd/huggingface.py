@@ -7,8 +7,6 @@ The argument prompt_lookup_num_tokens makes `generate` use assisted generation; 
 candidates come from the draft process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

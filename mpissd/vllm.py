@@ -9,8 +9,6 @@ longest wait for drafts in a step. Drafts are used only while they save time (MP
 always). If PROMETHEUS_MULTIPROC_DIR names a folder, counts are published there as metrics.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Parses the command line: the commands, their flags, and their help."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The commands `plan` (advice or a prediction) and `compare` (tables of results)."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Set as AbstractSet

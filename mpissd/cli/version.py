@@ -1,7 +1,5 @@
 """The text of `mpissd --version`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata

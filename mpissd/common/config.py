@@ -5,8 +5,6 @@ sweeps, the configuration's digest and error messages are derived from these fie
 MachineFlags and OutputFlags have one value in a whole job; a sweep varies others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

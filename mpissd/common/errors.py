@@ -1,7 +1,5 @@
 """The errors that mpissd raises on purpose; each class has its own exit code."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

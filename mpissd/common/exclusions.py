@@ -5,8 +5,6 @@ cover conditions on more than flags: on models, rates, fan-outs and trees. A com
 table names the objects that its conditions and messages read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Reads files that the user names. Pipes and devices are refused: reading one may never end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

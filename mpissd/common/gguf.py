@@ -4,8 +4,6 @@ Source: the GGUF specification, version 3. The library `gguf` makes a NumPy view
 the vocabulary, which takes 2 s for 49,152 tokens; this reader takes 0.05 s.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Collection
 from dataclasses import dataclass, replace

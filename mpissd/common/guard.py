@@ -5,8 +5,6 @@ The first rank of a host that binds the job's socket starts the watchdog. No ran
 start. Where a watchdog cannot run (no Linux, a refused socket) the job goes on without one.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

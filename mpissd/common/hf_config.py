@@ -4,8 +4,6 @@ Mixture-of-experts models, latent and linear attention, and encoder-decoders are
 their layers are not the seven matrix products that mpissd models.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A name is a path (a Hugging Face folder, its config.json, or a .gguf), OWNER/NAM
 huggingface_hub, or a model that a Python package contains. Nothing is downloaded here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

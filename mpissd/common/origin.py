@@ -1,7 +1,5 @@
 """Finds the git commit of the checkout that this package is in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from functools import cache

@@ -5,8 +5,6 @@ A line is one write in append mode, so lines of jobs that share a folder never m
 kill cut off is removed before the next line is added; readers skip it.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import io

@@ -6,8 +6,6 @@ pair is "70b/1b". A preset's name takes precedence over a file's: write `./8b` f
 `8b`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

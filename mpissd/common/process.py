@@ -1,7 +1,5 @@
 """Linux functions: the state of any process, even if it is no child, and glibc's use of memory."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

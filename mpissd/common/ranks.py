@@ -1,7 +1,5 @@
 """Flags of the commands whose models answer text, and the command line that starts MPI ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex

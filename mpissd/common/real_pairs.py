@@ -7,8 +7,6 @@ were accepted. DEFAULT is measured on the draft that mpissd contains, at K = 4
 which the committed results of GPUs were measured.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 _TARGET = "SmolLM2-135M-Instruct"

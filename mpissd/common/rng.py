@@ -5,8 +5,6 @@ and the sequence; its counter is the absolute token position. So the number of a
 drawn alone and in any order, and draws do not depend on timing.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np

@@ -3,8 +3,6 @@
 The page has three bytes in use. A store needs no system call and no message.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -8,8 +8,6 @@ for the case that k tokens are accepted.
     [D]  derived here; tests/engine/test_acceptance.py and test_fanout.py check it
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Checks that two models have the same vocabulary, by the text of their ordinary tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

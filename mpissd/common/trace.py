@@ -5,8 +5,6 @@ duration. `mark(phase)` ends `phase`, which began at the previous mark. A mark o
 (0.1 µs); sums by phase and round, and the intervals for --trace, are computed after the run.
 """
 
-from __future__ import annotations
-
 from array import array
 from enum import IntEnum
 from time import perf_counter, perf_counter_ns

@@ -4,8 +4,6 @@ Every wait of the decoding loops goes through a Waiter. So a dead or stopped ran
 one line, and no job hangs until Slurm's time limit.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -4,8 +4,6 @@ A workload decides the tokens; its class (engine/oracle/workload.Workload) is im
 asks for it. `register` adds a workload, whose name is then a value of --workload.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from importlib import import_module
 from typing import Any

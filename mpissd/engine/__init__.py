@@ -4,8 +4,6 @@ The names below are the engine's public interface (docs/engine.md). Each is impo
 first used, so that importing the package takes no time.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -5,8 +5,6 @@ The draft's thread and the target share Python's global lock, so that times mean
 tokens equal those of the same job under mpirun.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing

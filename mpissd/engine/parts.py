@@ -1,8 +1,6 @@
 """Makes what a job's rounds need: the limits of messages, and a draft's objects for each group of
 target ranks that it serves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mpissd.common.rounds import Source

@@ -1,7 +1,5 @@
 """The sizes that follow from a configuration: rows of forwards, capacities of KV caches, ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

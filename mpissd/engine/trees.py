@@ -5,8 +5,6 @@ stored in a *lane*: scratch memory of the cache (law.tree). If the target accept
 the path's K and V are copied from the lane to the slot before the next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

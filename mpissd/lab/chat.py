@@ -4,8 +4,6 @@ The command starts a server on this machine, or uses the one that the flag --url
 the current answer, but not the server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

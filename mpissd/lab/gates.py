@@ -14,8 +14,6 @@ here (b: batch size, K: drafted tokens a round):
     rank_digests   for each MPI rank, a digest of the acceptance results it received (null: unknown)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

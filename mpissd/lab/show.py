@@ -5,8 +5,6 @@ shows what drafted it, and rates are shown in the right margin.
 printed when it is complete, so that no printed text has to move to the next line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

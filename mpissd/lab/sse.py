@@ -1,7 +1,5 @@
 """Parses server-sent events, following WHATWG's HTML standard (section 9.2)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

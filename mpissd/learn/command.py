@@ -1,7 +1,5 @@
 """The command `python -m mpissd distill`, which trains a draft model for a target."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """The flags of `distill`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mpissd.common.errors import ConfigError

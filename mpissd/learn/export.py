@@ -1,7 +1,5 @@
 """Writes a draft as a Hugging Face folder: weights, config.json, model card, NOTICE, curves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ general: none begins just one evaluation prompt. A word of the tokenizer after a
 subjects that a small model would not come to.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ likeliest tokens of a distribution are kept, with float16 log-probabilities that
 the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -8,8 +8,6 @@ communicators as a run would. Rank 0 prints a report as one line of JSON after e
 last line shows how far the ranks came if they hang or end early.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Error messages name the make variable to change. Bridges-2's limits are from the
 (https://www.psc.edu/resources/bridges-2/user-guide/, "GPU partitions").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

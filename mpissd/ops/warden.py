@@ -9,8 +9,6 @@ LISTENER is the file descriptor of the socket to which ranks connect. The watchd
 rank ends or sends a message, and looks for stopped ranks twice a second.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

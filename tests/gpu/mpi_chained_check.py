@@ -6,8 +6,6 @@
 The last line is "passed". With a second argument the last rank's LM head is infinite.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -10,8 +10,6 @@ device whose memory is the host's; `numpy` checks the group for host arrays. The
 a table; exit code 1 if a row failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

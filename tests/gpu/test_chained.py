@@ -1,7 +1,5 @@
 """Chained rounds on a GPU: the tokens of the host's own loop."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

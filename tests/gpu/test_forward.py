@@ -1,7 +1,5 @@
 """Programs and whole forwards: graph against eager, float16 against the float32 oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models over real ranks, on the CPU and on a device made of host memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mpi.harness import ended, needs_mpi, start

@@ -1,7 +1,5 @@
 """Forwards of small transformers on a backend, with the reference's logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The CPU backend, with products in float32; tests compare the other backends with it."""
 
-from __future__ import annotations
-
 import platform
 import time
 import timeit

@@ -1,7 +1,5 @@
 """Backends by name, imported only when needed: a CPU machine never imports GPU code."""
 
-from __future__ import annotations
-
 import importlib.util
 
 from mpissd.common.errors import ConfigError, unknown

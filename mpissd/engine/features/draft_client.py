@@ -10,8 +10,6 @@ without drafts, separately for 1, 2–3, 4–7, … rows. The slower of the two 
 then, in at most a share EXPLORE of the time.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

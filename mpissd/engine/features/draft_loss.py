@@ -1,7 +1,5 @@
 """Lets a run continue without drafts (AR) when its draft rank is lost: --on_draft_loss=ar."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from mpissd.common.errors import FaultError

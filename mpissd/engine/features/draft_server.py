@@ -4,8 +4,6 @@ The process serves one client at a time; the next client waits in the socket's q
 leaves, or breaks the protocol, the model and the KV cache are kept for the next client.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

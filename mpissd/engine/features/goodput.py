@@ -26,8 +26,6 @@ the way is tried. A way that was not used for _STALE_ROUNDS rounds of a load is 
 most a share EXPLORE of the time.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence

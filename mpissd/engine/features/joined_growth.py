@@ -1,7 +1,5 @@
 """Drafting ahead on a GPU that itself passes each forward's greedy tokens to the next forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

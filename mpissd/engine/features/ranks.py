@@ -1,8 +1,6 @@
 """Counts at which rank among a draft's candidates the target's bonus token was found. Result rows
 hold these counts, from which the probability of cache hits can be estimated."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -26,8 +26,6 @@ this file: the acceptance rates follow from the counts at its K, the number of d
 the hit model from the fitted A, r and floor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -12,8 +12,6 @@ share of counts (for m = 1, z is A itself), and log G is concave. Only the bound
 couples z and r; it matters if ranks below m are likely although none was observed.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

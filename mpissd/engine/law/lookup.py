@@ -9,8 +9,6 @@ Each class reads a token in constant time (the automaton amortised) and drafts `
 O(count), so that the cost of a round does not grow with the context.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 

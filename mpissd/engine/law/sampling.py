@@ -6,8 +6,6 @@ target rank compute with exactly the same distribution [Leviathan et al. 2023, T
 Dao, May 2026, Definition 14].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

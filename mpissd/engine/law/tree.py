@@ -11,8 +11,6 @@ is off the principal path. A node on the paths of several of these leaves is sto
 lanes, which are consecutive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise

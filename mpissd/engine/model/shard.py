@@ -8,8 +8,6 @@ ranks get one KV head more (with its query heads), or one block more of the FFN'
 columns. Rank 0's share is never smaller than another rank's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ target's tokens, the drafted tokens and the bonus candidates are drawn for a win
 a time, and kept in tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

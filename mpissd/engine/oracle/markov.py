@@ -5,8 +5,6 @@ where E is exponentially distributed. So the n-th likeliest token is about n^(sh
 times less likely than the likeliest one (Zipf's law), at any size of the vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ The file is a NumPy archive (docs/recordings.md). Sequence n replays prompt n mo
 prompts. A sequence that is not ended, as in warm-up, goes on with the next prompt's answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

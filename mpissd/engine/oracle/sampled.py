@@ -6,8 +6,6 @@ reads logits of forwards. A random draw depends only on (seed, purpose, sequence
 draw), so that oracles may draw in any order.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy

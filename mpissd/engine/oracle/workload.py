@@ -1,7 +1,5 @@
 """The interface of a workload, which makes a job's sequences and the oracles that decide tokens."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ The first rank of each target group (the group's *lead*) decides the rounds; dra
 other target ranks of the group (its *followers*) run the same forwards as its first rank.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

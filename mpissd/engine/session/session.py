@@ -16,8 +16,6 @@ ranks make, keep and drop the same models in the same order, because compiling i
 rank 0 drafts (inline SD), every target rank counts the draft's memory, too, so that they agree.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Turns the tokens of an answer into text as they arrive, and says what drafted each token."""
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Collection, Sequence
 

@@ -4,8 +4,6 @@ A line is {"prompt": …} or {"messages": […]}. A prompt becomes one user mess
 template if it has one and --chat_template allows it; otherwise the model continues the text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

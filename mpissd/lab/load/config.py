@@ -1,7 +1,5 @@
 """The flags of the command `load`: arrivals, server, and latencies of a good request."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ run has many prompts, each turn takes others. Configurations on which no verdict
 are left out of later turns. The rows are written to OUT/beside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Prints a run on the terminal: its settings, its progress, and a short table of results."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

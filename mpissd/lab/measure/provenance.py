@@ -1,7 +1,5 @@
 """Records where a result row comes from: versions, hosts, devices, command line and commit."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from contextlib import suppress

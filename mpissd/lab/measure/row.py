@@ -1,8 +1,6 @@
 """Builds a run's result row from what the ranks report on the measured rounds, and writes the
 files: the row, the raw rounds and, for runs on text, the answers. Unknown values are None."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

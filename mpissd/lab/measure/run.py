@@ -4,8 +4,6 @@ All ranks decode warm-up rounds and then the measured rounds together. Rank 0 de
 rounds end, gathers all ranks' reports, builds the result row, writes the files, and prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set as AbstractSet
 from contextlib import closing, nullcontext
 from dataclasses import replace

@@ -9,8 +9,6 @@ all answers have arrived; the other ranks read their clocks in between. The erro
 t_remote − (t_send + t_received)/2 is at most half the time between these two instants.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The flags of the command `pair`: models and prompts to record, or recordings to evaluate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mpissd.common.config import RunConfig

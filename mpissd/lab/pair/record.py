@@ -1,7 +1,5 @@
 """The command `pair`: records the target's greedy answers and the draft model's continuations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing

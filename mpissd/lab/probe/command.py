@@ -9,8 +9,6 @@ such as all-reduces. Host work and messages are timed by decoding some rounds in
 possible on these ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace

@@ -5,8 +5,6 @@ that finds a wrong sum adds it to `faults` and continues, because other ranks wa
 collectives; all ranks stop together at the end of the stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

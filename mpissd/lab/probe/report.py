@@ -4,8 +4,6 @@ A device profile is a JSON file with measured durations of forwards, all-reduces
 with rates and latencies fitted to these. docs/profile.md describes it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Checks and lists the configurations of a sweep, without starting MPI."""
 
-from __future__ import annotations
-
 from collections.abc import Set as AbstractSet
 
 from mpissd.common.errors import ConfigError

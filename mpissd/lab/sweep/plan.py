@@ -1,27 +1,11 @@
 """Plans a sweep: reads a grid, makes each configuration once, and orders all measurements.
 
-A grid lists values of flags; every combination of one value of each is a configuration. The grid is
-given on the command line, or as a file of blocks, each with its own values. Below, `lookahead` has
-seven values and `alpha` has two:
-
-    mode=sd,ssd; lookahead=2..8; alpha=.6,.8; fan_out=uniform:3,'list:4,4,3'
-
-    [DEFAULT]               # holds in every block that does not override it
-    pair = 8b/1b
-    [acceptance]            # a block: every combination of its values
-    mode = ar, sd, ssd
-    lookahead = 2..8        # 2..8..2 takes every other one
-    [hits]
-    p_hit = none, 0, .5, 1  # none: as if the flag was not given
-
-A value that contains a comma must be in single or double quotes.
-
-Combinations that differ only in flags that their mode ignores are measured once: AR ignores the
-acceptance rate alpha, SD the hit rate. Each repeat measures all configurations in a new random
-order, so that a drift of the machine's speed favours none of them.
+A grid (docs/sweep.md) lists values of flags; every combination of one value of each is a
+configuration. It is one line, `mode=sd,ssd; lookahead=2..8`, or a file of blocks, each with its own
+values. Combinations that differ only in flags that their mode ignores are measured once. Each
+repeat measures all configurations in a new random order, so that a drift of the machine's speed
+favours none of them.
 """
-
-from __future__ import annotations
 
 import configparser
 import hashlib

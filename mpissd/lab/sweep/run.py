@@ -5,8 +5,6 @@ configuration fails, its ranks agree on the error, record it, and the sweep cont
 rank ends the whole job.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

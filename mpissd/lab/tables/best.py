@@ -1,11 +1,7 @@
-"""Makes the tables of the command `compare`: tokens/s by method and K, and each method's best K.
-
-A table covers one setting (model pair, machine, batch size and so on). Each of its lines is one
-method, which is a mode (AR, SD or SSD) with all options except K. A cell is the median tokens/s of
-the result rows with one method and K. Speedups over AR compare rows of equal seeds.
-"""
-
-from __future__ import annotations
+"""Makes the tables of the command `compare`: tokens/s by method and K, and each method's best K. A
+table covers one setting (model pair, machine, batch size and so on). A line is one method, a mode
+with all options except K. A cell is the median tokens/s of the rows with one method and K. Speedups
+over AR compare rows of equal seeds."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

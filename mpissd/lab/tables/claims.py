@@ -1,14 +1,11 @@
-"""Compares SSD with the strongest alternative on as many GPUs, and decides what may be claimed.
+"""Compares SSD with the strongest alternative on as many GPUs, and decides what may be claimed
+(docs/definitions.md, "The uses of G GPUs").
 
-The alternatives are AR, SD and lookups on at most as many GPUs (uses.py lists those that must be
-measured). SSD is taken at the K and options with the highest predicted rate, and compared with the
-alternative for which the lower end of the speedup's interval is smallest. Rows are compared within
-one visit: the same commit and GPU, begun within 12 hours. The rate that an alternative reached on
-another visit, plus DRIFT, bounds its rate on this one; if it was never measured, `bound_of` bounds
-it. docs/definitions.md says when a verdict holds.
+SSD is taken at the K and options with the highest predicted rate, and compared with the alternative
+for which the lower end of the speedup's interval is smallest. Rows are compared within one visit.
+The rate that an alternative reached on another visit, plus DRIFT, bounds its rate on this one; if
+it was never measured, `bound_of` bounds it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

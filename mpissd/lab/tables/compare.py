@@ -1,15 +1,13 @@
 """Compares two configurations: a speedup with its 95% interval, and whether it may be claimed.
 
-A *visit* is a stay on one machine: rows of one commit on the same GPUs, begun within 12 hours. Rows
-are compared within one visit, because a machine's speed drifts from visit to visit (by 1.3 to 3.6%
-in our rows; DRIFT is taken as the bound), which the interval does not include. Rows that share no
-visit are compared too, but labelled "few visits", and no speedup is claimed.
+A *visit* is a stay on one machine: rows of one commit on the same GPUs, begun within 12 hours. A
+machine's speed drifts from visit to visit (by 1.3 to 3.6% in our rows; DRIFT is the bound), which
+the interval does not include. docs/definitions.md has the rules; in tests/lab/test_compare.py, 93
+to 97% of the intervals contain the true ratio.
 
-Rows are paired by their seeds, because a seed fixes the random draws. Several pairs of one seed
-count as one, by the mean of the logarithms of their ratios. If rows of at least 400 rounds share
-three seeds, shorter rows are left out. With fewer than three common seeds the result is a ratio
-without an interval. docs/definitions.md has the rules; in tests/lab/test_compare.py, 93 to 97% of
-the intervals contain the true ratio.
+Rows are paired by their seeds. Several pairs of one seed count as one, by the mean of the
+logarithms of their ratios. If rows of at least 400 rounds share three seeds, shorter rows are left
+out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Reads result rows from files runs*.jsonl.
-
-A malformed line raises an error or, if the caller passes a list `left_out`, is added to that list
-and skipped. `find_rows` and `find_pair` accept a run id, a file or a folder.
-"""
+"""Reads result rows from files runs*.jsonl. A malformed line raises an error or, if the caller
+passes a list `left_out`, is added to that list and skipped."""
 
 from __future__ import annotations
 

@@ -1,20 +1,14 @@
-"""Groups result rows by how they used the GPUs, and lists the alternatives that SSD must beat.
+"""Groups result rows by how they used the GPUs, and lists the alternatives that SSD must beat
+(docs/definitions.md, "The uses of G GPUs").
 
 A *use* of GPUs is a mode on T target ranks and D draft ranks, at one K (number of tokens drafted a
-round). A fair comparison of SSD on G = T + D GPUs includes these alternatives, each at its best K:
-
-    AR, SD inline, lookup, suffix automaton    no draft GPU ("inline": the target's GPUs draft, too)
-    SD with D = 1                              a GPU for the draft model
-
-Lookup and suffix automaton copy drafts from earlier text, without a draft model. If acceptance is
-drawn from a model, both have the same acceptance rate (flag acceptance_fast) and count as one. On
-text or a recording, both must be measured. If an alternative was not measured, nothing is called
-the best. T may be any number of ranks over which the target can be divided.
+round). If acceptance is drawn from a model, all lookups have the same acceptance rate and count as
+one; on text or a recording, each kind must be measured.
 
 Rows are compared only within a *setting*: the same models, machine, acceptance model, batch size
-and context. AR has no draft and no acceptance, and lookups have an acceptance of their own; so both
-are compared with rows of every draft and acceptance model. A *method* is a mode with all options
-except K: where the draft runs, fan-out, hit model, what drafts after a cache miss.
+and context. AR and lookups are compared with rows of every draft and acceptance model. A *method*
+is a mode with all options except K: where the draft runs, fan-out, hit model, what drafts after a
+miss.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ without a GPU, join the files of a tuple below that contains it, as `source` doe
 with nvcc -arch=sm_75 -cubin.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 BACKEND = ("types", "fill", "pack", "gather", "top_k", "read", "copy_ints")

@@ -6,8 +6,6 @@ sequence has. Besides the pages, the cache has *lanes*: scratch memory for the K
 speculative branch each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted

@@ -5,8 +5,6 @@ rotary positions, grouped-query attention and SwiGLU. They differ in the fields 
 TransformerConfig. An unsupported model is refused in one line that names the file and the key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

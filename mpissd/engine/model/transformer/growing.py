@@ -7,8 +7,6 @@ adds one token to all branches. Between two forwards a small kernel, a *stage* (
 position. So a step is launched before the host has read the previous forward's tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

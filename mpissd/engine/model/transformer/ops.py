@@ -5,8 +5,6 @@ operation computes the first `rows` rows of a forward. A row's numbers depend ne
 rows, nor on how many there are, nor on which memory holds its keys and values, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module

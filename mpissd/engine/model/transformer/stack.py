@@ -14,8 +14,6 @@ and GELU with other weights at each drafted position; `mlp` has SwiGLU with the 
 A Medusa head's block is SwiGLU, and not one SiLU product (2401.10774, section 2.1.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -7,8 +7,6 @@ so that no operation is needed between two products. Larger forwards use separat
 the same bits.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ file is unchanged, although the code includes functions of other files. So the c
 named by a digest of all sources.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import zlib

@@ -7,8 +7,6 @@ int32 [4, n], holds where each row (token) lies in the KV cache: its slot, posit
 (see forwards.Places).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -4,8 +4,6 @@ Matrices of a .gguf stay in ggml's blocks (packed.py); others are rounded to bfl
 products are computed in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

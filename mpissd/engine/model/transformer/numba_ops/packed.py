@@ -11,8 +11,6 @@ and a mask give the integers of a pair of inputs. The blocks are defined in llam
 ggml-common.h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ depend neither on the other rows nor on the block's width. A tile branches to co
 for its number of rows, 1 to MOST_ROWS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
