@@ -364,6 +364,12 @@ class MachineFlags(Checked):
     backend: str = flag(
         "auto", choice("auto", "numpy", "cupy", "emulated"), "backend that computes the forwards"
     )
+    draft_backend: str | None = drafting(
+        None,
+        choice("numpy", "cupy", "emulated"),
+        "backend of the draft rank (default: as --backend); numpy drafts on a host core",
+        needs="num_drafts=1 learners=0",
+    )
     device: str = flag("h100", words, "device to emulate: a profile's name or file")
     draft_device: str | None = drafting(
         None, words, "device to emulate on draft ranks (default: as --device)"

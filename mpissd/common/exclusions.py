@@ -45,16 +45,22 @@ FLAGS = (
     Exclusion("learners=1", "backup=fast in sd", "a draft model",
               lambda at: at.config.learners and at.config.is_lookup),
 )  # fmt: skip
-# Exclusions by backend; their conditions read `config` and `backend`.
+# Exclusions by backend; their conditions read `config` and the targets' `backend`.
 DEVICES = (
     Exclusion("draft_device={config.draft_device}", "backend={backend}", "backend=emulated",
-              lambda at: at.config.draft_device and at.backend != "emulated"),
+              lambda at: at.config.draft_device and at.backend != "emulated"
+              and not at.config.draft_backend),
+    Exclusion("draft_device={config.draft_device}", "draft_backend={config.draft_backend}",
+              "draft_backend=emulated", lambda at: at.config.draft_device
+              and at.config.draft_backend not in (None, "emulated")),
     Exclusion("draft_device={config.draft_device}", "without a draft rank", "num_drafts=1",
               lambda at: at.config.draft_device and not at.config.drafts),
 )  # fmt: skip
 FORWARDS = (
     Exclusion("workload=text", "backend=emulated", "numpy, cupy",
               lambda at: at.config.is_text and at.backend == "emulated"),
+    Exclusion("workload=text", "draft_backend=emulated", "numpy, cupy",
+              lambda at: at.config.is_text and at.config.draft_backend == "emulated"),
     Exclusion("fuse", "forward=transformer", "forward=gemm",
               lambda at: at.config.fuse and at.config.is_transformer),
 )  # fmt: skip

@@ -110,7 +110,11 @@ class Row(Mapping[str, Any]):
     laws: str | None = setting("file and SHA-256 of imposed `--laws`")
     batch_size: int = key("b, sequences that decode together")
     draft_device_name: str | None = key(
-        "the draft rank's device, which may be of another kind than the lead's (`--draft_device`)"
+        "the draft rank's device, which may be of another kind than the lead's "
+        "(`--draft_backend`, `--draft_device`)"
+    )
+    draft_backend: str | None = setting(
+        "the draft rank's backend (null without one, and in older rows: as `backend`)"
     )
     inline_draft: bool = setting("whether the draft shares the lead's device")
     all_reduce: str = setting(
@@ -167,7 +171,9 @@ class Row(Mapping[str, Any]):
     )
     tok_per_s: float = key("num_tokens / wall_s", "tok/s")
     tok_per_s_per_gpu: float = key(
-        "tok_per_s / world_size; a learner on another rank's GPU is not counted", "tok/s"
+        "tok_per_s / world_size; a learner on another rank's GPU is not counted, nor is a draft "
+        "on host cores beside a target on GPUs",
+        "tok/s",
     )
     round_us: Means = key("{mean, p50, p90, p99, n} of the durations of the lead's rounds", "µs")
     phases_us: Mapping[str, Means | None] = key(

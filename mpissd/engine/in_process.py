@@ -56,7 +56,8 @@ def open_stepper(
     """
     config, need = job.config, job.needs[drafts]
     device = (drafts and config.draft_device) or config.device
-    backend = open_backend(backend_name, device=device, local_rank=0)
+    name = (drafts and config.draft_backend) or backend_name
+    backend = open_backend(name, device=device, local_rank=0)
     resources.callback(backend.close)
     stepper = Stepper(
         backend,
@@ -193,9 +194,10 @@ def in_one_process(config: RunConfig, serving: Serving | None = None) -> tuple[J
     """Resolves a configuration to a job for one process. Returns (job, backend name). serving: a
     server's settings. Raises ConfigError for an impossible job or a GPU backend."""
     backend = choose(config.backend)
-    if backend not in _BACKENDS:
-        allowed = ", ".join(_BACKENDS)
-        raise ConfigError(f"backend={backend} in one process: allowed: {allowed}")
+    allowed = ", ".join(_BACKENDS)
+    for flag, name in {"backend": backend, "draft_backend": config.draft_backend}.items():
+        if name not in (None, *_BACKENDS):
+            raise ConfigError(f"{flag}={name} in one process: allowed: {allowed}")
     if config.groups > 1:
         raise ConfigError(f"groups={config.groups} in one process: allowed: 1")
     return resolve(config, 1, backend=backend, memory_bytes=None, serving=serving), backend

@@ -20,7 +20,7 @@ from mpissd.common.shapes import ModelShape
 from mpissd.common.workloads import class_of
 from mpissd.engine.backend.numpy_backend import available_memory_bytes
 from mpissd.engine.backend.profile import role_profiles
-from mpissd.engine.backend.registry import unopened
+from mpissd.engine.backend.registry import itemsize_of, unopened
 from mpissd.engine.law.acceptance import PARALLEL, hit_law_of, resolve_acceptance
 from mpissd.engine.law.fanout import MOST_CANDIDATES, FanOuts, resolve_fan_out, tree_fan_out
 from mpissd.engine.law.tree import best_shape
@@ -94,18 +94,21 @@ class Job(Sizes):
 
     def rank_bytes(self, itemsize: int) -> tuple[int, int]:
         """Returns (bytes on a target rank, bytes on a draft rank) of weights, KV cache and scratch.
-        itemsize: bytes of a weight. A draft on a target rank counts there. A GPU that samples
-        tokens also keeps float32 distributions over the vocabulary: the target one for each
-        sequence, the draft one for each token of its last drafts and of its growing branches."""
+        itemsize: bytes of a weight on a target rank, and on a draft rank without a backend of its
+        own. A draft on a target rank counts there. A GPU that samples tokens also keeps float32
+        distributions over the vocabulary: the target one for each sequence, the draft one for each
+        token of its last drafts and of its growing branches."""
         kept = 0, 0
-        if self.config.is_text and self.workload.samples and itemsize < _FLOAT32:
+        if self.config.is_text and self.workload.samples:
             lanes = self.config.groups * self.group_lanes if self.fan_out else 0
             kept = self.config.batch_size, (self.draft_sequences + lanes) * self.num_nodes
+        own = self.config.draft_backend
+        itemsizes = itemsize, itemsize_of(own) if own else itemsize
         needed = [
-            sum(need.num_bytes(itemsize))
-            + need.shard.scratch_bytes(need.buckets[-1], need.options, itemsize)
-            + count * self.workload.proposal_width * _FLOAT32
-            for need, count in zip(self.needs, kept, strict=False)
+            sum(need.num_bytes(size))
+            + need.shard.scratch_bytes(need.buckets[-1], need.options, size)
+            + count * self.workload.proposal_width * _FLOAT32 * (size < _FLOAT32)
+            for need, count, size in zip(self.needs, kept, itemsizes, strict=False)
         ]
         target, draft = [*needed, 0][:2]
         return (target + draft, 0) if self.inline else (target, draft)
@@ -182,13 +185,14 @@ def resolve(
 
     backend: the name of the backend. memory_bytes: the free bytes of the smallest target device
     (None: unknown; then any job fits). draft_memory_bytes: the free bytes of a draft device (None:
-    the same number). serving: a server's settings (None: no server). Raises ConfigError if T does
+    the same number, and with --draft_backend unknown). serving: a server's settings (None: no server). Raises ConfigError if T does
     not divide the target's shape, if acceptance rates or a list of fan-outs do not fit the number
     of drafted tokens, if memory does not suffice, or if features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
-    draft_memory = memory_bytes if draft_memory_bytes is None else draft_memory_bytes
-    memory = DeviceMemory(4 if backend == "numpy" else 2, memory_bytes, draft_memory)
+    is_alike = draft_memory_bytes is None and not config.draft_backend
+    draft_memory = memory_bytes if is_alike else draft_memory_bytes
+    memory = DeviceMemory(itemsize_of(backend), memory_bytes, draft_memory)
     refusals: list[ConfigError] = []
     for target, draft in _pairs(config, tp, backend):
         try:
@@ -210,14 +214,19 @@ def resolve_unopened(config: RunConfig, tp: int, sharing: int | None = None) -> 
         fetch_missing(None, *filter(None, (config.pair and target_of(config.pair), config.target)))
     else:
         fetch_missing(config.pair, config.target, config.draft)
-    memory = draft_memory = None
     backend = unopened(config.backend)
-    if backend == "numpy" and sharing and (there := available_memory_bytes()):
-        memory = there // sharing
-    if backend == "emulated":
+    there = available_memory_bytes() if sharing else None
+    known = {"numpy": there and there // (sharing or 1)}
+    memory = draft_memory = known.get(backend)
+    if "emulated" in (backend, config.draft_backend):
         profile, drafts = role_profiles(config.device, config.draft_device)
-        profile.all_reduce_s(tp, 1)
-        memory, draft_memory = profile.memory_bytes, drafts.memory_bytes
+        known["emulated"] = drafts.memory_bytes
+        draft_memory = drafts.memory_bytes
+        if backend == "emulated":
+            profile.all_reduce_s(tp, 1)
+            memory = profile.memory_bytes
+    if config.draft_backend:
+        draft_memory = known.get(config.draft_backend)
     return resolve(
         config, tp, backend=backend, memory_bytes=memory, draft_memory_bytes=draft_memory
     )

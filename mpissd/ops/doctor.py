@@ -129,7 +129,8 @@ def doctor(config: DoctorConfig, check: Check) -> int:
     if config.tp is None and launcher_size() is not None:
         raise ConfigError("doctor under a launcher: allowed: without one, it starts the ranks")
     num_ranks = run.world_size or run.groups * (config.tp or 1) + run.drafts
-    gpus, gpu_error = read_gpus() if run.backend in ("auto", "cupy") else ([], "")
+    has_gpu = {"auto", "cupy"} & {run.backend, run.draft_backend}
+    gpus, gpu_error = read_gpus() if has_gpu else ([], "")
     findings = [*_of_machine(config.run, num_ranks, check), *_of_gpus(gpus, gpu_error)]
     findings += of_load(num_ranks)
     if not run.dry_run and all(finding.verdict != BAD for finding in findings):
@@ -436,6 +437,9 @@ def _try_session(config: RunConfig, ranks: Sequence[Facts]) -> dict[str, str]:
                 "all-reduce": all_reduce_text(session),
                 "pair": " / ".join(model.name for model in (job.target, job.draft) if model),
             }
+            if config.draft_backend:
+                place = session.infos[session.topology.first_draft].name
+                chosen["draft backend"] = f"{config.draft_backend} on {place}"
             doubt = doubt_of(job)
             return {**chosen, "draft": doubt} if doubt else chosen
     finally:

@@ -54,9 +54,14 @@ def test_the_draft_has_a_device_of_its_own() -> None:
     sizes = {"memory_bytes": 20 * GB, "draft_memory_bytes": 2 * GB}
     with pytest.raises(ConfigError, match=r"llama-3.2-1b needs 1.9 GB"):
         resolve(config, 1, backend="cupy", **sizes)
+    on_cpu = replace(config, draft_backend="numpy")
+    with pytest.raises(ConfigError, match=r"llama-3.2-1b needs 3.9 GB"):
+        resolve(on_cpu, 1, backend="cupy", **sizes)
     inline = RunConfig(pair="8b/1b", mode="sd", num_drafts=0)
     assert resolve(inline, 1, backend="cupy", **sizes).rank_bytes(2)[1] == 0
     target, draft = resolve(config, 1, backend="cupy", memory_bytes=None).rank_bytes(2)
+    apart = resolve(on_cpu, 1, backend="cupy", memory_bytes=20 * GB).rank_bytes(2)
+    assert apart == (target, 2 * draft)  # float32 weights
     together, none = resolve(inline, 1, backend="cupy", memory_bytes=None).rank_bytes(2)
     assert (together, none) == (target + draft, 0)
 
@@ -163,6 +168,10 @@ GENERATED = {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True}
         ({**MEDUSA, "workload": "markov"}, "medusa4.*workload=markov: allowed: gemm"),
         ({"fuse": True, "forward": "transformer"}, "^fuse with forward=transformer: allowed: f"),
         ({"draft_device": "h100"}, "^draft_device=h100 with backend=numpy: allowed: backend=emul"),
+        ({"draft_device": "h100", "draft_backend": "numpy"}, "draft_backend=numpy: allowed: draf"),
+        ({"draft_backend": "numpy", "num_drafts": 0, "mode": "sd"}, "^draft_backend=numpy with n"),
+        ({"draft_backend": "numpy", "mode": "ar"}, "num_drafts=0: allowed: num_drafts=1"),
+        ({"draft_backend": "emulated", "workload": "text", "prompt_ids": "1"}, "numpy, cupy"),
     ],
 )
 def test_what_makes_no_sense_takes_one_line(flags: dict[str, Any], message: str) -> None:

@@ -41,6 +41,7 @@ GEMM: dict[str, tuple[int, tuple[str, ...], Scenario]] = {
     "sd-T2": (3, (*NUMPY, "--mode=sd"), replace(TOY, mode="sd")),
     "ssd": (2, (*NULL, "--mode=ssd"), TOY),
     "ssd-T2": (3, (*NUMPY, "--mode=ssd"), TOY),
+    "unequal": (3, (*NUMPY, "--draft_backend=emulated", "--draft_device=null"), TOY),
     "ssd-all-miss": (2, (*NULL, "--p_hit=0"), replace(TOY, p_hit=0.0)),
     "ssd-all-hit": (2, (*NULL, "--p_hit=1"), replace(TOY, p_hit=1.0)),
 }
@@ -99,7 +100,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Together:
         "groups T=2": (5, (*NUMPY, "--batch_size=1", "--groups=2")),
         "markov": (3, [*TABLE, *MARKOV, *NATURAL.split(), *ENDS, "--batch_size=5"]),
         "markov sd": (2, [*DRAWN, "--mode=sd", *NATURAL.split()]),
-        "markov ssd": (3, [*DRAWN, *NATURAL.split()]),
+        "markov ssd": (3, [*DRAWN, *NATURAL.split(), "--draft_backend=numpy"]),
         "recorded": (3, [*TABLE, *MARKOV, "--divergence=0.35", *ENDS, *T2]),
         "replayed": (3, [*replay, *T2]),
         **{name: (np_, [*text, *flags]) for name, (np_, flags) in {**TEXTS, **DRAWS}.items()},
@@ -129,7 +130,7 @@ def test_the_row_follows_from_the_raw_rounds(runs: Together, name: str) -> None:
     assert row["outcome_digest"] == outcome_digest(rows)
     assert row["token_digest"] == token_digest(tokens, 20)
     assert row["num_tokens"] == sum(len(found) for found in tokens.values())
-    assert (row["device_us"]["all_reduce"] > 0) == (name.endswith("T2"))
+    assert (row["device_us"]["all_reduce"] > 0) == (row["tp"] == 2)
     assert len(arrays["lead_ledger_ns"]) == 20  # the gates compare each number with these arrays
 
 
@@ -176,6 +177,16 @@ def test_ssd_draws_what_sd_draws(runs: Together) -> None:
     sd, ssd = runs["markov sd"], runs["markov ssd"]
     assert 0 < ssd.row["hit_rate"] < 1
     assert ssd.row["outcome_digest"] == sd.row["outcome_digest"] and emitted(ssd) == emitted(sd)
+
+
+def test_the_draft_s_backend_is_its_own(runs: Together) -> None:
+    row = runs["unequal"].row
+    assert (row["backend"], row["draft_backend"]) == ("numpy", "emulated")
+    assert row["draft_device_name"] == "null device (emulated)" != row["device_name"]
+    row = runs["markov ssd"].row
+    assert (row["backend"], row["draft_backend"]) == ("emulated", "numpy")
+    assert runs["ssd"].row["draft_backend"] == "emulated"
+    assert runs["inline-T2"].row["draft_backend"] is None
 
 
 def test_messages_are_one_each_way_and_a_plan_to_each_follower(runs: Together) -> None:

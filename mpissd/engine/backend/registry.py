@@ -12,6 +12,11 @@ _NO_CUPY = (
 )
 
 
+def itemsize_of(name: str) -> int:
+    """Returns the bytes of an element of a weight or an activation on the backend `name`."""
+    return 4 if name == "numpy" else 2
+
+
 def _has_cupy() -> bool:
     return importlib.util.find_spec("cupy") is not None
 

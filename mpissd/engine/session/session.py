@@ -284,6 +284,7 @@ class Machine:
 
     topology: Topology  # the roles of all ranks
     backend: Backend
+    target_backend: str  # the name of the target ranks' backend
     infos: list[DeviceInfo]  # the devices, by rank
     group: Group
     models: Models
@@ -307,7 +308,7 @@ class Machine:
         return resolve(
             config,
             self.topology.tp,
-            backend=self.backend.name,
+            backend=self.target_backend,
             memory_bytes=target,
             draft_memory_bytes=draft,
             serving=serving,
@@ -391,12 +392,14 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
     with agreed(topology.world):
         if topology.is_lead:
             make_output(config.out)
-        binding = binding_of(choose(config.backend), topology.local_rank)
+        own = config.draft_backend if topology.is_draft else None
+        binding = binding_of(own or choose(config.backend), topology.local_rank)
     bindings = topology.world.allgather(binding)
-    name = backend_name(config, topology, bindings)
+    name = own or backend_name(config, topology, bindings)
     names = topology.world.allgather(name)
-    if len(set(names)) > 1:  # --backend=auto found a GPU on some hosts only.
-        raise Refused(f"backends by rank are {', '.join(names)}: say which with --backend", 2)
+    alike = names[: topology.first_draft] if config.draft_backend else names
+    if len(set(alike)) > 1:  # --backend=auto found a GPU on some hosts only.
+        raise Refused(f"backends by rank are {', '.join(alike)}: say which with --backend", 2)
     with agreed(topology.world):
         if name == "cupy" and not config.share_gpu:
             refuse_sharing(bindings, topology.hosts)
@@ -417,7 +420,7 @@ def _open_machine(config: RunConfig, num_drafts: int, world: MPI.Comm | None) ->
     memory = _least(shares[:first]), _least(shares[first:])
     models = Models(backend, group, config.seed, memory[topology.is_draft])
     resources.callback(models.close)
-    machine = Machine(topology, backend, infos, group, models, memory, resources)
+    machine = Machine(topology, backend, names[0], infos, group, models, memory, resources)
     machine.divide([num_drafts])
     return machine
 
@@ -472,8 +475,10 @@ def backend_name(config: RunConfig, topology: Topology, bindings: Sequence[Bindi
         return name
     size = Shard(resolve_model(where)).weight_bytes(ForwardOptions(lm_head=True), 2)
     host = topology.hosts[topology.world.rank]
-    here = [bound for bound, other in zip(bindings, topology.hosts, strict=True) if other == host]
-    gpus = len({bound.gpu(host) for bound in here if bound})
+    ranks = zip(bindings, topology.hosts, strict=True)
+    # A draft rank on another backend has no GPU, and needs none.
+    here = [bound for bound, other in ranks if other == host and bound is not None]
+    gpus = len({bound.gpu(host) for bound in here})
     if size > _SMALL_BYTES or gpus == len(here) or config.share_gpu:
         return name
     if topology.is_lead:

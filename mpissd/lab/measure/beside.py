@@ -35,7 +35,7 @@ from mpissd.lab.tables.uses import LOOKUPS, Family
 Measure = Callable[[Session, dict[str, Any]], Row | None]
 Say = Callable[[str], None]
 _OWN = """lookahead fan_out backup backup_lookahead lookup saguaro_c tree tree_shape
-    parallel_drafting""".split()
+    parallel_drafting draft_backend draft_device""".split()
 _WIDTH = 0.03  # The comparison ends when the intervals of all speed ratios are within ±3%.
 _TURNS = 4  # Narrow intervals end the comparison only after this number of turns (repeats).
 _LATE_S = 20.0  # extra time in s that is granted if a verdict still needs turns
@@ -171,7 +171,7 @@ class _Beside:
         """Adds a configuration to the comparison and chooses its K; returns it with its machine.
         family: its mode and numbers of ranks. parallel: whether one forward drafts all K tokens.
         All ranks must call this."""
-        unit = {"cupy": "GPU", "numpy": "core"}.get(machine.backend.name, "emulated GPU")
+        unit = {"cupy": "GPU", "numpy": "core"}.get(machine.target_backend, "emulated GPU")
         run = self._run
         use = TimedUse(family, unit, parallel=parallel)
         is_own = not self._comparison.uses  # The run itself is added first.

@@ -42,6 +42,7 @@ def print_card(session: Session) -> None:
     lines = [("mode", mode), ("target", target)]
     if job.draft is not None:
         where = "inline on the lead" if job.inline else f"{sizes[1]} on its own rank"
+        where += f" ({config.draft_backend})" if config.draft_backend else ""
         lines.append(("draft", f"{job.draft.name}, {where}"))
     lines.append(("backend", f"{backend.name} ({backend.dtype_name})"))
     if backend.info.kind == "emulated":

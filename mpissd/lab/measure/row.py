@@ -167,6 +167,8 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
     draft = measured.draft
     sharing = len(session.infos) - len({*distinct_gpus(session.infos, topology.hosts)})
     num_gpus = job.world_size - sharing - (shares_gpu_of(measured, session.infos) is not None)
+    if backend.name == "cupy" and config.draft_backend == "numpy":
+        num_gpus -= topology.num_drafts  # they draft on host cores
     decoded = _decoded(lead, job)
     # A group has no accept_histogram of its own, because the row has one for all groups.
     groups: list[Mapping[str, Any]] = [
@@ -187,6 +189,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         draft_device_name=(
             session.infos[topology.first_draft].name if topology.num_drafts else None
         ),
+        draft_backend=(config.draft_backend or backend.name) if topology.num_drafts else None,
         world_size=job.world_size,
         tp=job.tp,
         num_drafts=config.drafts,

@@ -268,7 +268,7 @@ def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
         if mode in MODES:
             unseen = {name for name, field in _FLAGS.items() if mode not in field.metadata["modes"]}
         if flags.get("num_drafts", "1").strip("0") == "":  # "0" and "00" are both zero.
-            unseen.add("draft_device")
+            unseen |= {"draft_backend", "draft_device"}
         if flags.get("backup", "jit") == "jit":
             unseen.add("acceptance_fast")
         kept = {name: text for name, text in flags.items() if name not in unseen}

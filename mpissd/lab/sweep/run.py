@@ -86,7 +86,7 @@ class Sweep:
 
     def _digest(self, task: SweepTask) -> str:
         machine = self._machine
-        return task.digest(machine.topology.tp, machine.backend.name, machine.infos[0].name)
+        return task.digest(machine.topology.tp, machine.target_backend, machine.infos[0].name)
 
     def _rows(self) -> dict[str, Row]:
         """Returns {hash of the task: row} of the rows of sweeps in OUT/runs.jsonl."""
