@@ -101,8 +101,7 @@ def _planned(
     config: PlanConfig, profile: Profile, given: AbstractSet[str], *, is_advice: bool = False
 ) -> RunConfig:
     """Returns the configuration of a run. Flags not in `given` get the values with which the device
-    profile was measured. is_advice: whether to assume whole transformers unless flags or the
-    profile object."""
+    profile was measured. is_advice: whether to assume whole transformers by default."""
     flags = covered(profile, config.run.forward)
     is_whole = not profile.forwards or profile.models_others
     is_whole |= any(key.sequences for key in profile.forwards)

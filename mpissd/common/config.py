@@ -470,8 +470,7 @@ class RunConfig(  # dataclass fields come from the last base class first
 
     @classmethod
     def completed(cls, flags: Mapping[str, str]) -> dict[str, str]:
-        """Adds flags that a prompt or pair implies; on CPUs the shipped pair's K and fan-out
-        too."""
+        """Adds flags that a prompt or pair implies; on CPUs the shipped pair's K, fan-out."""
         return with_measured(with_text(super().completed(flags)))
 
     @property

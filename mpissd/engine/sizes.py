@@ -168,8 +168,7 @@ class Sizes:
     @property
     def capacity(self) -> int:
         """The number of tokens that one sequence's slot of the KV cache holds: the longest sequence
-        (in a text job also one that warms up for warmup_rounds), and the tokens of a verification.
-        """
+        (in a text job also one that warms up), and the tokens of a verification."""
         a_round = self.lookahead + 1
         warm = WARM_TOKENS + self.config.warmup_rounds * a_round if self.config.is_text else 0
         return max(self.longest, warm) + a_round

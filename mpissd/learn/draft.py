@@ -245,8 +245,7 @@ class StateDraft(_Draft):
 
     def steps(self, tokens: Tensor, hidden: Tensor, count: int) -> Iterator[Tensor]:
         """Yields, for t = 1 … count, the states [b, n − count, hidden] from which the LM head
-        drafts. tokens: int64 [b, n]. hidden: the target's states at these tokens, [b, n, hidden].
-        """
+        drafts. tokens: int64 [b, n]. hidden: the target's states there, [b, n, hidden]."""
         norm = self.blocks.norm
         weights = self.weights
         before = F.pad(hidden, (0, 0, 1, 0))[:, : tokens.shape[1] - count].float()

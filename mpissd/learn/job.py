@@ -49,8 +49,7 @@ Log = Callable[[str], None]
 
 
 class Distillation:
-    """The work of one of the processes that together sample a target and train one draft model or
-    several on the samples."""
+    """One of the processes that together sample a target and train drafts on the samples."""
 
     def __init__(
         self, config: DistillConfig, source: Inputs, log: Log, group: ProcessGroup, begun: float

@@ -66,8 +66,7 @@ class JobRequest:
     needs_gpus: bool = True
 
     def command(self) -> list[str]:
-        """Returns the words of the sbatch command; options that the script's header has are left
-        out."""
+        """Returns the words of the sbatch command, without options that the script's header has."""
         options = self.resolve().items()
         given = [f"--{name}={text}" for name, text in options if self.header.get(name) != text]
         return ["sbatch", *given, *self.extra, self.script, *self.flags]

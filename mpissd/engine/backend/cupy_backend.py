@@ -419,8 +419,7 @@ class CupyBackend(Backend):
         self._copy(array.data.ptr, host.ctypes.data, array, runtime.memcpyHostToDevice)
 
     def launcher(self, *, early: bool) -> Launcher:
-        """Returns a Launcher on this backend's stream. early: whether a kernel may start before the
-        previous one ends."""
+        """Returns a Launcher. early: whether a kernel may start before the previous one ends."""
         return Launcher(self.stream, self.device_id, early=early)
 
     def flush(self) -> None:

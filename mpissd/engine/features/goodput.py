@@ -371,9 +371,8 @@ class Goodput:
         return self.way
 
     def _kind(self, way: Way) -> tuple[bool, int | None, bool]:
-        """Returns the group that `way` belongs to; only the best way of a group is tried. The
-        largest K of the current width is its own group, because it best shows the seconds of a
-        draft forward."""
+        """Returns the group of `way`; only the best way of a group is tried. The largest K of the
+        current width is its own group, because it best shows the seconds of a draft forward."""
         is_most = way.lookahead == self._lookahead and way.width == self._best.width
         return way.lookahead > 0, way.width, is_most and self._best.lookahead > 0
 
@@ -442,9 +441,8 @@ def _line(points: Sequence[Point], ar_s: float) -> tuple[float, float, float]:
 
 
 def widths_of(job: Job) -> list[int | None]:
-    """Returns the limits, from which a job's controller may choose, of the number of bonus
-    candidates at any branch point: None (the job's fan-out) and 1. Empty if nothing is drafted
-    ahead."""
+    """Returns the limits, from which a job's controller may choose, of the bonus candidates at any
+    branch point: None (the job's fan-out) and 1. Empty if nothing is drafted ahead."""
     if not job.fan_outs.branches or job.inline:
         return []
     return [None, 1] if job.widest > 1 else [None]

@@ -96,8 +96,7 @@ def serve_groups(
 ) -> None:
     """Runs a draft's rounds for all target groups until each group's first rank ends its rounds.
     ends: for each group, (its message channel, its Drafter), which wait by the same GroupWaiter.
-    forwards: runs the forwards of all groups. waiter: waits for a forward, and for a message of any
-    group."""
+    forwards: runs the forwards of all groups. waiter: waits for a forward or a message."""
     groups = list[GroupWaiter]()
     for link, drafter in ends:
         assert isinstance(drafter.waiter, GroupWaiter), "a group that would hold up the others"
@@ -131,8 +130,7 @@ def _serve(link: DraftEnd, drafter: Drafter, forwards: SharedForwards) -> None:
 
 class SharedForwards:
     """A draft model that several target groups share. Forwards that several groups have launched
-    run as one. groups: each group's view of the model. launched: the views with a launched forward.
-    """
+    run as one. groups: each group's view of the model. launched: views with a forward."""
 
     COLUMNS = ("begin_ns", "device_ns", "rows", "seats")
 

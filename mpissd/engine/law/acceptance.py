@@ -194,8 +194,7 @@ class HitLaw:
     @property
     def ends(self) -> tuple[bool, ...]:
         """The cases with parameters of their own: (False,) if all rounds have the same, else
-        (False, True), for rounds with a rejection and for rounds that accepted all drafted tokens.
-        """
+        (False, True), for rounds with a rejection and for rounds that accepted all."""
         return (False, True)[: len(self.by_end)]
 
     def powers(self, lookahead: int, served: int) -> tuple[tuple[float, ...], ...]:

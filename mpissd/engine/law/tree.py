@@ -158,9 +158,8 @@ class BranchLayout:
 def lay_out(parents: Sequence[int], depths: Index, end: int) -> tuple[Index, Index, Index]:
     """Assigns lanes, which are numbered scratch KV memory, to the nodes of a draft tree. Returns
     three arrays indexed by node: the first lane that stores the node (−1: none), the depth at which
-    its path enters a lane, and the number of its lanes. parents: the parents of nodes 1 … N.
-    depths: the depths of nodes 0 … N. end: nodes from this number on get lanes also if they are
-    first children."""
+    its path enters a lane, and the number of its lanes. parents: of nodes 1 … N. depths: of nodes 0
+    … N. end: nodes from this number on get lanes also if they are first children."""
     waiting = set(parents)  # the nodes whose first child is not laid out yet
     leaves = [int(node not in waiting) for node in range(len(parents) + 1)]
     for node in range(len(parents), 0, -1):

@@ -87,9 +87,8 @@ class Stream:
         raise NotImplementedError
 
     def nodes(self, shape: Shape, rows: Index, ahead: Index | int = 0) -> Ints:
-        """Returns the N tokens of a draft tree for each of n batch rows `rows`, int32 [n, N].
-        shape: the tree's. The tree begins after the sequence's next `ahead` tokens of the target.
-        """
+        """Returns the N tokens of a draft tree of this shape for each of n batch rows, int32 [n,
+        N]. The tree begins after the sequence's next `ahead` tokens of the target."""
         return self.ranked(rows, shape.depths[1:] - 1, shape.ranks[1:], ahead)
 
     def after(
@@ -351,8 +350,7 @@ class ImposedTarget(Imposed, TargetOracle):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Compares drafted tokens with the target's. Returns (number of accepted tokens, bonus
-        token), int32 [b]."""
+        """Returns (number of accepted tokens, bonus token) of each sequence, int32 [b]."""
         shape = self.shape
         drafts = speculation.tokens
         if len(batch) == 1:  # without NumPy, which saves 12 to 18 µs

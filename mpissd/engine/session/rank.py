@@ -36,13 +36,11 @@ Result = TypeVar("Result")
 
 class Rank:
     """One rank of a job: its workers, which run the models' forwards, and its ends of the message
-    channels. What its role (first or other rank of a target group, or draft) does not use is None.
-    """
+    channels. What its role (first or other rank of a target group, or draft) lacks is None."""
 
     def __init__(self, session: Session) -> None:
         """Opens this rank's models, and communicators for the messages of a target group's first
-        rank with its draft and with the group's other ranks. All ranks of the job call it together.
-        """
+        rank with its draft and with the group's other ranks. All ranks call it together."""
         self.session = session
         topology = session.topology
         waiter = session.waiter

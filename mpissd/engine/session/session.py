@@ -355,10 +355,9 @@ def opened(config: RunConfig) -> Iterator[Session]:
 def opened_machine(
     config: RunConfig, num_drafts: int, world: MPI.Comm | None = None
 ) -> Iterator[Machine]:
-    """Opens this rank's resources that outlive a configuration (device, all-reduce, model cache),
-    and closes them within the deadline, also after an error. world: the ranks, `groups` groups of
-    target ranks and num_drafts draft ranks (None: all). All call it; if one fails, all raise
-    Refused."""
+    """Opens this rank's resources that outlive a configuration (device, all-reduce, models), and
+    closes them within the deadline, also after an error. world: the ranks, `groups` groups of
+    target ranks and num_drafts draft ranks (None: all). If one fails, all raise Refused."""
     machine = _open_machine(config, num_drafts, world)
     try:
         yield machine

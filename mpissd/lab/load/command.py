@@ -55,8 +55,7 @@ _HEAD = (
 class LoadRow:
     """The result of sending requests to a server at one rate: a line of OUT/loads.jsonl. Times
     count from a request's arrival. OUT/loads/<load_id>.npz has for each request at_s (arrival),
-    ttft_s (time to the first token), latency_s (to the last), num_tokens, prompt_tokens and status.
-    """
+    ttft_s (to the first token), latency_s (to the last), num_tokens, prompt_tokens and status."""
 
     schema: int = key("version of the set of keys: 1")
     load_id: str = key("id of the measurement, which names its file under OUT/loads")
@@ -105,8 +104,7 @@ class LoadRow:
 
 def load(config: LoadConfig) -> int:
     """Runs the command `load`; returns the exit code: 0, or 5 if the server answered nothing. The
-    last line on stdout is the result at the last rate, as JSON. Raises ConfigError for wrong flags.
-    """
+    last line on stdout is the result at the last rate, as JSON. Raises ConfigError."""
     check_output(config.out)
     planned = list(loads(config))
     try:
@@ -418,8 +416,7 @@ class Client:
 
     async def _ask(self, path: str, body: Mapping[str, Any], due: float, answer: Reply) -> int:
         """Sends a request and adds the chunks of the streamed answer to `answer`; returns the HTTP
-        status, or _FAILED if the stream broke off. due: the arrival time, from which times count.
-        """
+        status, or _FAILED if the stream broke off. due: the arrival, from which times count."""
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != ANSWERED:
                 return response.status_code
@@ -434,8 +431,7 @@ class Reply:
     """The part of a streamed answer that has arrived so far. first_s, last_s: seconds from the
     request's arrival to the first and to the last chunk with tokens (if there is none, to the chunk
     that ends the answer). num_chunks: number of chunks with tokens. usage: the server's token
-    counts. has_ended: whether the answer is complete. is_done: whether the stream has ended, too.
-    """
+    counts. has_ended: whether the answer is complete. is_done: whether the stream has ended."""
 
     def __init__(self) -> None:
         self.first_s = self.last_s = np.nan
@@ -445,8 +441,7 @@ class Reply:
 
     def add(self, event: StreamEvent, now_s: float) -> None:
         """Adds one event of the stream. now_s: seconds from the request's arrival to the event.
-        Raises one of the exceptions in sse.DAMAGED if the event is no chunk of an answer, or
-        reports an error."""
+        Raises one of sse.DAMAGED if the event is no chunk of an answer, or reports an error."""
         self.is_done = self.is_done or event.data.startswith(DONE)
         if self.is_done:
             self.has_ended = True

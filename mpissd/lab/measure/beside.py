@@ -77,8 +77,7 @@ class _Beside:
         self, machine: Machine, run: RunConfig, row: Row | None, measure: Measure, say: Say
     ) -> None:
         """Chooses how many tokens and prompts each measurement decodes. All ranks must call this.
-        machine, run, row: ranks, configuration and result row (only on rank 0) of the finished run.
-        """
+        machine, run, row: ranks, configuration and result row (on rank 0) of the finished run."""
         job = machine.resolve(run)
         if run.pair is None and run.target is None:  # The default pair depends on the ranks.
             run = replace(run, target=job.target_where, draft=job.draft_where or None)
@@ -156,10 +155,9 @@ class _Beside:
         return self._comparison
 
     def _tried_masks(self) -> int:
-        """Returns how many mask tokens the draft model has, by which one forward drafts several
-        tokens; 0 if such drafts are not to be tried. They are not tried if flags rather than text
-        decide acceptance, because flags give only the acceptance of the run's own drafts. All ranks
-        must call this."""
+        """Returns how many mask tokens the draft has, by which one forward drafts several tokens; 0
+        if flags rather than text decide acceptance, because flags give only the acceptance of the
+        run's own drafts. All ranks must call this."""
         run = self._run
         if not (run.is_text or run.parallel_drafting):
             return 0
@@ -251,8 +249,7 @@ class _Beside:
 
     def _speed(self, place: Place, turn: int) -> float | None:
         """Measures one configuration once; returns its tokens/s on rank 0, None elsewhere and after
-        a failure. All ranks must call this. turn: number of the turn, which is added to the seed.
-        """
+        a failure. All ranks must call this. turn: its number, added to the seed."""
         machine = place.machine
         session = row = None
         seed = (self._run.seed + turn) % _MOST_SEED

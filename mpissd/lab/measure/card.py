@@ -142,8 +142,7 @@ def progress_bar(config: RunConfig, rounds: int | None) -> Iterator[Callable[[in
 @contextmanager
 def status_line(config: RunConfig, terminal: TextIO | None) -> Iterator[Callable[[str], None]]:
     """Yields a function say(text), which changes the text of a progress line; every 4 s the line
-    also shows the seconds so far. terminal: where to write (None: stderr, if that is a terminal).
-    """
+    also shows the seconds so far. terminal: where (None: stderr, if that is a terminal)."""
     shown = ""
     is_over = Event()
 

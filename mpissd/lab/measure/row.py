@@ -286,9 +286,8 @@ def _phase_means(report: LeadReport | DraftReport | None) -> dict[str, float] | 
 
 
 def device_means(measured: Measured) -> dict[str, float | None]:
-    """Returns how the device of rank 0 spends a mean round, as {key: µs} (None: unknown). "forward"
-    is the target's forward without all-reduces, "all_reduce" the all-reduces, and "idle" the rest.
-    """
+    """Returns how the device of rank 0 spends a mean round, as {key: µs} (None: unknown): "forward"
+    is the target's forward without all-reduces ("all_reduce"), and "idle" the rest."""
     lead = measured.lead
     busy = float(np.mean(lead.records.t_target_s)) * 1e6
     reduce_s = measured.profile.all_reduce_s  # seconds of all-reduces in a full verification

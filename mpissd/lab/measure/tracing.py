@@ -126,8 +126,7 @@ def write_trace(
 def _device_track(host: NDArray[np.int64], t_target_s: NDArray[np.float64]) -> Track:
     """Returns the trace row of rank 0's device. host: slices of rank 0's host, [n, 4]. t_target_s:
     seconds of each forward. A device measures how long a forward took, but not when on the host's
-    clock; so the forward is drawn to end when the host noticed its end, the latest possible time.
-    """
+    clock; so it is drawn to end when the host noticed its end, the latest possible time."""
     waits = host[host[:, 1] == LeadPhase.DEVICE_WAIT]
     seconds = t_target_s[: len(waits)]
     is_timed = np.isfinite(seconds)
@@ -146,8 +145,7 @@ def events(
     arrows: Sequence[Arrow] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yields the events of a Chrome trace, with times in µs since the earliest activity. names,
-    tracks, clocks: title, trace rows and clock offset of each rank. arrows: messages of each round.
-    """
+    tracks, clocks: title, trace rows and clock offset of each rank. arrows: by round."""
     first = (
         t.slices[:, 2].min() - ahead
         for (ahead, _), of in zip(clocks, tracks, strict=True)

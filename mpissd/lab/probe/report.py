@@ -167,9 +167,8 @@ def _lines(tables: Tables) -> Iterator[tuple[str, str]]:
 
 
 def _times(name: str, entry: Entry, shown: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yields two printed lines for an entry: what was timed (row counts or bytes, after `name`),
-    and the times in µs. A "~" marks a time whose interquartile range exceeds a tenth of the median.
-    """
+    """Yields two lines for an entry: what was timed (row counts or bytes, after `name`), and the
+    times in µs. A "~" marks a time whose interquartile range exceeds a tenth of the median."""
     yield name, "".join(f"{point:>9}" for point in shown)
     marks = ["~" * ((entry["spread"][point] or 0) > 0.1) for point in shown]
     times = zip(marks, shown.values(), strict=True)

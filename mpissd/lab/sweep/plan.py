@@ -203,8 +203,7 @@ def _digest(named: Sequence[object]) -> str:
 @dataclass(frozen=True)
 class SweepPlan:
     """The configurations that a sweep measures: all of a grid, or those of one shard, in the grid's
-    order. num_drafts: number of draft ranks D, enough for each of them. seed: of the random order.
-    """
+    order. num_drafts: draft ranks D, enough for each of them. seed: of the random order."""
 
     points: tuple[Point, ...]
     repeats: int
@@ -260,8 +259,7 @@ def planned(config: SweepConfig) -> SweepPlan:
 
 def _point(flags: Mapping[str, str], job: Mapping[str, str]) -> Point:
     """Makes a configuration from `flags`, without those that have no effect in its mode. job: flags
-    that all configurations share. If flags contradict each other, the result has the error's text.
-    """
+    that all share. If flags contradict each other, the result has the error's text."""
     try:
         mode = flags.get("mode", RunConfig.mode)
         unseen = set[str]()

@@ -113,8 +113,7 @@ class Claim:
 
 def claims(settings: Iterable[Mapping[str, Any]], rows: Sequence[Row]) -> list[list[Claim]]:
     """Returns the claims about SSD in each setting (models, machine, batch size and so on), in
-    order. rows: result rows of all modes. Holm's correction is made over all claims in one table.
-    """
+    order. rows: of all modes. Holm's correction is made over all claims in one table."""
     by_setting = [judged(setting, rows) for setting in settings]
     tables: dict[tuple[Any, ...], list[tuple[int, int, float]]] = {}
     for n, at_setting in enumerate(by_setting):

@@ -104,8 +104,7 @@ def product(x, packed, out, first, rows):
 def float_product(x, first, count, depth, weights, stride, out, width):
     """Adds to out [count, width] the product of a part of x with float32 weights. x: [rows,
     columns], of which `count` rows from `first` and the first `depth` columns are read. weights,
-    out: addresses; two rows of weights lie `stride` elements apart. width: the number of columns of
-    `out`, a multiple of 16."""
+    out: addresses; two rows of weights lie `stride` elements apart. width: a multiple of 16."""
     groups = (count + MOST_ROWS - 1) // MOST_ROWS
     columns = x.shape[1]
     for group in range(groups):
