@@ -45,6 +45,7 @@ from mpissd.serve.fields import (
     Tokenize,
     read_fields,
     read_object,
+    refused,
 )
 from mpissd.serve.lead import Lead
 from mpissd.serve.protocol import End, PromptTokens, Ready
@@ -127,32 +128,27 @@ class Endpoints:
         gauge("stats_age_seconds", "since the lead's last report", lambda: lead.stats_age_s)
         gauge("up", "whether the ranks are there", lambda: lead.is_serving)
 
-        defaults = Sampling(temperature=config.run.temperature)
-        chat, completion = (
-            partial(made, kind=kind, defaults=defaults) for kind in (ChatBody, CompletionBody)
-        )
-        response = partial(parse_response, defaults=defaults)
-        posts: dict[str, Callable[[Http], Coroutine[Any, Any, Response]]] = {
-            "/v1/chat/completions": partial(self._answer, chat, "messages"),
-            "/v1/completions": partial(self._answer, completion, "prompt"),
-            "/v1/responses": partial(self._answer, response, "input"),
-            "/tokenize": self._tokenize,
-            "/detokenize": self._detokenize,
+        makers: dict[str, tuple[Callable[..., Exchange], str]] = {
+            "/v1/chat/completions": (partial(made, kind=ChatBody), "messages"),
+            "/v1/completions": (partial(made, kind=CompletionBody), "prompt"),
+            "/v1/responses": (parse_response, "input"),
         }
         routes = [
-            Route(path, partial(_post, answer), methods=["POST"]) for path, answer in posts.items()
+            Route(path, partial(self._answer, make, subject), methods=["POST"])
+            for path, (make, subject) in makers.items()
         ]
-        gets = {
-            "/": self._home,
-            "/v1/models": self._models,
-            "/health": self._health,
-            "/ready": self._ready,
-            "/metrics": self._metrics,
-            "/tokenizer_info": self._tokenizer_info,
-        }
-        routes += [Route(path, answer, methods=["GET"]) for path, answer in gets.items()]
-        self._paths = {*posts, *gets}
-        self._app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+        routes += [
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self._tokenizer_info),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+            Route("/", self._home),
+        ]
+        self._paths = {route.path for route in routes}
+        self._app = Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, _failed))
         self._app.router.redirect_slashes = False
         self._html = _PAGE.read_text(encoding="utf-8")
         self._html_headers = page_headers(self._html)
@@ -205,7 +201,8 @@ class Endpoints:
         makes an Exchange of a body's fields. subject: the field with the prompt."""
         arrived_s = time.monotonic()
         self._lead.check_room()
-        request = make(read_object(await read_body(http)))
+        defaults = Sampling(temperature=self._config.run.temperature)
+        request = make(read_object(await read_body(http)), defaults=defaults)
         choices = await self._complete(request, subject, http, arrived_s)
         self._lead.submit(choices)
         arriving = self._arriving(choices, arrived_s)
@@ -249,22 +246,18 @@ class Endpoints:
         sampling = request.sampling
         if sampling.mode is not None and sampling.mode not in config.modes:
             allowed = ", ".join(config.modes)
-            raise Problem(400, f"mode={sampling.mode}: allowed: {allowed}", "mode")
+            raise refused(f"mode={sampling.mode}", allowed)
         most = 0 if config.run.mode == "ar" else config.run.lookahead
         if (sampling.lookahead or 0) > most:
-            message = f"speculation.lookahead={sampling.lookahead}: allowed: 0 to {most}"
-            raise Problem(400, message, "speculation")
+            raise refused(f"speculation.lookahead={sampling.lookahead}", f"0 to {most}")
         if sampling.temperature and not config.sampling:
-            message = f"temperature={sampling.temperature}: allowed: 0, without sampling"
-            raise Problem(400, message, "temperature")
+            raise refused(f"temperature={sampling.temperature}", "0, without sampling")
         if request.form is not None and not (config.sampling and self._tokenizer.stop_ids):
-            allowed = "allowed: with sampling, and a model that ends its answers"
-            raise Problem(400, f"{request.form[0]}: {allowed}", request.form[0])
+            raise refused(request.form[0], "with sampling, and a model that ends its answers")
         ready = self._lead.check()
         count = asked.n * (len(asked.prompts) if isinstance(asked, CompletionBody) else 1)
         if count > (most := ready.max_running + config.max_queue):
-            message = f"{count} answers: allowed: {most}, which run and wait at once"
-            raise Problem(400, message, subject)
+            raise refused(f"{count} answers", f"{most}, which run and wait at once", subject)
         request.prompts = await self._encoded(http, partial(request.encode, self._tokenizer))
         every = [(subject, prompt) for prompt in request.prompts]
         given = ("logit_bias", [*dict(sampling.logit_bias)])
@@ -359,10 +352,7 @@ class Endpoints:
             self._token_s.observe((time.monotonic() - choice.first_s) / (choice.num_tokens - 1))
 
     async def _models(self, http: Http) -> Response:
-        try:
-            ready = self._lead.check()
-        except Problem as problem:  # the ranks are loading, or gone
-            return refusal(problem)
+        ready = self._lead.check()
         names = ("max_running", "context", "backend", "device_name", "draws")
         known = {name: getattr(ready, name) for name in names}
         model = {"object": "model", "created": 0, "owned_by": "mpissd"}
@@ -377,7 +367,7 @@ class Endpoints:
         self._check_model(asked.model)
         words = self._tokenizer
         if (asked.prompt is None) == (not asked.messages):
-            raise Problem(400, "prompt: allowed: either prompt or messages", "prompt")
+            raise refused("prompt", "either prompt or messages")
 
         def work() -> dict[str, Any]:
             if asked.messages:
@@ -415,10 +405,8 @@ class Endpoints:
         if reason is None and meant not in (None, replica):  # The balancer's list is old.
             reason = f"this is not replica {meant}"
         state = {"mode": stats.mode, "lookahead": stats.lookahead, "draft": stats.draft}
-        return JSONResponse(
-            {"ready": reason is None, "reason": reason, **state},
-            503 if reason else 200,
-        )
+        told = {"ready": reason is None, "reason": reason, **state}
+        return JSONResponse(told, 503 if reason else 200)
 
     async def _metrics(self, http: Http) -> Response:
         page = generate_latest(self._registry)
@@ -431,18 +419,7 @@ class Endpoints:
 def _check_ids(name: str, ids: Sequence[int], ready: Ready) -> None:
     """Raises Problem if a field has a token id that the model does not have."""
     if (largest := max(ids, default=0)) >= ready.vocab:
-        raise Problem(400, f"{name}: token {largest}: allowed: 0..{ready.vocab - 1}", name)
-
-
-async def _post(answer: Callable[[Http], Coroutine[Any, Any, Response]], http: Http) -> Response:
-    try:
-        return await answer(http)
-    except Problem as problem:
-        return refusal(problem)
-    except RecursionError:
-        return refusal(Problem(400, "a value is nested too deeply"))
-    except ClientDisconnect:
-        return Response(status_code=499)  # the client is gone
+        raise refused(f"{name}: token {largest}", f"0..{ready.vocab - 1}")
 
 
 async def read_body(http: Http) -> bytes:
@@ -512,8 +489,16 @@ def refusal(problem: Problem) -> Response:
     return JSONResponse(problem.to_dict(), problem.status, problem.headers)
 
 
-async def _unrouted(http: Http, error: Exception) -> Response:
-    """Returns the response to a path or method that does not exist."""
-    assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail}"
-    return refusal(Problem(error.status_code, message, headers=dict(error.headers or {})))
+async def _failed(http: Http, error: Exception) -> Response:
+    """Returns the response to a request that raised one of the errors in _ERRORS."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # the client is gone
+    if isinstance(error, HTTPException):  # no such path, or method
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        error = Problem(error.status_code, message, headers=dict(error.headers or {}))
+    if isinstance(error, Problem):
+        return refusal(error)
+    return refusal(Problem(400, "a value is nested too deeply"))
+
+
+_ERRORS = Problem, HTTPException, ClientDisconnect, RecursionError

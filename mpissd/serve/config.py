@@ -53,24 +53,15 @@ class ServeConfig(RanksFlags):
     api_key: str | None = flag(None, words, f"key that clients send (or {KEY_VARIABLE}, unseen)")
     max_running: int = flag(16, integer(1, 4096), "most sequences that decode together")
     kv_tokens: int = flag(
-        0, integer(0), "tokens of KV cache for all sequences together; 0: each may fill the context"
+        0, integer(0), "tokens of KV cache; 0: each sequence may fill the context"
     )
-    prefix_cache: bool = flag(
-        True, switch, "let requests that begin alike share the KV cache of what they begin with"
-    )
+    prefix_cache: bool = flag(True, switch, "let requests share the KV cache of a common beginning")
     sampling: bool = flag(True, switch, "let requests ask for a temperature above 0")
     max_queue: int = flag(64, integer(0, 65536), "most requests that wait; further ones get 429")
-    max_wait_s: float = flag(
-        600.0, number(0.1), "longest time of a request, from its arrival to its last token"
-    )
-    register: str | None = flag(
-        None, words, "shared folder in which to write the address, while requests are taken"
-    )
+    max_wait_s: float = flag(600.0, number(0.1), "longest time of a request, from its arrival")
+    register: str | None = flag(None, words, "shared folder in which to write the server's address")
     drain_s: float = flag(
-        0.0,
-        number(0, 86400),
-        "seconds that requests have to end after SIGTERM; the rest is cut off (default 0, with "
-        f"register {DRAIN_S:g})",
+        0.0, number(0, 86400), f"seconds for requests after SIGTERM (with register: {DRAIN_S:g})"
     )
 
     @classmethod
@@ -97,10 +88,8 @@ class ServeConfig(RanksFlags):
             asked = f"temperature={self.run.temperature:g} with sampling=false"
             raise ConfigError(f"{asked}: allowed: temperature=0, or sampling=true")
         if not is_local(self.host) and self.key is None:
-            raise ConfigError(
-                f"host={self.host} without api_key: allowed: 127.0.0.1, or an API key "
-                f"({KEY_VARIABLE}, or api_key)"
-            )
+            allowed = f"allowed: 127.0.0.1, or an API key ({KEY_VARIABLE}, or api_key)"
+            raise ConfigError(f"host={self.host} without api_key: {allowed}")
 
     @property
     def decoding(self) -> RunConfig:

@@ -178,11 +178,10 @@ class Driver(RoundObserver):
         for one in self._unsent:
             task = one.task
             if one.tokens:
-                sources = [*[SOURCES[one.source]] * one.accepted, *[BONUS] * len(one.tokens)]
-                sources = sources[: len(one.tokens)]
-                self._mail.put(
-                    Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
-                )
+                count = len(one.tokens)
+                sources = [*[SOURCES[one.source]] * one.accepted, *[BONUS] * count][:count]
+                told = Tokens(task.request_id, one.tokens, sources, one.logprobs, task.hits)
+                self._mail.put(told)
             if one.ended is not None:
                 counts = task.drafted, task.accepted, task.hits, task.rounds, task.cached
                 steps = [task.steps[n] for n in range(self.lookahead + 1)]

@@ -22,49 +22,42 @@ from mpissd.common.errors import unknown
 
 MOST_BIASES, MOST_CHOICES, MOST_STOPS, MOST_TOP = 1024, 8, 16, 20
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Fields that never change an answer
-_IGNORED = (
-    "user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention "
-    "client_metadata"
-).split()
-# Fields that are not honoured, by the JSON values at which they change nothing ("": none)
-_OTHERS = {
-    "false": "store echo add_special_tokens use_beam_search early_stopping return_token_ids "
-    "return_tokens_as_token_ids include_stop_str_in_output background",
-    "true": "skip_special_tokens spaces_between_special_tokens include_reasoning",
-    "0": "priority top_a mirostat",
-    "1": "best_of length_penalty repeat_penalty typical_p",
-    "[]": "bad_words allowed_token_ids functions documents include",
-    '""': "suffix",
-    '"auto"|"default"': "service_tier",
-    '"auto"|"guidance"': "guided_decoding_backend",
-    '"auto"|"none"': "function_call",
-    '"medium"': "verbosity",
-    '"disabled"': "truncation",
-    '["text"]': "modalities",
-    "": "prompt_logprobs guided_grammar truncate_prompt_tokens web_search_options prediction "
-    "previous_response_id conversation max_tool_calls cache_salt",
-}
-NEUTRAL = {
-    name: [json.loads(value) for value in values.split("|") if value]
-    for values, names in _OTHERS.items()
+# Fields that are not honoured, the list of JSON values at which they change nothing ("any": they
+# never change an answer), and the nearest field that is honoured
+_OTHERS = """
+user metadata request_id safety_identifier prompt_cache_key prompt_cache_retention = any
+client_metadata = any
+store use_beam_search early_stopping return_token_ids return_tokens_as_token_ids = [false]
+include_stop_str_in_output background add_special_tokens = [false]
+echo = [false] echo of /v1/completions
+skip_special_tokens spaces_between_special_tokens include_reasoning = [true]
+priority top_a mirostat = [0]
+length_penalty = [1]
+best_of = [1] n
+repeat_penalty = [1] repetition_penalty
+typical_p = [1] top_p
+documents include = [[]]
+bad_words = [[]] logit_bias
+allowed_token_ids = [[]] guided_choice
+functions = [[]] tools
+suffix = [""]
+service_tier = ["auto","default"]
+guided_decoding_backend = ["auto","guidance"]
+function_call = ["auto","none"] tool_choice
+verbosity = ["medium"] max_tokens
+truncation = ["disabled"]
+modalities = [["text"]]
+prompt_logprobs = [] echo and logprobs of /v1/completions
+guided_grammar = [] guided_json, guided_regex, guided_choice
+previous_response_id conversation = [] input with all earlier items
+cache_salt = [] --prefix_cache=false of the server
+truncate_prompt_tokens web_search_options prediction max_tool_calls = []
+"""
+NEUTRAL = {  # {field: (values, nearest field)}
+    name: (None if values == "any" else json.loads(values), nearest)
+    for names, _, rest in (line.partition(" = ") for line in _OTHERS.strip().splitlines())
+    for values, _, nearest in [rest.partition(" ")]
     for name in names.split()
-}
-_NEAREST = {
-    "echo": "echo of /v1/completions",
-    "cache_salt": "--prefix_cache=false of the server",
-    "prompt_logprobs": "echo and logprobs of /v1/completions",
-    "bad_words": "logit_bias",
-    "allowed_token_ids": "guided_choice",
-    "best_of": "n",
-    "repeat_penalty": "repetition_penalty",
-    "typical_p": "top_p",
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "guided_grammar": "guided_json, guided_regex, guided_choice",
-    "previous_response_id": "input with all earlier items",
-    "conversation": "input with all earlier items",
-    "verbosity": "max_tokens",
 }
 
 Count = Annotated[int, Meta(ge=0, le=2**31)]
@@ -98,6 +91,11 @@ class Problem(Exception):
         kind = _KINDS.get(self.status, default)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def refused(told: str, allowed: str, param: str | None = None) -> Problem:
+    """Returns the refusal of a field. told: begins with its name, unless `param` names it."""
+    return Problem(400, f"{told}: allowed: {allowed}", param or re.split("\\W", told)[0])
 
 
 class Strict(Struct, forbid_unknown_fields=True):
@@ -187,10 +185,12 @@ class ChatMessage(Strict, kw_only=True, omit_defaults=True):
 
 
 class Function(Struct):
-    """A function that an answer may call. parameters: a JSON schema of its arguments."""
+    """A function that an answer may call. parameters: a JSON schema of its arguments, which hold to
+    it if `strict` is set, or the call is forced."""
 
     name: Text
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Struct):
@@ -240,22 +240,20 @@ class Asked(Strict, kw_only=True):
         """The form that answers must have; raises Problem if several are given."""
         forms = list(self._forms())
         if len(forms) > 1:
-            message = f"{forms[1][0]} with {forms[0][0]}: allowed: one of them"
-            raise Problem(400, message, forms[1][0])
+            raise refused(f"{forms[1][0]} with {forms[0][0]}", "one of them")
         if not forms:
             return None
         form = forms[0]
         for name in ("min_tokens", "ignore_eos"):  # a complete answer ends, and not before
             if getattr(self, name):
-                raise Problem(400, f"{name} with {form[0]}: allowed: one of them", name)
+                raise refused(f"{name} with {form[0]}", "one of them")
         return form
 
     def _forms(self) -> list[Form]:
         found = list[tuple[str, str, Any]]()
         if (asked := self.response_format) is not None and asked.type != "text":
             if asked.type == "json_schema" and asked.json_schema is None:
-                allowed = 'allowed: with "json_schema": {"schema": {…}}'
-                raise Problem(400, f"response_format: json_schema: {allowed}", "response_format")
+                raise refused("response_format: json_schema", 'with "json_schema": {"schema": {…}}')
             schema = {"type": "object"} if asked.json_schema is None else asked.json_schema.schema
             found.append(("response_format", "json", schema))
         found += [(f"guided_{kind}", kind, getattr(self, f"guided_{kind}")) for kind in _FORMS]
@@ -293,31 +291,37 @@ class ChatBody(Asked, kw_only=True):
     def _forms(self) -> list[Form]:
         found = super()._forms()
         if self.must_call:
-            found.append(("tool_choice", "json", json.dumps(self._calls())))
+            call = self._call()
+            if self.parallel_tool_calls and not isinstance(self.tool_choice, Tool):
+                several = {"type": "array", "items": call, "minItems": 1}
+                call = {**several, "$defs": call["$defs"]} if "$defs" in call else several
+            found.append(("tool_choice", "json", json.dumps(call)))
+        is_strict = self.tool_choice == "auto" and any(tool.function.strict for tool in self.tools)
+        if is_strict and not found:  # an answer of another form has no calls
+            found.append(("tools", "calls", json.dumps(self._call())))
         return found
 
-    def _calls(self) -> dict[str, Any]:
-        """Returns the JSON schema of the tool calls that an answer must be."""
+    def _call(self) -> dict[str, Any]:
+        """Returns the JSON schema of a tool call."""
         tools, chosen = [tool.function for tool in self.tools], self.tool_choice
         if isinstance(chosen, Tool):
             tools = [tool for tool in tools if tool.name == chosen.function.name]
         if not tools:
-            raise Problem(400, "tool_choice: allowed: one of the tools", "tool_choice")
+            raise refused("tool_choice", "one of the tools")
         defined, calls = dict[str, Any](), list[dict[str, Any]]()
         for tool in tools:
-            schema = dict(tool.parameters or {"type": "object"})
+            is_held = self.must_call or tool.strict
+            schema = dict((is_held and tool.parameters) or {"type": "object"})
             defs = schema.pop("$defs", None)  # "$ref" names them from the root
             for name, inner in (defs if isinstance(defs, dict) else {}).items():
                 if defined.setdefault(name, inner) != inner:
                     raise Problem(400, f"tools: two definitions of {shown(name)}", "tools")
             if other := re.search(r'"\$ref": ("#(?!/\$defs/)[^"]*")', json.dumps([schema, defs])):
-                raise Problem(400, f"tools: $ref={other[1]}: allowed: #/$defs/…", "tools")
+                raise refused(f"tools: $ref={other[1]}", "#/$defs/…")
             properties = {"name": {"const": tool.name}, "arguments": schema}
             told = {"type": "object", "properties": properties, "additionalProperties": False}
             calls.append({**told, "required": ["name", "arguments"]})
         call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        if self.parallel_tool_calls and not isinstance(chosen, Tool):
-            call = {"type": "array", "items": call, "minItems": 1}
         return {**call, "$defs": defined} if defined else call
 
 
@@ -339,7 +343,7 @@ class CompletionBody(Asked, kw_only=True):
             is_ids = isinstance(one, list) and one and all(type(t) is int and t >= 0 for t in one)
             if not (isinstance(one, str) or is_ids):
                 allowed = "a text, a list of token ids, or a list of these"
-                raise Problem(400, f"prompt={shown(one)}: allowed: {allowed}", "prompt")
+                raise refused(f"prompt={shown(one)}", allowed)
         return list(prompts)
 
 
@@ -377,22 +381,20 @@ def read_fields(fields: Mapping[str, Any], kind: type[Kind]) -> Kind:
     for name, value in fields.items():
         if name in kind.__struct_fields__:
             chosen[name] = value
-        elif name not in (*NEUTRAL, *_IGNORED):
-            if kind.__struct_config__.forbid_unknown_fields:
-                name = shown(name)[1:-1]
-                raise Problem(400, str(unknown("field", name, kind.__struct_fields__)), name)
-        elif not any(_same(value, neutral) for neutral in NEUTRAL.get(name, [value])):
-            allowed = [*map(json.dumps, NEUTRAL[name]), *filter(None, [_NEAREST.get(name)])]
-            told = ", ".join(allowed) or "none"
-            raise Problem(400, f"{name}={shown(value)}: allowed: {told}", name)
+        elif name in NEUTRAL:
+            values, nearest = NEUTRAL[name]
+            is_flag = isinstance(value, bool)
+            same = (value == one and is_flag == isinstance(one, bool) for one in values or ())
+            if values is not None and not any(same):
+                told = [*map(json.dumps, values), *filter(None, [nearest])]
+                raise refused(f"{name}={shown(value)}", ", ".join(told) or "none")
+        elif kind.__struct_config__.forbid_unknown_fields:
+            name = shown(name)[1:-1]
+            raise Problem(400, str(unknown("field", name, kind.__struct_fields__)), name)
     try:
         return msgspec.convert(chosen, kind)
     except msgspec.ValidationError as error:
         raise _explained(str(error), chosen, kind) from error
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
@@ -401,18 +403,12 @@ def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
     reason, _, place = text.rpartition(" - at ")  # a value in it may have these words, too
     reason = reason or text
     path = re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", place)
-    where, value, types = "", fields, _parts([type_info(kind)])
+    where, value, types = "", fields, [type_info(kind)]
     for name, index in path:
         where += f".{name}" if name else f"[{index}]"
-        if name:
-            value = value[name]
-            known = [each for one in types for each in getattr(one, "fields", ())]
-            types = [each.type for each in known if each.name == name]
-        else:
-            value = value[int(index)] if index.isdigit() else value
-            inner = (getattr(one, "item_type", getattr(one, "value_type", None)) for one in types)
-            types = [each for each in inner if each is not None]
-        types = _parts(types)
+        if name or index.isdigit():
+            value = value[name or int(index)]
+        types = [part for one in types for part in _inside(one, name)]
     where = where.lstrip(".")
     param = path[0][0] if path else None
     if missing := re.search("missing required field `(.*)`", reason):
@@ -423,14 +419,18 @@ def _explained(text: str, fields: Any, kind: type[Struct]) -> Problem:
         name = shown(extra[1])[1:-1]
         return Problem(400, str(unknown(f"{where} field", name, known)), param)
     values = [str(each) for one in types for each in getattr(one, "values", ())]
-    allowed = reason.partition(", got ")[0].removeprefix("Expected ").replace("`", "")
-    allowed = ", ".join(values) or allowed
-    return Problem(400, f"{where}={shown(value)}: allowed: {allowed}", param)
+    expected = reason.partition(", got ")[0].removeprefix("Expected ").replace("`", "")
+    return refused(f"{where}={shown(value)}", ", ".join(values) or expected, param)
 
 
-def _parts(types: Sequence[Any]) -> list[Any]:
-    """Returns types (of msgspec.inspect) with the members of unions in their place."""
-    return [part for one in types for part in getattr(one, "types", (one,))]
+def _inside(one: Any, name: str) -> Sequence[Any]:
+    """Returns the types, as msgspec.inspect describes them, of what a type has in the field `name`,
+    or as items if that is empty."""
+    if name:
+        inner = [field.type for field in getattr(one, "fields", ()) if field.name == name]
+    else:
+        inner = [getattr(one, "item_type", getattr(one, "value_type", None))]
+    return [part for each in inner for part in getattr(each, "types", (each,))]
 
 
 def shown(value: Any) -> str:

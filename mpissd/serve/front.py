@@ -142,11 +142,10 @@ async def _serve(
             if member is not None and draining is None:
                 member.join()
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            how = f"{about['mode']}"
-            if about["lookahead"]:
-                how = f"{how}, K={about['lookahead']}{' in one forward' * run.parallel_drafting}"
-            line = f"{url} serves {lead.check().model}{with_draft} ({how})"
-            sys.stdout.write(f"{line}; Ctrl-C ends it\n")
+            how = f", K={about['lookahead']}{' in one forward' * run.parallel_drafting}"
+            how = f"{about['mode']}{how if about['lookahead'] else ''}"
+            model = f"{lead.check().model}{with_draft}"
+            sys.stdout.write(f"{url} serves {model} ({how}); Ctrl-C ends it\n")
             sys.stdout.flush()
             _note(f"open {url.removesuffix('v1')} in a browser to watch and try it")
         await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
@@ -159,10 +158,7 @@ async def _serve(
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, on_signal, each)
-    with (
-        _private_folder() as folder,
-        member or contextlib.nullcontext(),
-    ):
+    with _private_folder() as folder, member or contextlib.nullcontext():
         path = str(Path(folder, "lead"))
         async with await lead.accept(path):
             _note(f"loads {job.target.name}{with_draft} on {config.num_ranks} ranks")
@@ -233,9 +229,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         listener.bind(info[4])
     except OSError as error:
-        raise ConfigError(
-            f"host={host} port={port}: {error.strerror}: allowed: a free one"
-        ) from error
+        why = f"{error.strerror}: allowed: a free one"
+        raise ConfigError(f"host={host} port={port}: {why}") from error
     with listener:
         yield listener
 

@@ -75,8 +75,7 @@ class Lead:
 
     def check_ready(self) -> None:
         """Raises Problem (503) if the lead is loading, gone or hangs, or the server ends soon."""
-        self._check_stays(self.is_leaving)
-        self.check()
+        self._check(self.is_leaving)
         if (age := self.stats_age_s) > _HUNG_S:
             message = f"the lead has said nothing for {age:.0f} s"
             raise Problem(503, message, code="lead_hangs", headers=RETRY)
@@ -84,17 +83,16 @@ class Lead:
     def check_room(self, more: int = 0) -> None:
         """Raises Problem: 429 if the queue is full, 503 if no requests are taken. more: how many
         requests will be added besides the next one."""
-        self._check_stays(self.is_refusing)
-        most = self.check().max_running + self._max_queue
+        most = self._check(self.is_refusing).max_running + self._max_queue
         if (count := self.outstanding + more) >= most:
             message = f"{count} requests are waiting or running"
             raise Problem(429, message, code="queue_full", headers=RETRY)
 
-    @staticmethod
-    def _check_stays(is_ending: bool) -> None:
+    def _check(self, is_ending: bool) -> Ready:
         if is_ending:
             message = "the server finishes what it has, and ends"
             raise Problem(503, message, code="draining", headers=RETRY)
+        return self.check()
 
     def submit(self, choices: Sequence[Exchange]) -> None:
         """Gives the choices (answers) of a request their ids, and sends the first one of each

@@ -20,7 +20,7 @@ from mpissd.common.errors import ProtocolError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 
 SOCKET_VARIABLE = "MPISSD_SERVE_SOCKET"  # environment variable with the path of the front's socket
-_CHUNK, _CHUNKS = 1 << 16, 16  # the most bytes of one read, and the most reads between two rounds
+_CHUNK = 1 << 20  # the most bytes that are read between two rounds, above what a socket holds
 _MOST_UNREAD = 64 << 20  # bytes of unread messages after which the front counts as gone
 
 
@@ -154,19 +154,12 @@ class Line:
         """Returns the messages that have arrived; waits up to wait_s seconds for a first one."""
         if self.is_closed or not self._poll.poll(1000 * wait_s):
             return ()
-        data = bytearray(self._rest)
-        for _ in range(_CHUNKS):  # Read on: a cancellation may follow long prompts.
-            try:
-                new = self._socket.recv(_CHUNK)
-            except BlockingIOError:
-                break
-            except OSError:
-                new = b""
-            if not new:
-                self.is_closed = True
-                break
-            data += new
-        *lines, self._rest = bytes(data).split(b"\n")
+        try:
+            new = self._socket.recv(_CHUNK)
+        except OSError:
+            new = b""
+        self.is_closed = not new
+        *lines, self._rest = (self._rest + new).split(b"\n")
         return [unpack(line) for line in lines]
 
     def put(self, message: Message) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from mpissd.common.errors import ConfigError
 from mpissd.common.rounds import GREEDY, Logprob, Sampling
 from mpissd.engine.text.answer import AnswerText
-from mpissd.engine.text.grammar import make_grammar
+from mpissd.engine.text.grammar import CALL, CALL_END, make_grammar
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.fields import (
     ChatBody,
@@ -29,11 +29,11 @@ from mpissd.serve.fields import (
     Form,
     Problem,
     read_fields,
+    refused,
     shown,
 )
 from mpissd.serve.protocol import End, PromptTokens, Ready, Tokens
 
-CALL = "<tool_call>"  # begins a tool call in most models' answers
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # not in ASCII
 _IF_ANY = ("tool_calls", "refusal", "annotations", "audio", "function_call")  # empty: ignored
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # variables of templates
@@ -98,6 +98,11 @@ class Exchange:
         """Returns the tokens of the prompts, and stores the grammar that `form` asks for. Raises
         Problem if a prompt has no tokens, or if no answer can match the grammar."""
         if self.form is not None:
+            if self.form[1] == "calls" and not self._tells_calls(tokenizer):
+                allowed = (
+                    f"with a chat template that has {CALL}, or a tool_choice that forces calls"
+                )
+                raise refused("tools: strict=true", allowed)
             try:
                 grammar = make_grammar(*self.form, tokenizer)
             except ConfigError as error:
@@ -119,11 +124,10 @@ class Exchange:
             variables["reasoning_effort"] = asked.reasoning_effort
         for name, value in variables.items():
             if name in _RESERVED:
-                message = f"chat_template_kwargs.{name}: allowed: the field {name} of the body"
-                raise Problem(400, message, "chat_template_kwargs")
+                raise refused(f"chat_template_kwargs.{name}", f"the field {name} of the body")
             if value not in (False, None, "none") and not tokenizer.reads(name, self.tools):
                 told = f"{name}={shown(value)}: {tokenizer.name}'s chat template does not read it"
-                raise Problem(400, f"{told}: allowed: false", "chat_template_kwargs")
+                raise refused(told, "false", "chat_template_kwargs")
         is_described = not asked.must_call or tokenizer.reads("tools", self.tools)
         return encode_chat(
             tokenizer,
@@ -133,6 +137,9 @@ class Exchange:
             continues=asked.continue_final_message,
             variables=variables,
         )
+
+    def _tells_calls(self, tokenizer: Tokenizer) -> bool:
+        return CALL in (tokenizer.template_for(self.tools) or "")
 
     def begin(self, tokenizer: Tokenizer, ready: Ready, model: str) -> list[Exchange]:
         """Prepares and returns the choices (answers). ready: has the tokens that end an answer.
@@ -239,7 +246,7 @@ class Exchange:
                 return called(text, is_bare=True)
             self._held = text
             return "", []
-        if CALL not in (self._tokenizer.template_for(self.tools) or ""):
+        if not self._tells_calls(self._tokenizer):
             return text, []
         if self.end is not None:
             text, calls = called(text)
@@ -248,11 +255,6 @@ class Exchange:
         at = text.find(CALL) if CALL in text else next(ends)
         self._held = text[at:]
         return text[:at], []
-
-    def logprobs(self, new: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Returns the log-probabilities of new tokens in OpenAI's form for a chat."""
-        found = ((piece.token, piece.logprob) for piece in new)
-        return [self._named(t, one) for t, one in found if t is not None and one is not None]
 
     def _named(self, token: int, found: Logprob) -> dict[str, Any]:
         """Returns a token's log-probability and the likeliest ones. bytes: None if it is a part."""
@@ -268,18 +270,16 @@ class Exchange:
     def _logprobs(self, new: Sequence[Piece]) -> dict[str, Any] | None:
         """Returns log-probabilities in OpenAI's form for a chat or a completion, with those of the
         prompt if it is returned, too; None if no token has any."""
-        content: list[dict[str, Any] | None] = [*self.logprobs(new)]
-        if isinstance(self.asked, ChatBody):
-            return {"content": content, "refusal": None} if content else None
-        names = [each["token"] for each in content if each is not None]
+        found = list[tuple[int, Logprob | None]]()
         if self._echo is not None and self.sampling.logprobs is not None:
-            tokens = self.prompt
-            known = ((token, self.scored.get(n)) for n, token in enumerate(tokens))
-            scored = [None if one is None else self._named(token, one) for token, one in known]
-            content = [*scored, *content]
-            names = [*map(self._tokenizer.piece, tokens), *names]
-        if not content:
+            found += ((token, self.scored.get(n)) for n, token in enumerate(self.prompt))
+        found += ((one.token, one.logprob) for one in new if one.token is not None and one.logprob)
+        if not found:
             return None
+        content = [one and self._named(token, one) for token, one in found]
+        if isinstance(self.asked, ChatBody):
+            return {"content": content, "refusal": None}
+        names = [self._tokenizer.piece(token) for token, _ in found]
         values = [each and each["logprob"] for each in content]
         # Of two tokens with the same text the likelier one counts.
         value = itemgetter("logprob")
@@ -346,7 +346,7 @@ def called(text: str, *, is_bare: bool = False) -> tuple[str, list[dict[str, Any
     content, *parts = ("", text) if is_bare else text.split(CALL)
     calls = list[dict[str, Any]]()
     try:
-        found = [json.loads(part.partition("</tool_call>")[0]) for part in parts]
+        found = [json.loads(part.partition(CALL_END)[0]) for part in parts]
         for call in found[0] if is_bare and isinstance(found[0], list) else found:
             json.dumps(call, ensure_ascii=False).encode()
             arguments = json.dumps(call["arguments"], allow_nan=False)
@@ -387,7 +387,7 @@ def _conversation(asked: Sequence[ChatMessage]) -> list[dict[str, Any]]:
                 function["arguments"] = json.loads(function["arguments"])
             except (ValueError, RecursionError) as error:
                 told = f"{where}.tool_calls: arguments={shown(function['arguments'])}"
-                raise Problem(400, f"{told}: allowed: JSON", "messages") from error
+                raise refused(told, "JSON") from error
         messages.append(given)
     return messages
 
@@ -412,24 +412,20 @@ def made(
     told["logit_bias"] = tuple((int(token), bias) for token, bias in asked.logit_bias.items())
     told["lookahead"] = asked.speculation.lookahead
     if asked.stream_options.include_sources and not asked.stream:
-        message = "stream_options.include_sources=true: allowed: with stream=true"
-        raise Problem(400, message, "stream_options")
+        raise refused("stream_options.include_sources=true", "with stream=true")
     most, tools = asked.max_tokens, list[Any]()
     if isinstance(asked, ChatBody):
         most = asked.max_completion_tokens or most
         tools = [] if asked.tool_choice == "none" else fields.get("tools", [])
         if asked.top_logprobs and not asked.logprobs:
-            message = f"top_logprobs={asked.top_logprobs}: allowed: with logprobs=true"
-            raise Problem(400, message, "top_logprobs")
+            raise refused(f"top_logprobs={asked.top_logprobs}", "with logprobs=true")
         told["logprobs"] = asked.top_logprobs if asked.logprobs else None
         if fields.get("add_generation_prompt") and asked.continue_final_message:
-            message = "continue_final_message=true: allowed: add_generation_prompt=false"
-            raise Problem(400, message, "continue_final_message")
+            raise refused("continue_final_message=true", "add_generation_prompt=false")
     else:
         told["logprobs"] = asked.logprobs
     if most is not None and asked.min_tokens > most:
-        message = f"min_tokens={asked.min_tokens}: allowed: at most max_tokens={most}"
-        raise Problem(400, message, "min_tokens")
+        raise refused(f"min_tokens={asked.min_tokens}", f"at most max_tokens={most}")
     return make(asked, replace(defaults, **told), tools, asked.form, most)
 
 

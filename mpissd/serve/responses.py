@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
-from mpissd.serve.fields import ChatBody, Positive, Problem, Strict, read_fields, shown
+from mpissd.serve.fields import ChatBody, Positive, Problem, Strict, read_fields, refused, shown
 from mpissd.serve.request import Exchange, accounts, event, made
 
 _PARAMS = {  # {a chat's field: the response's}
@@ -35,7 +35,7 @@ class Response(Exchange):
     given: Mapping[str, Any] = field(default_factory=dict)
     _count: int = 0  # events so far
     _item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")  # the message's id
-    _content: list[str] = field(default_factory=list)  # parts of the answer's text
+    _said: str | None = None  # the text so far, if there is a message
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _scores: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of its tokens
     _num_sent: int = 0  # of these in events
@@ -74,37 +74,37 @@ class Response(Exchange):
             **told,
         }
 
-    def _message(self, status: str) -> dict[str, Any]:
-        content = [self._text_part("".join(self._content))]
+    def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         head = {"type": "message", "id": self._item, "role": "assistant"}
-        return {**head, "status": status, "content": content}
+        return {**head, "status": status, "content": list(content)}
 
-    def _text_part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _take(self) -> str:
+        """Adds the text, scores and calls since the last time to the answer; returns the text."""
+        told = self.choice()
+        new = told["delta" if self.asked.stream else "message"]
+        text = new.get("content") or ""
+        self._scores += (told["logprobs"] or {"content": ()})["content"]
+        self._calls += new.get("tool_calls", ())
+        if text or (self.end is not None and not self._calls):  # an answer may be empty
+            self._said = (self._said or "") + text
+        return text
 
     def part(self) -> bytes:
         """Returns the events of the text since the last call."""
-        new, self._new = self._new, []
-        text, calls = self.said(new)
+        was_said, text = self._said is not None, self._take()
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         events = b""
         if not self._count:
             for kind in ("created", "in_progress"):
                 events += self._event(kind, response=self._object("in_progress"))
-        is_said = bool(text) or (self.end is not None and not calls)  # an answer may be empty
-        if is_said and not self._content:
-            item = {**self._message("in_progress"), "content": []}
+        if self._said is not None and not was_said:
+            item = self._message("in_progress")
             events += self._event("output_item.added", output_index=0, item=item)
-            events += self._event("content_part.added", **place, part=self._text_part(""))
-        if is_said:
-            self._content.append(text)
-        self._scores += self.logprobs(new)
+            events += self._event("content_part.added", **place, part=_text_part(""))
         if text:
             told = {"delta": text, "logprobs": self._scores[self._num_sent :]}
             self._num_sent = len(self._scores)
             events += self._event("output_text.delta", **place, **told)
-        if self.end is not None:
-            self._calls = calls
         return events
 
     def ending(self, choices: Sequence[Exchange]) -> bytes:
@@ -136,16 +136,12 @@ class Response(Exchange):
     def whole(self, choices: Sequence[Exchange]) -> dict[str, Any]:
         """Returns the response object of an answer that has ended."""
         assert self.end is not None, "an answer that goes on"
-        if not self.asked.stream:
-            self._scores = self.logprobs(self._new)
-            text, self._calls = self.said(self._new)
-            self._content = [text]
+        self._take()
         is_whole = self.is_stopped or self.end.reason == "stop"
         status = "completed" if is_whole else "incomplete"
         items = list[dict[str, Any]]()
-        if "".join(self._content) or not self._calls:
-            items.append(self._message(status))
-            items[0]["content"][0]["logprobs"] = self._scores
+        if self._said is not None:
+            items.append(self._message(status, _text_part(self._said, self._scores)))
         for call in self._calls:
             name = {"id": call["id"].replace("call_", "fc_"), "call_id": call["id"]}
             items.append({"type": "function_call", **name, **call["function"], "status": status})
@@ -159,6 +155,10 @@ class Response(Exchange):
             "total_tokens": used["total_tokens"],
         }
         return {**self._object(status, items), **told}
+
+
+def _text_part(text: str, scores: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
 
 
 class _Text(Strict):
@@ -198,7 +198,7 @@ class ResponseBody(Struct):
 def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
     """Makes a Response from a body's fields; raises Problem for a body that is not allowed."""
     for name in sorted(_PARAMS.keys() & given.keys()):
-        raise Problem(400, f"{name}: allowed: {_PARAMS[name]}", name)
+        raise refused(name, _PARAMS[name])
     own = read_fields(given, ResponseBody)
     fields = {k: v for k, v in given.items() if k not in ResponseBody.__struct_fields__}
     said = [{"role": "user", "content": own.input}] if isinstance(own.input, str) else own.input
@@ -259,7 +259,7 @@ def _message(place: int, item: Any) -> dict[str, Any]:
         text = output if isinstance(output, (str, list)) else json.dumps(output)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     allowed = "message, function_call, function_call_output"
-    raise Problem(400, f"input[{place}].type={shown(kind)}: allowed: {allowed}", "input")
+    raise refused(f"input[{place}].type={shown(kind)}", allowed)
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

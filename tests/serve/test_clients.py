@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mpissd.engine.text.grammar import make_grammar
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
@@ -230,6 +231,28 @@ def test_schemas_of_tools_keep_their_definitions(rig: Rig) -> None:
     tools[1] = {"type": "function", "function": {"name": "sun", "parameters": whole}}
     with pytest.raises(openai.BadRequestError, match=r"\$ref=\"#\": allowed: #/"):
         chat(rig, tools=tools, tool_choice="required")
+
+
+def test_strict_tools_hold_to_their_schemas(rig: Rig, tmp_path: Path) -> None:
+    module("llguidance", "grammars")
+    mm = {"type": "object", "properties": {"mm": {"type": "integer"}}}
+    strict = {"name": "rain", "parameters": mm, "strict": True}
+    tools = [{"type": "function", "function": strict}, TOOL]
+    template = "{{ tools }}<tool_call>"
+    words = load_tokenizer(str(tiny.write(tmp_path / "strict", chat_template=template)))
+    with serving(words, Script([STOP])) as caller:
+        for asked in (tools, [TOOL]):
+            chat(caller, tools=asked)
+        chat(caller, tools=tools, response_format={"type": "json_object"})
+        chat(caller, tools=tools, tool_choice="none")
+        held, *others = (one.sampling.grammar for one in caller.script.submitted)
+        assert '"mm"' in held and "[lazy]" in held
+        assert others == ["", make_grammar("", "json", '{"type": "object"}'), ""]
+        tools[0] = {"type": "function", "function": {**strict, "parameters": {"type": "wat"}}}
+        with pytest.raises(openai.BadRequestError, match=r"tools: .*wat"):
+            chat(caller, tools=tools)
+    with pytest.raises(openai.BadRequestError, match="tools: strict=true: allowed: with a chat"):
+        chat(rig, tools=tools)
 
 
 def test_at_most_one_call(tmp_path: Path) -> None:

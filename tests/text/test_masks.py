@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,3 +122,43 @@ def test_a_branch_has_its_own_mask(fresh: Fresh) -> None:
     for text in ("[[[2", "[1, 2", "[[[2"):
         tokens = [tiny.of_byte(byte) for byte in text.encode()]
         assert allowed(grammar, tokens) == fresh.allowed(asked, tokens)
+
+
+CALL = '{"name": "rain", "arguments": {"mm": 7}}'
+TEXTS = [  # an answer, and what it may begin with
+    ("hello <tool_cal", None),
+    (f"so <tool_call>{CALL}</tool_call>", None),
+    (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call> a", None),
+    ("x<tool_call>y", "x<tool_call>"),
+    (f"<tool_call>{CALL.replace('7', 'null')}", f"<tool_call>{CALL[:-3]}"),
+    (f"<tool_call>{CALL}</tool>", f"<tool_call>{CALL}</tool"),
+]
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_calls_hold_to_their_schema_within_any_text(tmp_path: Path, has_tokens: bool) -> None:
+    """Whether <tool_call> and its end are tokens or are spelled; other control tokens stay out."""
+    folder = tiny.write(tmp_path / "calls")
+    first = len(tiny.tokens())
+    if has_tokens:
+        path = folder / "tokenizer.json"
+        whole = json.loads(path.read_text())
+        for name in ("<tool_call>", "</tool_call>"):
+            token = {"id": first + len(whole["added_tokens"]) - 3, "content": name}
+            whole["added_tokens"].append({**whole["added_tokens"][0], "special": False, **token})
+        path.write_text(json.dumps(whole))
+    words = load_tokenizer(str(folder))
+    of = {"arguments": {"properties": {"mm": {"type": "integer"}}}, "name": {"const": "rain"}}
+    schema = {"type": "object", "properties": {"name": of["name"], "arguments": of["arguments"]}}
+    text = make_grammar("x", "calls", json.dumps({**schema, "additionalProperties": False}), words)
+    begin = partial(Grammars(words, words.vocab_size, words.stop_ids).begin, text)
+    for said, most in TEXTS:
+        tokens, grammar = words.encode(said), begin()
+        assert (first in tokens) == (has_tokens and "<tool_call>" in said)
+        masks = [allowed(grammar, tokens[:count]) for count in range(len(tokens) + 1)]
+        fits = [token in mask for token, mask in zip(tokens, masks, strict=False)]
+        count = fits.index(False) if False in fits else len(fits)
+        assert words.decode(tokens[:count]) == (said if most is None else most)
+        assert (END in masks[count]) == (most is None)
+        others = {words.backend.token_to_id(name) for name in tiny.SPECIALS} - {END}
+        assert not any(others & {*mask} for mask in masks[: count + 1])

@@ -32,17 +32,35 @@ Ends = frozenset[int]
 _FUEL = 200_000
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NEVER = np.float32(-np.inf)
+CALL, CALL_END = "<tool_call>", "</tool_call>"  # around a tool call in most models' answers
+# Any text, with calls. A lazy terminal ends as soon as it can: no other text follows CALL.
+_CALLS = """%llguidance {{}}
+start: (begin call)* rest
+begin: spelled {begin}
+spelled[lazy]: TEXT "<tool_call>"
+call: "\\n"? %json {schema} "\\n"? ("</tool_call>" {end})
+rest: TEXT
+TEXT: /(.|\\n)*/
+"""
 
 
 def make_grammar(name: str, kind: str, value: Any, tokenizer: Tokenizer | None = None) -> str:
     """Returns the llguidance grammar of `value`: a JSON schema (kind "json"), a regular expression
-    ("regex") or a list of texts ("choice"). tokenizer: gives the vocabulary that is masked (None:
-    single bytes). Raises ConfigError, whose text begins with `name`, if no answer matches, or if
-    the first masks take too long."""
+    ("regex"), a list of texts ("choice"), or any text in which tool calls have a JSON schema
+    ("calls"). tokenizer: gives the vocabulary that is masked (None: single bytes). Raises
+    ConfigError, whose text begins with `name`, if no answer matches, or if the first masks take too
+    long."""
     library = load_library("llguidance", "grammars")
     try:
         if kind == "json":
             text = library.LLMatcher.grammar_from_json_schema(value, overrides=_SEPARATORS)
+        elif kind == "calls":
+            ids = [tokenizer and tokenizer.backend.token_to_id(name) for name in (CALL, CALL_END)]
+            begin, end = ("" if token is None else f"<[{token}]>" for token in ids)
+            schema = json.dumps({"x-guidance": _SEPARATORS, **json.loads(value)})
+            begin, end = f"| TEXT {begin}" if begin else "", f"| {end}" if end else ""
+            text = _CALLS.format(begin=begin, schema=schema, end=end)
+            text = library.LLMatcher.grammar_from_lark(text)
         else:
             pattern = value if kind == "regex" else "|".join(map(re.escape, value))
             text = library.LLMatcher.grammar_from_regex(pattern)
@@ -219,7 +237,7 @@ class Grammars:
         words = tokenizer.for_grammars
         ends = frozenset(stop_ids)
         ids = range(min(vocab, words.vocab_size))
-        texts = [not (token in ends or words.is_special_token(token)) for token in ids]
+        texts = [token not in ends for token in ids]
         self._matcher = partial(_matcher, words)
         self._shared = np.packbits(texts, bitorder="little"), vocab, ends
 
