@@ -185,9 +185,10 @@ def resolve(
 
     backend: the name of the backend. memory_bytes: the free bytes of the smallest target device
     (None: unknown; then any job fits). draft_memory_bytes: the free bytes of a draft device (None:
-    the same number, and with --draft_backend unknown). serving: a server's settings (None: no server). Raises ConfigError if T does
-    not divide the target's shape, if acceptance rates or a list of fan-outs do not fit the number
-    of drafted tokens, if memory does not suffice, or if features exclude each other.
+    the same number, and with --draft_backend unknown). serving: a server's settings (None: no
+    server). Raises ConfigError if T does not divide the target's shape, if acceptance rates or a
+    list of fan-outs do not fit the number of drafted tokens, if memory does not suffice, or if
+    features exclude each other.
     """
     refuse(exclusions.DEVICES, config=config, backend=backend)
     is_alike = draft_memory_bytes is None and not config.draft_backend

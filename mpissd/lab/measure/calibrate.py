@@ -241,8 +241,8 @@ def _is_chosen_here(machine: Machine, config: RunConfig) -> bool:
     model pair, whose acceptance rates are known."""
     is_shipped = config.is_text and (config.pair or "").lower() == DEFAULT_PAIR
     is_one = config.batch_size == config.groups == 1 and not (config.tree or config.learners)
-    is_drafted = config.mode != "ar" and config.backup == "jit" and machine.target_backend == "numpy"
-    return is_shipped and is_one and is_drafted
+    is_drafted = config.mode != "ar" and config.backup == "jit"
+    return is_shipped and is_one and is_drafted and machine.target_backend == "numpy"
 
 
 def _timed_best(machine: Machine, config: RunConfig, job: Job, rates: Sequence[float]) -> RunConfig:
