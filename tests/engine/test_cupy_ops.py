@@ -16,6 +16,7 @@ from mpissd.engine.model.transformer.trees import Size
 from tests.emulator.launcher import EmulatedGpu
 from tests.gpu.agreement import relative_error
 from tests.gpu.transformer_rig import (
+    COPIES,
     STAGES,
     Rig,
     check_growing,
@@ -84,6 +85,11 @@ def test_every_stage_of_a_chained_round_is_its_twins(
     gpu: Any, tree: Shape, dynamic: Size | None, masks: range
 ) -> None:
     check_stages(gpu, tree, dynamic, masks)
+
+
+@COPIES
+def test_a_lookup_on_the_device_is_its_twin(gpu: Any, depth: int) -> None:
+    check_stages(gpu, Shape(range(depth)), None, range(0), copies=True)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(gpu: Any) -> None:

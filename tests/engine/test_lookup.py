@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpissd.engine.law.lookup import PromptLookup, SuffixLookup
+from mpissd.engine.law.lookup import PromptLookup, SuffixLookup, latest_match
 
 
 def looked_up(tokens: Sequence[int], longest: int, count: int) -> list[int]:
@@ -27,6 +28,9 @@ def test_prompt_lookup_is_its_definition(tokens: list[int], longest: int, count:
     lookup = PromptLookup(longest)
     lookup.follow(tokens)
     assert lookup.drafted(count) == looked_up(tokens, longest, count)
+    start = latest_match(np.array(tokens, np.int32), longest)
+    assert lookup.drafted(1) == ([] if start is None else [tokens[start]])
+    assert start is None or lookup.drafted(count) == tokens[start : start + count]
 
 
 @given(TOKENS, st.integers(1, 6))

@@ -27,6 +27,7 @@ COMM = MPI.COMM_WORLD
 UNEQUAL = {"heads": 10, "kv_heads": 5, "head_dim": 32}  # shares of two ranks
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
+TEXTS.insert(0, {"backup": "fast", "lookahead": 7, "batch_size": 2})
 DYNAMIC = {"tree": 12, "tree_shape": "dynamic", "batch_size": 2}
 REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 60}
 LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
@@ -96,7 +97,7 @@ def main(backend: str, folder: Path) -> None:
         print("passed")
 
 
-def spoil(self: DeviceRounds, _: object) -> None:
+def spoil(self: DeviceRounds, *_: object) -> None:
     """Makes the LM head infinite, in bfloat16, before the first chained round."""
     self._target.weights.head.pieces[0][2].fill(0x7F807F80)
 

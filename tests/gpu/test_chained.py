@@ -18,7 +18,13 @@ from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from tests.gpu.transformer_rig import STAGES, check_growing, check_stages, use_megakernel
+from tests.gpu.transformer_rig import (
+    COPIES,
+    STAGES,
+    check_growing,
+    check_stages,
+    use_megakernel,
+)
 from tests.text.test_chained import PARALLEL, imposed
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
@@ -96,6 +102,7 @@ def decode(chains: bool = True, rounds: int | None = None, **flags: Any) -> Roun
     [
         {}, {"batch_size": 2, "lookahead": 2}, {"tree": 12}, {"tree": 15, "batch_size": 3},
         PARALLEL, {**PARALLEL, "batch_size": 3, "lookahead": 7}, {**PARALLEL, "tree": 15},
+        {"backup": "fast", "lookahead": 7}, {"backup": "fast", "batch_size": 3},
     ],
     ids=str,
 )  # fmt: skip
@@ -126,7 +133,13 @@ def test_ar_is_chained_too(pair: TinyPair, counts: Counter[str]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"tree": 15}, {"tree": 9, "batch_size": 1}, {"parallel_drafting": True, "lookahead": 6}],
+    [
+        {},
+        {"tree": 15},
+        {"tree": 9, "batch_size": 1},
+        {"parallel_drafting": True, "lookahead": 6},
+        {"backup": "fast", "acceptance_fast": "alpha:.7"},
+    ],
     ids=str,
 )
 def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, Any]) -> None:
@@ -196,6 +209,11 @@ def test_every_stage_is_its_twins(
     backend: Any, tree: Shape, dynamic: Size | None, masks: range
 ) -> None:
     check_stages(backend, tree, dynamic, masks)
+
+
+@COPIES
+def test_a_lookup_is_its_twin(backend: Any, depth: int) -> None:
+    check_stages(backend, Shape(range(depth)), None, range(0), copies=True)
 
 
 def test_every_stage_of_chained_growth_is_its_twins(backend: Any) -> None:

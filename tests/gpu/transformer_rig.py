@@ -22,11 +22,19 @@ from mpissd.engine.model.transformer.cache import trunk_rows
 from mpissd.engine.model.transformer.checkpoint import random_checkpoint
 from mpissd.engine.model.transformer.config import Llama3Scaling, TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.megakernel import MegakernelOps
-from mpissd.engine.model.transformer.device_rounds import BEFORE, SLOT, Ends, RoundStage, Sheet
+from mpissd.engine.model.transformer.device_rounds import (
+    BEFORE,
+    POSITION,
+    SLOT,
+    Copying,
+    Ends,
+    RoundStage,
+    Sheet,
+)
 from mpissd.engine.model.transformer.growing import GrowthSheet
 from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import TransformerStack, load_weights
-from mpissd.engine.model.transformer.trees import CHOICES, PLANT, SURE, Shapes, Size
+from mpissd.engine.model.transformer.trees import CHOICES, COPY, PLANT, SURE, Shapes, Size
 from mpissd.engine.round.sequence import Placement
 from mpissd.engine.trees import TreeBatch
 from tests import transformer_reference
@@ -245,14 +253,20 @@ STAGES = pytest.mark.parametrize(
 )
 
 
-def check_stages(backend: Any, tree: Shape, dynamic: Size | None, masks: range) -> None:
+COPIES = pytest.mark.parametrize("depth", [1, 4, 7])
+
+
+def check_stages(
+    backend: Any, tree: Shape, dynamic: Size | None, masks: range, *, copies: bool = False
+) -> None:
     """Every stage of a chained round writes on the device what its twin writes on the host.
 
-    In the last turn, on a rank that does not draft.
+    In the last turn, on a rank that does not draft. copies: whether a lookup drafts.
     """
     draft, target = (Rig(backend, tiny(family), max_rows=64) for family in ("llama", "smollm2"))
     rng, ids = np.random.default_rng(0), np.arange(101, dtype=np.int32)[::-1].copy()
-    sheet = Sheet(backend.host_ints, 4, tree, dynamic, masks)
+    copying = Copying(3, 2 if tree.depth == 4 else -1, 20) if copies else None
+    sheet = Sheet(backend.host_ints, 4, tree, dynamic, masks, copying)
     k, kept, twin, shapes = 3, list[Any](), None, None
     if dynamic:
         k, shapes = CHOICES, Shapes.made(dynamic, 4, target.ops.ids)
@@ -265,13 +279,18 @@ def check_stages(backend: Any, tree: Shape, dynamic: Size | None, masks: range) 
     ends = replace(Ends.of(draft.stack), best=wide), replace(Ends.of(target.stack), best=both)
     tables = [target.ops.ids(values) for values in (sheet.table, firsts, ids)]
     numbers = [*range(tree.depth + 1), *[PLANT][: dynamic is not None], tree.depth + 1]
+    if copies:
+        numbers = [0, *[COPY] * 20, tree.depth + 1]
     for turn, number in product(range(3), numbers):
-        drafts = turn < 2
+        drafts = turn < 2 and not copies
         if 0 < number <= tree.depth and (not drafts or (masks and number > 1)):
             continue
         sheet.state[...] = rng.integers(5, 9, sheet.state.shape)
         sheet.state[:, SLOT] = rng.permutation(4) - 1
         sheet.state[:, BEFORE:] = rng.integers(-1, 2, (4, sheet.back))
+        if copies:
+            sheet.state[:, POSITION] = rng.integers(0, 12, 4)
+        sheet.history[...] = rng.integers(0, 3, sheet.history.shape)
         sheet.forced[...] = np.where(rng.random(sheet.forced.shape) < 0.5, -1, 1)
         if dynamic:  # parents
             nodes = sheet.nodes

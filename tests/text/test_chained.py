@@ -97,6 +97,7 @@ def test_a_row_has_the_time_that_chained_rounds_drafted(
     *({**PARALLEL, "lookahead": k, "batch_size": 1 + k % 3} for k in range(1, 8)),
     {**PARALLEL, "tree": 15}, {**PARALLEL, "tree": 12, "lookahead": 6, "batch_size": 3},
     {"mode": "ar", "draft": None}, {"mode": "ar", "draft": None, "batch_size": 3},
+    {"backup": "fast"}, {"backup": "fast", "lookahead": 7, "batch_size": 3},
 ], ids=str)  # fmt: skip
 def test_text_has_the_same_rounds(
     pair: TinyPair, flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,8 @@ def test_text_has_the_same_rounds(
     {"workload": "gemm", "rounds": 90, "alpha": 0.8, "tree": 15, "parallel_drafting": True},
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 30, "mode": "ar"},
     {"workload": "gemm", "num_tokens": 30, "alpha": 0.8, "context": 3},
+    {"workload": "gemm", "num_tokens": 50, "acceptance_fast": "alpha:.7", "backup": "fast"},
+    {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 90, "backup": "fast"},
 ], ids=str)  # fmt: skip
 def test_imposed_outcomes_stay(
     flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,4 +1,5 @@
-"""AR and inline SD in which the GPU decides whole rounds, so that it never waits for the host.
+"""AR, inline SD and prompt lookups in which the GPU decides whole rounds, so that it never waits
+for the host.
 
 The target's loop (round.target) stays the same. Its worker launches the draft and the verification
 of a round together, and launches the next round before this one is over; the host reads an outcome
@@ -18,13 +19,18 @@ from typing import Any
 import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
-from mpissd.common.rounds import Ints, Source, Speculation
+from mpissd.common.rounds import Ints, Speculation
 from mpissd.common.trace import DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stepper import Stepper
-from mpissd.engine.model.transformer.device_rounds import NOT_FINITE, DeviceRounds, Index
+from mpissd.engine.model.transformer.device_rounds import (
+    NOT_FINITE,
+    Copying,
+    DeviceRounds,
+    Index,
+)
 from mpissd.engine.model.transformer.stack import TransformerStack
 from mpissd.engine.model.transformer.trees import NOBODY
 from mpissd.engine.round.branches import Branches
@@ -57,18 +63,25 @@ def chained_forwards(
     drafts: Any = draft.stepper if draft is not None and job.lookahead else None
     verifies: Any = target.stepper
     shape = Shape(range(job.lookahead)) if job.shape.is_chain else job.shape
-    return DeviceRounds(drafts, verifies, job.config.batch_size, shape, job.dynamic, job.mask_ids)
+    sizes = job.config.batch_size, shape, job.dynamic, job.mask_ids
+    if not job.config.is_lookup or draft is None:
+        return DeviceRounds(drafts, verifies, *sizes)
+    oracle: Any = draft.oracle
+    _, longest, filler = oracle.copies
+    copying = Copying(longest, NOBODY if filler is None else filler, job.capacity)
+    return DeviceRounds(None, verifies, *sizes, copying)
 
 
 def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> bool:
     """Returns whether the GPU can decide whole rounds of these workers, those of rank 0."""
     is_missing = draft is None and job.lookahead > 0
     is_cut = job.backup_lookahead < job.lookahead
-    is_apart = job.serving or job.config.drafts or job.config.fast_lookup
+    is_apart = job.serving or job.config.drafts or job.config.fast_lookup not in (None, "prompt")
     if is_missing or is_cut or is_apart:
         return False
     is_dynamic = job.dynamic is not None
-    return all(device_decides(worker, is_dynamic) for worker in (draft, target) if worker)
+    workers = (target,) if job.config.is_lookup else (draft, target)
+    return all(device_decides(worker, is_dynamic) for worker in workers if worker)
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
@@ -93,6 +106,7 @@ class DeviceSpeculator(InlineSpeculator):
     def __init__(self, drafter: Drafter, forwards: DeviceRounds) -> None:
         super().__init__(drafter)
         self.oracle = drafter.worker.oracle
+        self.source = drafter.policy.backup
         self._forwards = forwards
 
     def answer(self, round_: int, count: int) -> Speculation:
@@ -103,7 +117,7 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.take(self._outcome)
         part = drafter.restarted(range(count))
         self.branches = part.branches
-        self.branches.advance(part.levels)
+        self.branches.advance(part.levels - self.branches.steps)
         self.stored_s = drafter.log.stored_s
         speculation = drafter.assembled(round_, [part])
         drafter.log.mark(DraftPhase.SPECULATE)
@@ -113,6 +127,8 @@ class DeviceSpeculator(InlineSpeculator):
         """Returns (slot, tokens) for each sequence of which the draft's KV cache lacks tokens: its
         KV cache slot, and the lacking tokens, which precede the last committed one."""
         batch = self._drafter.batch
+        if batch.placement is None:  # a lookup
+            return []
         gaps = batch.gaps(range(len(batch)))
         most = self._forwards.sheet.back
         assert all(gap.size <= most for gap in gaps), f"the draft lacks {gaps}"
@@ -129,8 +145,9 @@ class DeviceSpeculator(InlineSpeculator):
         tokens of each sequence the target accepted, int32 [b]."""
         drafter = self._drafter
         drafter.log.mark(DraftPhase.WAIT)
-        drafter.log.drafted(self._forwards.draft_s(speculation.round))
         sheet = self._forwards.sheet
+        is_model = sheet.copying is None
+        drafter.log.drafted(self._forwards.draft_s(speculation.round) if is_model else None)
         if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
             batch = drafter.batch
             batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
@@ -190,7 +207,8 @@ class DeviceTarget(TargetWorker):
         self.num_rows = speculation.num_rows
         self._was_ahead = self._forwards.is_flying(speculation.round)
         if not self._was_ahead:
-            self._forwards.begin(self._state(batch))
+            tokens = [sequence.tokens for sequence in batch.sequences]
+            self._forwards.begin(self._state(batch), tokens)
 
     def launch(self) -> None:
         if not self._forwards.is_on:
@@ -247,7 +265,10 @@ class DeviceTarget(TargetWorker):
         self._forwards.last_of(round_).wait(waiter)
         self._decision = self._forwards.outcome(round_)
         rows = self._speculation.rows.copy()
-        rows[:, Speculation.HEAD :] = self._decision[:, 2:]
+        drafted = rows[:, Speculation.HEAD :]
+        if self._forwards.sheet.copying:
+            assert np.array_equal(drafted, self._decision[:, 2:]), "not as the host looked up"
+        drafted[...] = self._decision[:, 2:]
         self._speculation = Speculation(round_, rows, version=self._speculation.version)
         self._batch.serve(self._speculation)
 
@@ -315,7 +336,7 @@ class DeviceTarget(TargetWorker):
         if self._draft is None:
             return None
         self._draft.oracle.begin_round(batch, ())
-        return self._draft.oracle.restart(batch, range(len(batch)), Source.JIT)
+        return self._draft.oracle.restart(batch, range(len(batch)), self._draft.source)
 
 
 def _after(batch: Batch, accepted: Ints, bonus: Ints) -> Batch:

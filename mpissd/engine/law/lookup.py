@@ -12,6 +12,9 @@ O(count), so that the cost of a round does not grow with the context.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
+from mpissd.common.rounds import Ints
 from mpissd.common.workloads import LOOKUPS, imported
 
 LONGEST = 3  # the default number of last tokens that prompt lookup compares
@@ -136,6 +139,20 @@ class SuffixLookup(Lookup):
 
     def _start(self) -> int | None:
         return self._found or None
+
+
+def latest_match(tokens: Ints, longest: int) -> int | None:
+    """Returns the index after the latest earlier occurrence of the last n tokens, for the largest
+    n ≤ longest that has one; None without one. Like a PromptLookup that has read `tokens`, int32
+    [n], but in one search without an index, as copy.cu does on a GPU."""
+    ends = np.arange(1, len(tokens))
+    matched = np.zeros(len(ends), np.int64)  # by end, how many last tokens it repeats
+    for back in range(min(longest, len(ends))):
+        is_longer = (matched == back) & (ends > back)
+        matched += is_longer & (tokens[ends - 1 - back] == tokens[-1 - back])
+    if not matched.any():
+        return None
+    return int(ends[matched == matched.max()][-1])
 
 
 def make_lookup(kind: str, longest: int = LONGEST) -> Lookup:

@@ -18,6 +18,7 @@ from mpissd.common.rng import Purpose, uniforms
 from mpissd.common.rounds import Ints, Request, Source, Speculation
 from mpissd.engine.law.acceptance import AcceptanceLaw, HitLaw, count_accepted
 from mpissd.engine.law.fanout import FanOuts, lanes_of
+from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Forwards
 from mpissd.engine.oracle.workload import Workload, laws_label
@@ -370,6 +371,8 @@ class ImposedTarget(Imposed, TargetOracle):
 
 class ImposedDraft(Imposed, DraftOracle):
     """Decides drafted tokens and bonus candidates by tables of synthetic or recorded tokens."""
+
+    copies = ("prompt", LONGEST, None)  # as in SampledDraft
 
     def __init__(self, stream: Stream, num_tokens: int = 1, shape: Shape = CHAIN) -> None:
         """stream: the tables. num_tokens: how many tokens one draft forward drafts for a sequence

@@ -6,7 +6,8 @@
 // told [sequences][N + 2]: the accepted node (-2: a logit is not finite), bonus token, drafted tokens; of
 // a dynamic tree [K + 2]: the number of accepted tokens, bonus token, accepted tokens.
 // forced [sequences][N + K + 1]: N drafted tokens (of a dynamic tree, then N parents), and K + 1 of the
-// target by level, that replace the forwards' own; -1: none. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
+// target by level, that replace the forwards' own; -1: none. history [sequences][most_tokens]: for a
+// lookup (copy.cu), the committed tokens by position; null without one. A forward's rows stand in seats [4][most rows]: slot, position, lane, trunk.
 enum { PARENT, LEVEL, RANK, LINE, ROW, LANE, SPANS, FORK, KEPT_LANE, KEPT };  // see table_of
 
 struct Shape {
@@ -44,7 +45,8 @@ __device__ __forceinline__ int token_of(int forced, const int* ids, int found) {
 extern "C" __global__ void chained(int stage, int sequences, int nodes, int depth, int lanes,
                                    int draft_lanes, int back, int mask, int first, int width,
                                    int reads, int puts, const int* tables, int stride, int* state,
-                                   int* moves, const int* forced, int* told, const int* ids,
+                                   int* moves, const int* forced, int* told, int* history,
+                                   int most_tokens, const int* ids,
                                    const int* draft_best, int draft_k, int* draft_tokens,
                                    int* draft_seats, int draft_most, const int* target_best,
                                    const float* target_tops, const int* firsts, int ranks,
@@ -84,6 +86,9 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         }
         return firsts[found / all] + target_best[found];
       };
+      const auto keep = [&](int level, int token) {
+        if (history) history[s * most_tokens + position + level] = token;
+      };
       int node = 0, bonus = token_of(force[drafted], nullptr, best(s * rows));
       for (int k = 0; stride && k < depth; ++k) tell[2 + k] = 0;
       for (int child = 1; child <= nodes; ++child) {  // a node's children are behind it
@@ -91,10 +96,12 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
         if (!stride) tell[1 + child] = token;
         if (tree.of(PARENT, child) != node || token != bonus) continue;
         node = child;
+        keep(tree.of(LEVEL, node), token);
         if (stride) tell[1 + tree.of(LEVEL, node)] = token;
         bonus = token_of(force[drafted + tree.of(LEVEL, node)], nullptr, next);
       }
       const int level = tree.of(LEVEL, node), lane = tree.of(LANE, node), fork = tree.of(FORK, node);
+      keep(level + 1, bonus);
       tell[0] = finite || slot < 0 ? (stride ? level : node) : -2;
       tell[1] = bonus;
       for (int n = back - 1, up = node; n >= 0; --n) {  // the accepted tokens, and `last` before them

@@ -21,6 +21,10 @@ before the last committed one, that token, and K − 1 mask tokens. Then stage 1
 levels at once, and stage K + 1 follows. The draft stores no drafted token, so that the next round's
 first rows store the accepted ones. What the masks store is overwritten before it is read.
 
+A prompt lookup needs no draft's forward: stage COPY searches the sequence's tokens, which the host
+gives when it begins a round and stage K + 1 extends, and writes what it copies to the target's
+forward.
+
 With T target ranks only rank 0 drafts. It sends its drafted tokens to the other ranks before the
 target's forward; the stages before and after that forward run on every rank, which gathers the
 likeliest tokens of all ranks.
@@ -28,28 +32,38 @@ likeliest tokens of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpissd.common.rounds import Ints
 from mpissd.engine.backend.base import HostArray, Program
+from mpissd.engine.law.lookup import latest_match
 from mpissd.engine.law.tree import Shape
 from mpissd.engine.model.stacks import Best
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.model.transformer import trees
 from mpissd.engine.model.transformer.cache import RowPlaces
 from mpissd.engine.model.transformer.stack import TransformerStack
-from mpissd.engine.model.transformer.trees import NOBODY, WIDTH, Shapes, Size
+from mpissd.engine.model.transformer.trees import COPY, NOBODY, WIDTH, Shapes, Size
 
 Index = NDArray[np.int64]
 SLOT, POSITION, LAST, BEFORE = range(4)  # columns of Sheet.state; BEFORE: the first of several
 NOT_FINITE = -2  # reported instead of the accepted node if a logit is not finite
 RING = 3  # number of rounds that have buffers: the previous, the running and the next one
 _IN_FLIGHT = 2  # the most rounds that are launched before the host reads the first one's results
+
+
+class Copying(NamedTuple):
+    """How a prompt lookup drafts without a model: it compares the last `longest` tokens, and puts
+    `filler` (NOBODY: the last token) in missing places. capacity: the most tokens of a sequence."""
+
+    longest: int
+    filler: int
+    capacity: int
 
 
 class Sheet:
@@ -66,7 +80,8 @@ class Sheet:
     of a dynamic tree [RING, S, 2N + K + 1], where the parents of a parallel draft's nodes follow
     their tokens. decided: [RING, S, N + 2], by round, the accepted node, the bonus token and the
     drafted tokens; of a dynamic tree [RING, S, K + 2], the number of accepted tokens, the bonus
-    token and the accepted tokens.
+    token and the accepted tokens. history: [S, capacity + 1], for a lookup the tokens of each
+    sequence by KV position.
     """
 
     def __init__(
@@ -76,11 +91,14 @@ class Sheet:
         tree: Shape,
         dynamic: Size | None = None,
         masks: range = range(0),
+        copying: Copying | None = None,
     ) -> None:
         """Makes all arrays as views of one buffer. host_ints(n): allocates n int32. dynamic: the
         sizes of trees that change each round; `tree` is then a chain of as many levels. masks: the
-        ids of a parallel draft's K − 1 mask tokens; empty for other drafts."""
+        ids of a parallel draft's K − 1 mask tokens; empty for other drafts. copying: how a lookup
+        drafts (None: a model does, or nothing)."""
         self.sequences = sequences
+        self.copying = copying
         self.tree = tree
         self.dynamic = dynamic
         self.masks = masks
@@ -93,16 +111,18 @@ class Sheet:
         drafts = len(tree.parents)
         nodes = dynamic.nodes if dynamic else 0
         forced_width = (2 * nodes or drafts) + tree.depth + 1
-        widths = 3 + self.back, 8, nodes, RING * forced_width, RING * (drafts + 2)
+        kept = copying.capacity + 1 if copying else 0
+        widths = 3 + self.back, 8, nodes, RING * forced_width, RING * (drafts + 2), kept
         self.ints = host_ints(sequences * sum(widths))
         self.ints[...] = NOBODY
         ends = sequences * np.cumsum(widths[:-1])
-        state, moves, parents, forced, decided = np.split(self.ints, ends)
+        state, moves, parents, forced, decided, history = np.split(self.ints, ends)
         self.state: Ints = state.reshape(sequences, -1)
         self.moves: Ints = moves.reshape(2, sequences, 4)
         self.parents: Ints = parents.reshape(sequences, -1)
         self.forced: Ints = forced.reshape(RING, sequences, -1)
         self.decided: Ints = decided.reshape(RING, sequences, -1)
+        self.history: Ints = history.reshape(sequences, kept)
         self.parents[...] = 0
 
 
@@ -131,11 +151,11 @@ class RoundStage:
     """One stage, the kernel between two forwards of a round, with all that Ops.run_stage needs to
     run it. number: 0 before the first forward, j after the draft's forward j = 1 … K (one for each
     level of the tree), K + 1 after the target's, trees.PLANT before the target's forward if the
-    tree changes shape each round. turn: the round modulo RING (3), which selects buffers. draft:
-    None on a rank that does not draft. On the device: table, the tree as trees.table_of returns it;
-    firsts, int32 [T], the first token of each rank's share of the target's vocabulary; ids, the
-    token of each column of the draft's logits (None: column n is token n); shapes, the trees that
-    change shape each round (None: all rounds have sheet.tree)."""
+    tree changes shape each round, trees.COPY if a lookup drafts. turn: the round modulo RING (3),
+    which selects buffers. draft: None on a rank that does not draft. On the device: table, the tree
+    as trees.table_of returns it; firsts, int32 [T], the first token of each rank's share of the
+    target's vocabulary; ids, the token of each column of the draft's logits (None: column n is
+    token n); shapes, the trees that change shape each round (None: all rounds have sheet.tree)."""
 
     number: int
     turn: int
@@ -164,7 +184,8 @@ class RoundStage:
 
     def run(self) -> None:
         """Runs the stage on host arrays, as chained.cu and dynamic.cu do on a GPU."""
-        steps = {0: self._begin, trees.PLANT: self._plant, self.sheet.tree.depth + 1: self._walk}
+        steps = {0: self._begin, trees.PLANT: self._plant, COPY: self._copy}
+        steps[self.sheet.tree.depth + 1] = self._walk
         search = self._search if self.sheet.masks else self._find
         step = steps.get(self.number, self._take if self.shapes is None else search)
         count = self.sheet.nodes + 1
@@ -271,6 +292,21 @@ class RoundStage:
         for node, token in enumerate(tokens):
             self._put(self.target, rows.start + node, s, node, token, slot, position)
 
+    def _copy(self, s: int, rows: slice, slot: int, position: int) -> None:
+        """Drafts sequence s's tokens by a prompt lookup: copies those that followed the latest
+        earlier occurrence of the last ones to the target's forward (`rows`)."""
+        assert self.sheet.copying is not None
+        longest, filler, _ = self.sheet.copying
+        count = self.sheet.nodes
+        history = self.sheet.history[s, : position + 1]
+        start = latest_match(history, longest)
+        found = history[:0] if start is None else history[start : start + count]
+        chosen = self.target.tokens[rows][1:]
+        chosen[: len(found)] = found
+        chosen[len(found) :] = history[-1] if filler < 0 else filler
+        forced = self.sheet.forced[self.turn, s, :count]
+        chosen[forced >= 0] = forced[forced >= 0]
+
     def _best(self, rows: slice) -> tuple[Ints, bool]:
         """Returns the target's likeliest token after each of these rows, over the logits of all
         ranks, and whether the largest logits are finite."""
@@ -305,6 +341,9 @@ class RoundStage:
                 if sheet.dynamic:
                     decided[1 + table[trees.LEVEL, node]] = drafts[child]
         level, lane, fork = table[[trees.LEVEL, trees.LANE, trees.FORK], node].tolist()
+        if sheet.copying:  # The accepted path of a chain is its first nodes.
+            later = [*drafts[1 : node + 1], best[node]]
+            sheet.history[s, position + 1 : position + 2 + node] = later
         accepted = level if sheet.dynamic else node
         decided[:2] = accepted if is_finite or slot < 0 else NOT_FINITE, best[node]
         sheet.state[s] = slot, position + level + 1, best[node], *before
@@ -334,17 +373,19 @@ class DeviceRounds:
         tree: Shape,
         dynamic: Size | None = None,
         masks: range = range(0),
+        copying: Copying | None = None,
     ) -> None:
         """Compiles the programs for rounds of `sequences` sequences; all target ranks must call it.
         draft: None in AR, and on a rank that does not draft. Both models are transformers on one
         backend. dynamic: the sizes of a tree that changes shape each round (None: `tree` stays).
-        masks: the ids of a parallel draft's mask tokens."""
+        masks: the ids of a parallel draft's mask tokens. copying: how a lookup drafts on this rank
+        (None: none does); `tree` is then a chain."""
         assert draft is None or tree.depth, f"K={tree.depth}"
         self._steppers = draft or target, target
         stacks: list[Any] = [None if draft is None else draft.stack, target.stack]
         self._draft, self._target = stacks
         ops = self._target.weights.ops
-        self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic, masks)
+        self.sheet = Sheet(target.backend.host_ints, sequences, tree, dynamic, masks, copying)
         self.shape = tree
         self.nodes = len(tree.parents)
         self.lookahead = tree.depth
@@ -383,7 +424,8 @@ class DeviceRounds:
                 k = stepper.options.top_k
         draft = None if self._draft is None else Ends.of(self._draft, k)
         parts = turn, sheet, draft, Ends.of(self._target), self._table, self._firsts, self._ids
-        first, plant, last = (RoundStage(n, *parts, shapes) for n in (0, trees.PLANT, number + 1))
+        numbers = 0, COPY, trees.PLANT, number + 1
+        first, copy, plant, last = (RoundStage(n, *parts, shapes) for n in numbers)
         ops = self._target.weights.ops
         forward = stack.body(rows, k)
         is_spread = self.nodes > 0 and stack.group.size > 1
@@ -391,6 +433,8 @@ class DeviceRounds:
         def body() -> None:
             if number == self._begin:
                 ops.run_stage(first)
+            if sheet.copying:
+                ops.run_stage(copy)
             if is_spread:
                 ops.spread(stack.group, stack.buffers.tokens, rows)
             if shapes is not None and is_target:
@@ -415,11 +459,15 @@ class DeviceRounds:
         for which the programs were compiled take part."""
         self.is_on = sequences == self.sheet.sequences
 
-    def begin(self, state: Ints) -> None:
+    def begin(self, state: Ints, tokens: Sequence[Sequence[int]] = ()) -> None:
         """Sets the state from which the next launched round starts. state: for each sequence its
-        cache slot, the position of its last committed token, and its last tokens (Sheet.state)."""
+        cache slot, the position of its last committed token, and its last tokens (Sheet.state).
+        tokens: all committed tokens of each, which a lookup searches (imposed ones: none)."""
         assert not self._flying, f"rounds {self._flying} are under way"
         self.sheet.state[...] = state
+        if self.sheet.copying:
+            for history, known in zip(self.sheet.history, tokens, strict=True):
+                history[: len(known)] = known
 
     def hold(self, slots: Index, positions: Index) -> None:
         """Reserves the draft's and the target's KV pages for each slot, its position included."""

@@ -24,6 +24,7 @@ from mpissd.engine.law.tree import Index, Shape, lay_out
 from mpissd.engine.model.forwards import SPAN
 
 PLANT = -1  # stage number of the kernel that runs `plant` before the target's forward
+COPY = -2  # stage number of the kernel that drafts by a prompt lookup, there as well
 WIDTH = 4  # the most nodes of a dynamic tree's level that the draft computes
 CHOICES = 8  # number of children (likeliest next tokens) of a node that the draft computes
 MOST_LEVELS = 16

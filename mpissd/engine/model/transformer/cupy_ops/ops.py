@@ -22,7 +22,7 @@ from mpissd.engine.model.transformer.checkpoint import Floats, Part
 from mpissd.engine.model.transformer.config import TransformerConfig
 from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.ops import LayerWeights, Ops
-from mpissd.engine.model.transformer.trees import CHOICES, PLANT
+from mpissd.engine.model.transformer.trees import CHOICES, COPY, PLANT
 
 if TYPE_CHECKING:  # it imports CuPy
     from mpissd.engine.backend.cupy_device import Launcher
@@ -43,6 +43,7 @@ _MIN_BLOCKS = 96  # With fewer large blocks, small ones are used, to keep the GP
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
+_COPY_THREADS = 512
 _SHARED_BYTES = 4 * _NORM_THREADS // 32
 SPLIT = 128  # positions in a split; attention is computed split by split
 QUERY_TILES = 1  # the number of tiles of 16 query rows in an attention task
@@ -482,6 +483,15 @@ class CupyOps(Ops):
             args = (*sizes, parents, state, shapes.tables, *targets)
             self._stage("plant", sheet.sequences, args, 4 * 5 * (nodes + 1))
             return
+        copying = sheet.copying
+        history = np.uintp(sheet.history.ctypes.data if copying else 0)
+        tokens = history, np.int32(sheet.history.shape[1])
+        if number == COPY:
+            longest, filler, _ = copying
+            sizes = map(np.int32, (nodes, longest, filler, sheet.history.shape[1]))
+            args = (*sizes, state, history, host[1], targets[0])
+            self._stage("copy", sheet.sequences, args, 4 * _COPY_THREADS, _COPY_THREADS)
+            return
         best = stage.ids, draft.best.ids, draft.best.values
         if shapes is not None and sheet.masks and number == 1:
             sizes = map(np.int32, (depth, nodes, 2 * sheet.back, sheet.back))
@@ -503,7 +513,18 @@ class CupyOps(Ops):
         sizes = map(np.int32, (number, sheet.sequences, *shape, *stage.level))
         candidates = np.int32(0 if stage.draft is None else draft.best.ids.shape[1])
         tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
-        args = (*sizes, *tables, state, *host, *best[:2], candidates, *drafts, *tops, *targets)
+        args = (
+            *sizes,
+            *tables,
+            state,
+            *host,
+            *tokens,
+            *best[:2],
+            candidates,
+            *drafts,
+            *tops,
+            *targets,
+        )
         self._stage("chained", 1, args)
 
     def _stage(
