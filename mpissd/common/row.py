@@ -79,7 +79,7 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 class Row(Mapping[str, Any]):
     """The result of one run. As a mapping it has all keys of its line in runs.jsonl, unnested."""
 
-    schema: int = key("version of the set of keys: 2; in rows of 1 no key is in `configuration`")
+    schema: int = key("version of the set of keys: 2")
     run_id: str = key("id of the run, which names its files under OUT")
     mode: str = key("ar, sd or ssd")
     workload: str = key(
@@ -90,10 +90,7 @@ class Row(Mapping[str, Any]):
     world_size: int = key("G·T + D + L, all ranks")
     tp: int = key("T, ranks that share the target")
     num_drafts: int = key("D, ranks that draft")
-    groups: int | None = setting(
-        "G, target groups that share the draft; the row's other values are of all of them "
-        "([pools.md](pools.md))"
-    )
+    groups: int | None = setting("G, target groups that share the draft ([pools.md](pools.md))")
     target: str = key("the target's shape; `@nL`: scaled in depth")
     draft: str | None = key('the draft\'s shape; "lookup" if only a lookup drafts')
     dtype: str = setting("number format of the weights and products")
@@ -109,10 +106,7 @@ class Row(Mapping[str, Any]):
     hit_law: str | None = setting("the imposed hit model, as `--hit_law` reads it")
     laws: str | None = setting("file and SHA-256 of imposed `--laws`")
     batch_size: int = key("b, sequences that decode together")
-    draft_device_name: str | None = key(
-        "the draft rank's device, which may be of another kind than the lead's "
-        "(`--draft_backend`, `--draft_device`)"
-    )
+    draft_device_name: str | None = key("the draft rank's device")
     draft_backend: str | None = setting(
         "the draft rank's backend (null without one, and in older rows: as `backend`)"
     )
@@ -234,8 +228,7 @@ class Row(Mapping[str, Any]):
     )
     T_SD: float | None = key("t_draft_s / t_target_s")
     floor_us: float | None = key(
-        "the longer of floor_bytes / read_bytes_per_s and floor_flops / peak_flops_per_s; null if"
-        " either rate is unknown",
+        "the longer of floor_bytes / read_bytes_per_s and floor_flops / peak_flops_per_s",
         "µs",
     )
     floor_fraction: float | None = key("floor_us / t_target_s; noise on a CPU may lift it above 1")
@@ -258,7 +251,7 @@ class Row(Mapping[str, Any]):
     cache_bytes: float | None = key("size of the last-level cache of the lead's device", "bytes")
     predicted_tok_per_s: float | None = key(
         "rate predicted from this run's outcomes, its forwards timed in series, and its warm-up's "
-        "host costs; null below 8 warm-up rounds",
+        "host costs",
         "tok/s",
     )
     prediction_error: float | None = key(
