@@ -41,7 +41,6 @@ from results import pages
 
 # The largest allowed median and 95th percentile of |error (c)|, for predictions by `plan`.
 BARS = {"products": (0.04, 0.10), "whole": (0.05, 0.12)}
-ALL = 1 << 30  # stands for "all T" where a number of target ranks T is expected
 _GIVEN = ("mode", "num_drafts", "target", "draft", "batch_size", "fuse", "lm_head", "context")
 _DRAFTED = (
     *("lookahead", "acceptance", "acceptance_fast"),
@@ -190,14 +189,14 @@ def errors_of(
 
 
 def groups(errors: pd.DataFrame) -> pd.DataFrame:
-    """Returns the number of rows, and the median and 95th percentile of |error|, for each machine,
-    kind of forwards and T, followed by that of all T. The columns are "rows", (error, .5) and
-    (error, .95) for each error."""
-    keys = ["machine", "forwards", "tp"]
-    both = pd.concat([errors, errors.assign(tp=ALL)]).set_index(keys).astype(float)
-    sizes = both.abs().groupby(level=keys)
-    judged = sizes.quantile([0.5, 0.95]).unstack()
-    judged["rows", ""] = sizes.size()
+    """Returns the number of rows, their T, and the median and 95th percentile of |error|, for each
+    machine and kind of forwards. The columns are "rows", "T", (error, .5) and (error, .95) for each
+    error."""
+    names = ["replay", "other", "without_luck"]
+    kinds = errors.assign(**errors[names].astype(float).abs()).groupby(["machine", "forwards"])
+    judged = kinds[names].quantile([0.5, 0.95]).unstack()
+    judged["rows", ""] = kinds.size()
+    judged["T", ""] = kinds["tp"].agg(lambda tp: ", ".join(map(str, sorted(set(tp)))))
     return judged
 
 
@@ -211,17 +210,13 @@ def table(judged: pd.DataFrame, left: Counter[str]) -> Iterator[str]:
     """Yields a Markdown table of the groups of rows; then a line for each group whose error by
     another job's profile exceeds its limit, and the reasons why rows have no prediction."""
     yield from pages.head("machine", "forwards", "T", "rows", "(a)", "(c)", "(c) without luck")
-    sizes = judged.groupby(level=["machine", "forwards"]).size()
-    for (machine, forwards, tp), group in judged.iterrows():
-        if tp == ALL and sizes[machine, forwards] == 2:  # It has one T, whose line says the same.
-            continue
+    for (machine, forwards), group in judged.iterrows():
         names = ("replay", "other", "without_luck")
         cells = [f"{group[name, 0.5]:.1%}, {group[name, 0.95]:.1%}" for name in names]
-        place = [machine, forwards, "all" if tp == ALL else tp, f"{group['rows', '']:.0f}"]
-        yield pages.line([*place, *cells])
+        yield pages.line([machine, forwards, group["T", ""], group["rows", ""], *cells])
     yield ""
-    for (machine, forwards, tp), group in judged.iterrows():
-        if tp == ALL and not meets(group):
+    for (machine, forwards), group in judged.iterrows():
+        if not meets(group):
             median, p95 = BARS[forwards.partition(",")[0]]
             yield f"{machine}, {forwards}: (c) misses its bar ({median:.0%}, {p95:.0%})."
     for reason, count in sorted(left.items()):
