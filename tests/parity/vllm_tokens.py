@@ -30,14 +30,13 @@ SETTINGS = (
 )
 
 
-def convert(file: Path, out: str) -> None:
-    """Writes a .gguf as a Hugging Face folder in float32."""
-    import torch
+def convert(file: Path, out: str, dtype: str = "float32") -> None:
+    """Writes a .gguf as a Hugging Face folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     AutoTokenizer.from_pretrained(**place).save_pretrained(out)
-    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=dtype)
     model.hf_quantizer = None  # its matrices are dequantised
     del model.config.quantization_config
     model.save_pretrained(out)

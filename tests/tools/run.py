@@ -1,9 +1,9 @@
 """Runs the tools by which people judge servers against `serve`: run.py FOLDER [TOOL …]
 
 FOLDER has an environment for each tool (tests/tools/install.sh), and gets SmolLM2 as a Hugging Face
-folder. Each tool runs its own command in the modes ar, sd and ssd, on the CPU, and its output is
-printed. Exit code 1 if a tool or one of its requests fails, or if lm-eval's log-likelihoods differ
-by more than NEAR from those of its Hugging Face backend.
+folder in bfloat16. Each tool runs its own command in the modes ar, sd and ssd, on the CPU, and its
+output is printed. Exit code 1 if a tool or one of its requests fails, or if lm-eval's
+log-likelihoods of that folder, served, differ by more than NEAR from its Hugging Face backend's.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 MODES, NAME = ("ar", "sd", "ssd"), "smollm2-135m-instruct"
-NEAR = 3e-3
+NEAR = 1e-3
 VLLM = (
     "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
@@ -63,9 +63,9 @@ def commands(venvs: Path, model: Path, url: str, out: Path) -> dict[str, list[li
 
 
 @contextmanager
-def serving(mode: str, out: Path) -> Iterator[str]:
-    """Runs a server; yields its address."""
-    command = [str(ROOT / "launch/serve.sh"), "--pair=smollm2", f"--mode={mode}", "--port=0"]
+def serving(mode: str, out: Path, *models: str) -> Iterator[str]:
+    """Runs a server of these models; yields its address."""
+    command = [str(ROOT / "launch/serve.sh"), *models, f"--mode={mode}", "--port=0"]
     with (out / "serve.log").open("w") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -118,12 +118,12 @@ def are_near(ours: Path, theirs: Path) -> bool:
 
 def converted(venvs: Path) -> Path:
     """Returns SmolLM2 as a Hugging Face folder, made at the first call."""
-    model = venvs / "smollm2"
+    model = venvs / NAME
     if not (model / "model.safetensors").exists():
         from mpissd.common.presets import files_of
 
         code = "from vllm_tokens import convert; from pathlib import Path; "
-        code += f"convert(Path({str(files_of(NAME))!r}), {str(model)!r})"
+        code += f"convert(Path({str(files_of(NAME))!r}), {str(model)!r}, 'bfloat16')"
         told = {**os.environ, "PYTHONPATH": str(ROOT / "tests/parity")}
         subprocess.run([str(venvs / "lmeval/bin/python"), "-c", code], env=told, check=True)
     return model
@@ -139,18 +139,12 @@ def main(venvs: Path, *tools: str) -> int:
         if not tools or "lmeval" in tools:
             hf = [str(venvs / "lmeval/bin/lm_eval"), "--include_path", str(HERE), "--tasks"]
             hf += ["choice,answer", "--log_samples", "--model", "hf", "--model_args"]
-            hf += [
-                f"pretrained={model},dtype=float32",
-                "--device",
-                "cpu",
-                "--output_path",
-                f"{top}/hf",
-            ]
+            hf += [f"pretrained={model},dtype=float32", "--device=cpu", f"--output_path={top}/hf"]
             results["lmeval hf"] = ran("lm-eval, Hugging Face", hf, env)
         for mode in MODES:
             out = top / mode
             out.mkdir()
-            with serving(mode, out) as url:
+            with serving(mode, out, "--pair=smollm2") as url:
                 settings = {"model_id": "here", "model_name": NAME, "api_base": f"{url}/v1"}
                 text = json.dumps([settings])  # JSON is YAML
                 (out / "extra-openai-models.yaml").write_text(text)
@@ -162,7 +156,10 @@ def main(venvs: Path, *tools: str) -> int:
                     refused = re.findall(r'_responses_total.*status="4.*', page.read().decode())
                 print("refused:", *refused or ["nothing"])
             if f"{mode} lmeval 0" in results:
-                results[f"{mode} lm-eval's numbers"] = are_near(out / "api", top / "hf")
+                with serving(mode, out, f"--target={model}", "--draft=smollm2-draft") as url:
+                    (command,) = commands(venvs, model, url, out / "same")["lmeval"]
+                    results[f"{mode} lmeval, bfloat16"] = ran(f"{mode}: lmeval", command, told)
+                results[f"{mode} lm-eval's numbers"] = are_near(out / "same", top / "hf")
     print("\n=== " + "\n    ".join(f"{n}: {'well' if r else 'FAILED'}" for n, r in results.items()))
     return 0 if all(results.values()) else 1
 
