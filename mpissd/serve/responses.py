@@ -202,10 +202,9 @@ def parse_response(given: Mapping[str, Any], defaults: Sampling) -> Response:
     own = read_fields(given, ResponseBody)
     fields = {k: v for k, v in given.items() if k not in ResponseBody.__struct_fields__}
     said = [{"role": "user", "content": own.input}] if isinstance(own.input, str) else own.input
-    messages = [_message(place, item) for place, item in enumerate(said)]
+    fields["messages"] = _messages(said)
     if own.instructions is not None:
-        messages.insert(0, {"role": "system", "content": own.instructions})
-    fields["messages"] = _joined(messages)
+        fields["messages"].insert(0, {"role": "system", "content": own.instructions})
     fields["logprobs"] = "message.output_text.logprobs" in own.include or "top_logprobs" in fields
     form = own.text.format
     if form and (schema := {name: value for name, value in form.items() if name != "type"}):
@@ -245,30 +244,24 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": inner}
 
 
-def _message(place: int, item: Any) -> dict[str, Any]:
-    """Returns an item of `input` as a message of a chat."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message":
-        return {k: v for k, v in item.items() if k in ("role", "content", "name")}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
-    if kind == "function_call_output":
-        output = item.get("output")
-        text = output if isinstance(output, (str, list)) else json.dumps(output)
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
-    allowed = "message, function_call, function_call_output"
-    raise refused(f"input[{place}].type={shown(kind)}", allowed)
-
-
-def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with adjacent items of one answer, its text and its calls, as one."""
-    joined = list[dict[str, Any]]()
-    for message in messages:
-        last = joined[-1] if joined else {}
-        if "tool_calls" in message and last.get("role") == "assistant":
-            last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the items of `input` as messages of a chat, an answer's text and its calls as one."""
+    messages = list[dict[str, Any]]()
+    for place, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append({k: v for k, v in item.items() if k in ("role", "content", "name")})
+        elif kind == "function_call":
+            function = {name: item.get(name) for name in ("name", "arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not messages or messages[-1].get("role") != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, (str, list)) else json.dumps(output)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         else:
-            joined.append(dict(message))
-    return joined
+            allowed = "message, function_call, function_call_output"
+            raise refused(f"input[{place}].type={shown(kind)}", allowed)
+    return messages
