@@ -98,9 +98,7 @@ def job_of_row(row: Row) -> Job:
         "they adapt": row.learned,
         "their draft was lost": row.draft_lost_round is not None,
         "several target groups share their drafts": (row.groups or 1) > 1,
-        f"{row.schedule} keeps candidates behind the last served token alone": row.schedule
-        in ("pearl", "amusd"),
-        "they serve late hits as they are, which is retired": row.on_late == "serve",
+        "they use a retired schedule": row.schedule in ("pearl", "amusd") or row.on_late == "serve",
     }
     if reason := next((why for why, applies in reasons.items() if applies), None):
         raise ConfigError(f"no law's mean: {reason}")

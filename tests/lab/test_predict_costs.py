@@ -355,10 +355,8 @@ WITHOUT = {  # reasons why rows of GPUs have no forecast, and how many rows have
     "a recording decides their tokens": 375,
     "the models' own text decides their tokens": 147,
     "they adapt": 30,
-    "pearl keeps candidates": 9,
-    "amusd keeps candidates": 9,
+    "a retired schedule": 27,
     "num_drafts=2": 13,
-    "serve late hits": 9,
     "ran other kernels": 67,
     "read lists of candidates": 25,
 }
