@@ -59,12 +59,14 @@ class NothingLeft(ConfigError):
 class Data:
     """The data of the figures: a frame of result rows, and device profiles made by `probe`. notes:
     texts on rows that were left out, to which figures add. cells: a frame of configurations with
-    predicted tok/s (results/extra-gpu/cells.py)."""
+    predicted tok/s (results/extra-gpu/cells.py). replays: a frame of rows over all prompts of a
+    recording, without times (all.jsonl)."""
 
     rows: pd.DataFrame
     profiles: tuple[Line, ...] = ()
     notes: list[str] = field(default_factory=list)
     cells: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=_OF_CELLS))
+    replays: pd.DataFrame = field(default_factory=lambda: tidy([]))
 
 
 def load(paths: Iterable[str | Path]) -> Data:
@@ -83,7 +85,9 @@ def load(paths: Iterable[str | Path]) -> Data:
     files = [file for path in places for file in sorted(path.rglob("cells.jsonl"))]
     cells = [pd.read_json(file, lines=True) for file in files] or [pd.DataFrame(columns=_OF_CELLS)]
     frame = tidy(complete(row, file.parent) for file, row in rows)
-    return Data(frame, tuple(_profiles(places, notes)), notes, pd.concat(cells))
+    whole = [file for path in places if path.is_dir() for file in path.rglob("all.jsonl")]
+    replays = tidy(complete(row, file.parent) for file, row in placed_rows(whole, left_out, NEEDED))
+    return Data(frame, tuple(_profiles(places, notes)), notes, pd.concat(cells), replays)
 
 
 def tidy(lines: Iterable[Line]) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def on_machine(data: Data, device: str | None = None) -> Data:
         left_out(data.notes, count, other, f"a figure shows one machine, here {name}")
     profiles = tuple(p for p in data.profiles if p.get("device_name") == name)
     cells = where(data.cells, device_name=name)
-    return Data(where(data.rows, device_name=name), profiles, data.notes, cells)
+    return replace(data, rows=where(data.rows, device_name=name), profiles=profiles, cells=cells)
 
 
 def plain(rows: pd.DataFrame) -> pd.Series:

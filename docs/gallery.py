@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.__main__ import draw
+from analysis.figures.study import CHAT, CODE, Place, gain_of
 from analysis.rows import Data, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,14 +132,12 @@ def pareto(table: pd.DataFrame) -> str:
 
 
 def whole(data: Data) -> str:
-    """Tells what whole transformers are predicted to give in the largest batch."""
-    poster = next(iter(draw(data, "over_batch", MACHINE))).poster
-    assert poster is not None, "no predictions"
-    names = "chat, temp. 0", "humaneval, temp. 0"
-    chat, code = (_y(poster.table(), "8B/1B", name, 32) for name in names)
+    """Tells what whole transformers are predicted to give in a batch on two GPUs."""
+    place = Place("", "8b/1b", 2, (1, 2), {"batch_size": 4})
+    chat, code = (gain_of(place.uses(data.cells, law, False))[0] for law in (CHAT, CODE))
     return (
-        f" Whole transformers are predicted to lose: for 32 sequences SSD makes {chat:.2f} (chat) "
-        f"and {code:.2f} (code) of the strongest use of two GPUs ([study](study.md#in-a-batch))."
+        f" Whole transformers are predicted to lose: for four sequences SSD makes {chat:.2f} "
+        f"(chat) and {code:.2f} (code) of the strongest use of two GPUs ([map](map.md))."
     )
 
 

@@ -12,7 +12,7 @@ from .kinds import drafts, kinds, saguaro
 from .latency import latency
 from .rates import throughput
 from .roofline import roofline, window
-from .study import hidden, host_path, measured, over_batch, over_gpus, uses
+from .study import hidden, measured, where_it_pays
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,7 @@ FIGURES = {
     "drafts": Spec(drafts, "drafts of equal parameters, from wide to deep"),
     "kinds": Spec(kinds, "kinds of draft: T_SD against acceptance, with lines of equal speedup"),
     "saguaro": Spec(saguaro, "hit rate against acceptance over Saguaro C"),
-    "uses": Spec(uses, "every use of the same GPUs under the laws of real prompts"),
     "measured": Spec(measured, "every measured use of the same GPUs, a bar each"),
-    "over_gpus": Spec(over_gpus, "SSD over the strongest other use, by number of GPUs"),
-    "over_batch": Spec(over_batch, "SSD over the strongest other use of three GPUs, by batch"),
-    "host_path": Spec(host_path, "SSD over the strongest other use, by the host's speed"),
+    "where_it_pays": Spec(where_it_pays, "the best use by GPUs, T, link, batch and draft"),
     "hidden": Spec(hidden, "SSD over SD inline, by what hits hide and what a GPU saves"),
 }

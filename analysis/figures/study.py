@@ -1,84 +1,153 @@
-"""The figures of docs/study.md: what an extra GPU for the draft model is worth.
+"""The figures of docs/study.md and docs/map.md: what a GPU for the draft model is worth.
 
-`measured` and `hidden` draw measured rows. The others draw predictions of `plan` for every mode
-and division of up to five GPUs (results/extra-gpu/cells.jsonl).
+`measured` and `hidden` draw measured rows; `where_it_pays` predictions of `plan` for every use of
+up to nine GPUs (results/extra-gpu/cells.jsonl), and the measured gains beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.colors import LogNorm
 
 from mpissd.common.theory import accept_probabilities, expected_tokens
 from mpissd.engine.law.acceptance import named_hit_law
 
 from ..rows import Data
-from ..select import best_rows, fastest, plain, points, prompts, ratio, short, where
-from ..style import BLACK, GREY, METHODS, SERIES, Poster, caption, look, need, note, parity
+from ..select import SHAPE, best_rows, fastest, key, plain, points, prompts, ratio, short, where
+from ..style import BLACK, GREY, METHODS, Poster, caption, look, need, note, parity
 
-# Predicted speedups in this range decide nothing, as measured ones were 2 to 16% lower.
-UNDECIDED = 1.0, 1.16
 _NAMES = {"ar": "AR", "sd": "SD inline", "tree": "tree inline", "lookup": "lookup", "ssd": "SSD"}
 _FOLDERS = "extra-gpu", "h200-parallel"  # folders of results with every kind of alternative
 ONE_FORWARD = " in one forward"
 _WARM = "code at temp. 0.7"
-_GPUS = ("8b/1b", 2), ("70b/1b", 4)
-_GREY = "Grey: undecided, as predictions flatter SSD by up to 16%"
-_STYLES = {name: look(name) for name in ("AR", "SD inline", "tree inline", "lookup", "SSD")}
-_STYLES["copies"] = {"color": GREY, "marker": "s", "markerfacecolor": "white"}
-CELL = ["pair", "law", "batch_size", "host"]
+CHAT, CODE = "chat, temp. 0", "humaneval, temp. 0"
+COLUMNS = {  # of the map: (law, whether drafts may take one forward)
+    "chat": (CHAT, False),
+    "code": (CODE, False),
+    "chat, temp. 0.7": ("chat, temp. 0.7", False),
+    "code, temp. 0.7": ("humaneval, temp. 0.7", False),
+    "chat, temp. 1": ("chat, temp. 1", False),
+    "code, temp. 1": ("humaneval, temp. 1", False),
+    "chat, in one forward": (CHAT, True),
+    "code, in one forward": (CODE, True),
+}
+_DRAFTED = ["mode", *SHAPE, "is_dynamic", "is_parallel", "recording"]
 
 
-def on_gpus(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Returns the fastest prediction of each mode on at most `gpus` GPUs, for each pair, prompts,
-    batch size and host. The mode "copies" stands for independent copies of the mode with most total
-    tok/s. Lookups count only at temperature 0, where their acceptance was recorded."""
-    cells = cells[(cells["mode"] != "lookup") | cells["law"].str.endswith("temp. 0")]
-    apart = (cells["num_drafts"] > 0) & (cells["mode"] != "ssd")  # slower than inline SD
-    single = cells.assign(use=cells["mode"].map(_NAMES))[~apart]
-    count = gpus // (single["tp"] + single["num_drafts"])
-    copies = single.assign(use="copies", tok_per_s=single["tok_per_s"] * count)
-    both = pd.concat([single[count > 0], copies[count > 1]]).sort_values("tok_per_s")
-    return both.groupby([*CELL, "use"]).last().reset_index()
+@dataclass(frozen=True)
+class Place:
+    """A line of the map. gpus: how many there are; degrees: the T that the target can have. also:
+    other columns of cells.jsonl than the usual ones."""
+
+    name: str
+    pair: str
+    gpus: int
+    degrees: tuple[int, ...]
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def uses(self, cells: pd.DataFrame, law: str, one_forward: bool) -> pd.DataFrame:
+        """Returns the fastest predicted use of each mode, the fastest first, with the columns use
+        (name) and ranks; no lines if nothing was predicted. Lookups count at temperature 0 only,
+        where their acceptance was recorded."""
+        usual = {"profile": "h200", "batch_size": 1, "host": 1.0, "draft": 1.0, "link": "shm"}
+        asked = {"pair": self.pair, "law": law, "one_forward": one_forward, **usual, **self.also}
+        lines = where(cells, **asked)
+        if asked["link"] != "shm":
+            lines = where(lines, gpus=self.gpus)
+        ranks = lines["tp"] + lines["num_drafts"]
+        is_known = (lines["mode"] != "lookup") | law.endswith("temp. 0")
+        fits = is_known & (ranks <= self.gpus) & lines["tp"].isin(self.degrees)
+        lines = lines.assign(ranks=ranks, use=lines["mode"].map(_NAMES))[fits]
+        lines["use"] += lines["parallel"].map({True: ONE_FORWARD, False: ""})
+        best = lines.sort_values("tok_per_s").groupby("mode").last().reset_index()
+        return best.sort_values("tok_per_s", ascending=False, ignore_index=True)
 
 
-def gains_of(cells: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Returns the predicted speedup of SSD over the fastest alternative on at most `gpus` GPUs, and
-    the alternative's name, for each pair, prompts, batch size and host."""
-    uses = on_gpus(cells, gpus)
-    ssd = where(uses, use="SSD").set_index(CELL)
-    rivals = uses[~uses["use"].isin(["SSD", "copies"])].sort_values("tok_per_s")
-    others = rivals.groupby(CELL).last()
-    gain = ssd["tok_per_s"] / others["tok_per_s"]
-    also = {"other": others["use"], "hits": ssd["hit_rate"], "gpus": gpus}
-    return pd.DataFrame({"gain": gain, **also}).dropna().reset_index()
+_FEW, _MORE = (1, 2), (1, 2, 4)
+_LAN, _FAR = {"link": "10g"}, {"link": "500us:1.25"}
+PLACES = (
+    Place("8B, 2 GPUs", "8b/1b", 2, _FEW),
+    Place("8B, 3 GPUs, T ≤ 2", "8b/1b", 3, _FEW),
+    Place("8B, 3 GPUs", "8b/1b", 3, (1, 2, 3)),
+    Place("8B, 5 GPUs, T ≤ 4", "8b/1b", 5, _MORE),
+    Place("8B, 9 GPUs, T ≤ 8", "8b/1b", 9, (*_MORE, 8)),
+    Place("70B, 3 GPUs, T ≤ 2", "70b/1b", 3, _FEW),
+    Place("70B, 4 GPUs", "70b/1b", 4, (*_MORE, 3)),
+    Place("70B, 5 GPUs, T ≤ 4", "70b/1b", 5, _MORE),
+    Place("70B, 8 GPUs", "70b/1b", 8, (*_MORE, 3, 7, 8)),
+    Place("70B, 9 GPUs, T ≤ 8", "70b/1b", 9, (*_MORE, 8)),
+    Place("8B, 3 GPUs, T ≤ 2, 4 sequences", "8b/1b", 3, _FEW, {"batch_size": 4}),
+    Place("70B, 5 GPUs, T ≤ 4, 4 sequences", "70b/1b", 5, _MORE, {"batch_size": 4}),
+    Place("8B, 2 hosts with a GPU, 10 Gbit/s", "8b/1b", 2, _FEW, _LAN),
+    Place("8B, the same, 1 ms there and back", "8b/1b", 2, _FEW, _FAR),
+    Place("8B, 2 GPUs, a third at 10 Gbit/s", "8b/1b", 3, _FEW, _LAN),
+    Place("70B, 4 GPUs, a fifth at 10 Gbit/s", "70b/1b", 5, _MORE, _LAN),
+    Place("70B, the same, 1 ms there and back", "70b/1b", 5, _MORE, _FAR),
+    Place("8B, 3 GPUs, T ≤ 2, draft step × 2.8", "8b/1b", 3, _FEW, {"draft": 2.8}),
+    Place("70B, 5 GPUs, T ≤ 4, draft step × 2.8", "70b/1b", 5, _MORE, {"draft": 2.8}),
+    Place("8B, 2 GPUs, host's work × 0", "8b/1b", 2, _FEW, {"host": 0.0}),
+    Place("8B, 2 GPUs, host's work × 4", "8b/1b", 2, _FEW, {"host": 4.0}),
+)
 
 
-def uses(data: Data) -> Poster:
-    """Predicted tok/s (x) of each mode on all GPUs, by kind of prompts and temperature (y)."""
-    cells = where(data.cells, batch_size=1, host=1.0)
-    pairs = [of for of in _GPUS if of[0] in {*cells["pair"]}]
-    need(pairs, "cells of results/extra-gpu")
-    poster = Poster(6.4)
-    for ax, (pair, gpus) in zip(poster.panels(1, len(pairs), sharey=True)[0], pairs, strict=True):
-        ax.set_title(f"{pair.upper()} on {gpus} GPUs")
-        laws = sorted({*cells["law"]}, reverse=True)
-        here = on_gpus(where(cells, pair=pair), gpus)
-        here = here.assign(y=[laws.index(law) for law in here["law"]])
-        for use, style in _STYLES.items():
-            part = where(here, use=use)
-            if len(part):
-                poster.line(ax, use, part["tok_per_s"], part["y"], linestyle="none", **style)
-        ax.set_yticks(range(len(laws)), laws)
-        ax.set(xlabel="tok/s", xlim=(0, 1.05 * here["tok_per_s"].max()))
-    text = _text(cells, "Best K, tree, fan-out. Copies: tok/s in all, each sequence slower")
-    return poster.finish("Which use of the GPUs is fastest?", text)
+def gain_of(best: pd.DataFrame) -> tuple[float, str]:
+    """Returns SSD's tok/s over the strongest other use's, and that use's name. best: Place.uses."""
+    ssd = where(best, mode="ssd").iloc[0]
+    other = best[best["mode"] != "ssd"].iloc[0]
+    return float(ssd["tok_per_s"] / other["tok_per_s"]), str(other["use"])
+
+
+def where_it_pays(data: Data) -> Poster:
+    """The best use in each cell of the map, its gain over the next, and SSD over the others."""
+    need(len(data.cells), "cells of results/extra-gpu")
+    seen = measured_gains(data)
+    poster = Poster(13.0)
+    ax = poster.panels(1, 1)[0, 0]
+    gains = np.full((len(PLACES), len(COLUMNS)), np.nan)
+    errors = []
+    for (y, place), (x, (name, column)) in product(enumerate(PLACES), enumerate(COLUMNS.items())):
+        best = place.uses(data.cells, *column)
+        if best.empty:
+            continue
+        first, second = best.iloc[0], best.iloc[1]
+        gains[y, x] = gain_of(best)[0]
+        lead = first["tok_per_s"] / second["tok_per_s"]
+        over = second["use"].removesuffix(ONE_FORWARD).removesuffix(" inline")
+        at = f"{first['tp']:.0f}+1" if first["num_drafts"] else f"T={first['tp']:.0f}"
+        use = first["use"].removesuffix(ONE_FORWARD).removesuffix(" inline")
+        text = f"{use} {at}\n{lead:.2f} × {over}"
+        known = seen.get((place.name, name))
+        if known is not None:
+            text += f"\nrows: SSD {known:.2f}"
+            errors.append(100 * (gains[y, x] / known - 1))
+        style = {"fontweight": "bold"} if known is not None else {}
+        ax.text(x, y, text, ha="center", va="center", fontsize=8.6, **style)
+        poster.keep(ax, name, place=place.name, use=first["use"], gain=gains[y, x], lead=lead)
+    image = ax.imshow(gains, "PuOr", norm=LogNorm(1 / 1.5, 1.5), aspect="auto", alpha=0.7)
+    image.set_clim(1 / 1.5, 1.5)
+    ax.grid(visible=False)
+    ax.set_yticks(range(len(PLACES)), [place.name for place in PLACES], fontsize=10)
+    names = [name.replace(", ", "\n") for name in COLUMNS]
+    ax.set_xticks(range(len(COLUMNS)), names, fontsize=9.5)
+    ax.xaxis.tick_top()
+    text = (
+        f"{data.cells['device_name'].iloc[0]}, predicted by mpissd plan from its profile: whole "
+        "transformers, 512 tokens of context, laws of SmolLM2-135M-Instruct and its shipped draft "
+        "(above temp. 0: an earlier one); in one forward: where drafts may be. In a cell: the "
+        "fastest use, and its tok/s over the next kind's; purple: SSD."
+    )
+    if errors:
+        text += " Bold: measured, too (rows: SSD over the strongest other use); there predictions "
+        text += f"are {-min(errors):.0f}% too low to {max(errors):.0f}% too high"
+    return poster.finish("Where does a GPU for the draft pay?", text, legend=False)
 
 
 def used(rows: pd.DataFrame) -> pd.DataFrame:
@@ -118,6 +187,69 @@ def best_shapes(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     with the largest median tok/s."""
     best = {str(use): runs for use, runs in fastest(rows, "use").groupby("use")}
     return dict(sorted(best.items(), key=lambda item: -item[1]["tok_per_s"].median()))
+
+
+def over_all_prompts(rows: pd.DataFrame, replays: pd.DataFrame) -> pd.DataFrame:
+    """Returns the tokens a round over all prompts of each row's recording (tokens), and the tok/s
+    there (rate); NaN if unknown. Tokens and hits are those of a replay of all prompts (all.jsonl),
+    which has no times: a round takes the time measured, changed by the drafting after misses."""
+    there = replays.set_index(drafted(replays)).reindex(drafted(rows)).set_axis(rows.index)
+    tokens = (there["num_tokens"] / there["num_rounds"]).mask(rows["mode"] == "ar", 1.0)
+    miss_s = rows["t_draft_s"] * rows["backup_lookahead"] / rows["lookahead"]
+    more_s = miss_s * (rows["hit_rate"] - there["hit_rate"]) * (rows["backup"] != "fast")
+    return pd.DataFrame({"tokens": tokens, "rate": tokens / (rows["round_s"] + more_s.fillna(0.0))})
+
+
+def drafted(rows: pd.DataFrame) -> pd.Series:
+    """Returns how each row drafted, and under which recording, as one tuple."""
+    is_dynamic, is_parallel = rows["tree_shape"].eq("dynamic"), rows["parallel_drafting"].eq(True)
+    return key(rows.assign(is_dynamic=is_dynamic, is_parallel=is_parallel), _DRAFTED)
+
+
+def with_rates(data: Data) -> pd.DataFrame:
+    """Returns the rows of `used` with the columns tokens (a round), rate (tok/s; both over all
+    prompts, if they are known, else the run's own), known (whether they are), shape (see `drafted`)
+    and is_one (whether drafts take one forward)."""
+    rows = used(data.rows).reset_index(drop=True)
+    there = over_all_prompts(rows, data.replays)
+    own = {"tokens": rows["num_tokens"] / rows["num_rounds"], "rate": rows["tok_per_s"]}
+    known = there["rate"].notna()
+    rows = rows.assign(known=known, shape=drafted(rows), **there.fillna(pd.DataFrame(own)))
+    return rows.assign(is_one=rows["use"].str.endswith(ONE_FORWARD))
+
+
+def best_two(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    """Returns the runs of SSD and of the other uses at those settings whose median rate (see
+    `with_rates`) is the largest; None if one of the two was not run."""
+    is_ssd = rows["mode"].eq("ssd")
+    if is_ssd.nunique() < 2:
+        return None
+    both = (rows[is_ssd], rows[~is_ssd])
+    best = (of.groupby("shape")["rate"].median().idxmax() for of in both)
+    ssd, other = (of[of["shape"].map(shape.__eq__)] for of, shape in zip(both, best, strict=True))
+    return ssd, other
+
+
+def gain_between(ssd: pd.DataFrame, other: pd.DataFrame) -> float:
+    """Returns the measured speedup of SSD's runs over the other use's, by `with_rates`."""
+    if not ssd["known"].any():
+        return ratio(ssd, other).speedup
+    return float(ssd["rate"].median() / other["rate"].median())
+
+
+def measured_gains(data: Data) -> dict[tuple[str, str], float]:
+    """Returns {(place, column) of the map: measured speedup of SSD over the strongest other use},
+    over all prompts of a recording; at temp. 0.7 in the runs themselves."""
+    gains = {}
+    rows = with_rates(data)
+    named = {CHAT: "chat", CODE: "code", "humaneval, temp. 0.7": _WARM}
+    places = [of for of in PLACES if not of.also and of.gpus in of.degrees]
+    for place, (name, (law, one)) in product(places, COLUMNS.items()):
+        here = where(rows, law=named.get(law), ranks=place.gpus, pair=place.pair[:-3].upper())
+        found = best_two(here if one else here[~here["is_one"]])
+        if found is not None and here["is_one"].any() >= one:
+            gains[place.name, name] = gain_between(*found)
+    return gains
 
 
 def measured(data: Data) -> Poster:
@@ -176,71 +308,6 @@ def _bars(poster: Poster, ax: Axes, best: dict[str, pd.DataFrame]) -> None:
     ax.get_yticklabels()[0].set_fontweight("bold")
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)
-
-
-def over_gpus(data: Data) -> Poster:
-    """Predicted speedup of SSD over the strongest alternative (y) by the number of GPUs (x), a line
-    for each kind of prompts and temperature."""
-    cells = where(data.cells, batch_size=1, host=1.0)
-    need(len(cells), "cells of results/extra-gpu")
-    gains = pd.concat([gains_of(cells, gpus) for gpus in range(2, 5)])
-    label = "GPUs, one of them the draft's"
-    return _lines(gains, "gpus", label, "How many GPUs does it take?", _text(cells, _GREY))
-
-
-def over_batch(data: Data) -> Poster:
-    """Predicted speedup of SSD over the strongest alternative on as many GPUs (y) by batch size
-    (x), a line for each kind of prompts and temperature."""
-    cells = where(data.cells, host=1.0)
-    laws = cells.loc[cells["batch_size"] > 1, "law"].unique()
-    need(len(laws), "cells of results/extra-gpu at several batch sizes")
-    cells = cells[cells["law"].isin(laws)]
-    gains = pd.concat([gains_of(where(cells, pair=pair), gpus) for pair, gpus in _GPUS])
-    text = _text(cells, f"8B on two GPUs, 70B on four. {_GREY}")
-    return _lines(gains, "batch_size", "sequences b", "Does it pay in a batch?", text)
-
-
-def host_path(data: Data) -> Poster:
-    """Predicted speedup of SSD over the strongest alternative on two GPUs (y), by the durations of
-    host work as a multiple of the measured ones (x)."""
-    cells = where(data.cells, batch_size=1)
-    hosted = cells.loc[cells["host"] != 1, ["pair", "law"]].drop_duplicates()
-    need(len(hosted), "cells of results/extra-gpu with several hosts")
-    gains = gains_of(cells.merge(hosted), 2)
-    text = _text(cells, "Two GPUs. Rounds without a draft GPU are chained: no host is in them.")
-    label = "host's time in a round, × the measured one"
-    return _lines(gains, "host", label, "What does the host cost SSD?", text)
-
-
-def _lines(gains: pd.DataFrame, x: str, label: str, heading: str, text: str) -> Poster:
-    pairs = sorted({*gains["pair"]}, key=len)
-    poster = Poster(5.6)
-    grid = poster.panels(1, len(pairs), sharey=True)[0]
-    for ax, pair in zip(grid, pairs, strict=True):
-        ax.set_title(pair.upper())
-        ax.axhspan(*UNDECIDED, color="#e4e4e4", zorder=0)
-        parity(ax)
-        laws = where(gains, pair=pair).groupby("law", sort=False)
-        for (law, part), colour in zip(laws, (*SERIES, GREY), strict=False):
-            also = {"other": part["other"]}
-            poster.line(ax, str(law), part[x], part["gain"], also=also, color=colour, marker="o")
-        ticks = sorted({*gains[x]})
-        ax.set_xlabel(label)
-        if ticks[-1] > 8:
-            ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator(ticks))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter("{x:g}")
-    grid[0].set_ylabel("SSD's tok/s over the\nstrongest other use's")
-    return poster.finish(heading, text)
-
-
-def _text(cells: pd.DataFrame, conditions: str) -> str:
-    return (
-        f"{cells['device_name'].iloc[0]}, predicted by mpissd plan from its profile: whole "
-        "transformers, 512 tokens of context, K draft forwards a round, laws of "
-        f"SmolLM2-135M-Instruct and its earlier shipped draft. {conditions}"
-    )
 
 
 HOST_S = 0.25e-3  # host work in a round of SSD, in s, measured in results/h200-pairs

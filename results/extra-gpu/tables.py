@@ -1,51 +1,67 @@
-"""Prints the tables of docs/study.md from rows and cells: python -m results.extra-gpu.tables
+"""Prints the tables of docs/study.md, docs/map.md and pools.md: python -m results.extra-gpu.tables
 
-measured   every measured use of as many GPUs, beside what `plan` predicts of it
-laws       SSD over the strongest other use, by prompts, temperature and GPUs
+measured   every measured use of as many GPUs
+equal      the share of their floor at which forwards run, and SSD's gain at equal shares
+map        the map's lines for one sequence on one host
+rows       the map's cells that were measured, too
 closed     the closed form beside measured gains
-five       70B/1B on five H100s, beside the paper
-answers    README's three lines
+paper      70B/1B on 4 + 1 H100s, beside the paper
+pools      draft pools beside the other uses
+answers    README's lines
 alone      every measured use of one GPU
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from analysis.figures.study import (
+    COLUMNS,
     FITTED,
     ONE_FORWARD,
+    PLACES,
+    Place,
     best_shapes,
-    gains_of,
-    on_gpus,
+    best_two,
+    gain_between,
+    gain_of,
+    measured_gains,
     pays,
-    used,
     whole_pays,
-    with_ssd,
+    with_rates,
 )
-from analysis.rows import load
-from analysis.select import SHAPE, key, ratio, where
+from analysis.rows import Data, load
+from analysis.select import ratio, where
+from mpissd.common.config import RunConfig
+from mpissd.lab.plan.candidates import pair_job
 from mpissd.lab.tables.compare import Comparison
+from mpissd.lab.tables.uses import Family
 from results.pages import Lines, head, line, printed, share
 
 HERE = Path(__file__).resolve().parent
-PAPER = {"AR, T=4": "54.7", "SD inline, T=4": "161.8", "SSD, T=4": "255.8"}
+PAPER = {"AR": "54.7", "SD inline": "161.8", "SSD": "255.8"}
 _NAMES = "AR", "SD inline", "tree inline", "lookup", "SSD"
-_DRAFTED = ["mode", *SHAPE, "is_dynamic", "is_parallel", "recording"]
+_SPARE = "8B, 3 GPUs, T ≤ 2", "70B, 3 GPUs, T ≤ 2", "70B, 5 GPUs, T ≤ 4", "70B, 9 GPUs, T ≤ 8"
+_DRAWS = 10_000  # resamples of the prompts for an interval
 
 
 @dataclass(frozen=True)
 class Answer:
     """What the rows of one pair, prompts and number of GPUs say. cells: {use: its tok/s as text}.
     strongest: the fastest use but SSD. gain: SSD over it. everywhere: the same over all prompts of
-    the recording. stepwise: there without drafts of one forward. alone: the fastest use of one GPU
-    over SSD there. NaN: unknown."""
+    the recording, as text with its interval over prompts; stepwise: there without drafts of one
+    forward; "" if unknown. alone: the fastest use of one GPU over SSD there. gains: all of these as
+    numbers. shares: of their floor, the verifications of SSD and of the strongest other use, and a
+    forward of the draft in SSD. equal: SSD over the other use if all had SSD's verification's."""
 
     pair: str
     prompts: str
@@ -53,24 +69,33 @@ class Answer:
     cells: dict[str, str]
     strongest: str
     gain: Comparison
-    everywhere: float
-    stepwise: float
+    everywhere: str
+    stepwise: str
     alone: float
+    gains: tuple[float, ...]
+    shares: tuple[float, float, float]
+    equal: float
 
     @property
     def gain_text(self) -> str:
-        ends = f" ({share(self.gain.low, 2)} to {share(self.gain.high, 2)})"
-        return share(self.gain.speedup, 2) + ends * self.gain.has_interval
+        return _share(self.gain.speedup) + _ends(self.gain.low, self.gain.high) * (
+            self.gain.has_interval
+        )
 
 
-def cells(device: str = "NVIDIA H200") -> pd.DataFrame:
-    """Returns the predictions of `plan` for a device (cells.jsonl) as a frame."""
-    return where(pd.read_json(HERE / "cells.jsonl", lines=True), device_name=device)
+def _share(value: float) -> str:
+    return share(value, 2) if value > 0 else "–"
 
 
-def rows() -> pd.DataFrame:
-    """Returns all result rows measured on H200s as a frame."""
-    return where(load([HERE.parent]).rows, device_name="NVIDIA H200")
+def _ends(low: float, high: float) -> str:
+    return f" ({share(low, 2)} to {share(high, 2)})"
+
+
+@lru_cache(maxsize=1)
+def data() -> Data:
+    """Returns all result rows measured on H200s, and all predictions."""
+    every = load([HERE.parent])
+    return replace(every, rows=where(every.rows, device_name="NVIDIA H200"))
 
 
 def measured() -> Lines:
@@ -82,82 +107,165 @@ def measured() -> Lines:
     for answer in _answers():
         cells = [answer.cells.get(use, "–") for use in (*_NAMES, *ones)]
         place = f"{answer.pair} {answer.prompts}, {answer.gpus}"
-        yield line([place, *cells, answer.gain_text, _share(answer.everywhere)])
+        yield line([place, *cells, answer.gain_text, answer.everywhere or "–"])
 
 
-def _share(value: float) -> str:
-    return share(value, 2) if value > 0 else "–"
-
-
-def over_all_prompts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tokens a round over all prompts of each row's recording (tokens), and the tok/s
-    there (rate); NaN if unknown. Tokens and hits are those of a replay of all prompts (all.jsonl),
-    which has no times: a round takes the time measured, changed by the drafting after misses."""
-    of_all = load(sorted(HERE.parent.glob("*/all.jsonl"))).rows
-    there = of_all.set_index(_drafted(of_all)).reindex(_drafted(rows)).set_axis(rows.index)
-    tokens = (there["num_tokens"] / there["num_rounds"]).mask(rows["mode"] == "ar", 1.0)
-    miss_s = rows["t_draft_s"] * rows["backup_lookahead"] / rows["lookahead"]
-    more_s = miss_s * (rows["hit_rate"] - there["hit_rate"]) * (rows["backup"] != "fast")
-    return pd.DataFrame({"tokens": tokens, "rate": tokens / (rows["round_s"] + more_s.fillna(0.0))})
-
-
-def _drafted(rows: pd.DataFrame) -> pd.Series:
-    """Returns how each row drafted, and under which recording, as one tuple."""
-    is_dynamic, is_parallel = rows["tree_shape"].eq("dynamic"), rows["parallel_drafting"].eq(True)
-    return key(rows.assign(is_dynamic=is_dynamic, is_parallel=is_parallel), _DRAFTED)
+def equal() -> Lines:
+    """Yields the table of the shares of their floor at which forwards run."""
+    names = "SSD's verification", "the other's", "a draft forward", "SSD at equal shares"
+    yield from head("pair, prompts, GPUs", *names)
+    for answer in _answers():
+        place = f"{answer.pair} {answer.prompts}, {answer.gpus}"
+        yield line([place, *map(_share, (*answer.shares, answer.equal))])
 
 
 def _answers() -> Iterator[Answer]:
-    every = used(rows())
-    every = every.assign(everywhere=over_all_prompts(every)["rate"], shape=_drafted(every))
-    wanted = with_ssd(every).groupby(["ranks", "law", "pair"])
-    for (gpus, law, pair), here in wanted:
+    every = with_rates(data())
+    shared = every["setting"].isin(where(every, mode="ssd")["setting"]) & every["ranks"].gt(1)
+    for (gpus, law, pair), here in every[shared].groupby(["ranks", "law", "pair"]):
         best = best_shapes(here)  # the fastest first
         ssd = next(runs for use, runs in best.items() if use.startswith("SSD"))
         strongest = next(use for use in best if not use.startswith("SSD"))
-        one = where(every, pair=pair, law=law, ranks=1)
-        steps = here[~here["use"].str.endswith(ONE_FORWARD)]
-        shares = (
-            _at_best(where(of, mode="ssd")) / _at_best(of[of["mode"] != "ssd"])
-            for of in (here, steps)
-        )
-        cells = {use: _cell(runs) for use, runs in best.items()}
-        alone = _at_best(one) / _at_best(where(here, mode="ssd"))
+        all_prompts, steps = best_two(here), best_two(here[~here["is_one"]])
+        assert all_prompts is not None and steps is not None, "rows of SSD and of another use"
+        one = where(every, pair=pair, law=law, ranks=1).groupby("shape")["rate"].median().max()
         over = ratio(ssd, best[strongest])
-        yield Answer(pair, law, gpus, cells, strongest, over, *shares, alone)
+        yield Answer(
+            pair=pair,
+            prompts=law,
+            gpus=gpus,
+            cells={use: _cell(runs) for use, runs in best.items()},
+            strongest=strongest,
+            gain=over,
+            everywhere=_over_prompts(*all_prompts),
+            stepwise=_over_prompts(*steps),
+            alone=one / all_prompts[0]["rate"].median(),
+            gains=(over.speedup, gain_between(*all_prompts), gain_between(*steps)),
+            shares=_shares(*all_prompts),
+            equal=_equal(*all_prompts),
+        )
 
 
-def _at_best(rows: pd.DataFrame) -> float:
-    """Returns the tok/s over all prompts at the best settings."""
-    return float(rows.groupby("shape")["everywhere"].median().max())
+def _over_prompts(ssd: pd.DataFrame, other: pd.DataFrame) -> str:
+    """Returns SSD over the other use over all prompts, with the interval of a bootstrap over them;
+    "" if that is unknown."""
+    if not ssd["known"].all() or not other["known"].all():
+        return ""
+    text = _share(gain_between(ssd, other))
+    sums = [_by_prompt(runs) for runs in (ssd, other)]
+    if any(of is None for of in sums):
+        return text
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(len(sums[0][0]), size=(_DRAWS, len(sums[0][0])))
+    rates = [tokens[drawn].sum(axis=1) / seconds[drawn].sum(axis=1) for tokens, seconds in sums]
+    return text + _ends(*np.percentile(rates[0] / rates[1], (2.5, 97.5)))
+
+
+def _by_prompt(runs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the tokens and the seconds of each prompt, [prompts], by the counts of a replay
+    (prompts.jsonl) and the runs' median durations; None if there are no counts."""
+    counts = _counts().get(runs["shape"].iloc[0])
+    if counts is None:
+        return None
+    tokens, rounds, hits = (np.array(counts[name]) for name in ("tokens", "rounds", "hits"))
+    run = runs[["round_s", "t_draft_s", "backup_lookahead", "lookahead", "hit_rate"]].median()
+    seconds = rounds * run["round_s"]
+    if runs["mode"].iloc[0] == "ssd" and runs["backup"].iloc[0] != "fast":
+        miss_s = run["t_draft_s"] * run["backup_lookahead"] / run["lookahead"]
+        seconds += miss_s * (run["hit_rate"] * rounds - hits * rounds.sum() / (rounds - 1).sum())
+    return tokens, seconds
+
+
+@lru_cache(maxsize=1)
+def _counts() -> dict[tuple[object, ...], dict[str, list[int]]]:
+    lines = map(json.loads, (HERE / "prompts.jsonl").read_text().splitlines())
+    return {
+        tuple(tuple(of) if isinstance(of, list) else of for of in counts["shape"]): counts
+        for counts in lines
+    }
+
+
+def _draft_floor_s(runs: pd.DataFrame) -> float:
+    """Returns the seconds in which a forward of the draft reads its weights (2 bytes each)."""
+    models = {name: runs[name].iloc[0] for name in ("target", "draft")}
+    job = pair_job(RunConfig(**models, forward="transformer"), Family("sd", 1, 0))
+    assert job.draft_shard is not None, "rows with a draft"
+    weights = job.draft_shard.num_params(job.draft_options)
+    rate = runs["row"].map(lambda row: row.read_bytes_per_s).median()
+    return float(job.draft_shard.read_bytes(weights, itemsize=2) / rate)
+
+
+def _forwards(runs: pd.DataFrame) -> float:
+    """Returns how many forwards of the draft make a round's drafts."""
+    return 1 if runs["is_one"].iloc[0] else float(runs["lookahead"].iloc[0])
+
+
+def _shares(ssd: pd.DataFrame, other: pd.DataFrame) -> tuple[float, float, float]:
+    step_s = ssd["t_draft_s"].median() / _forwards(ssd)
+    verifying = (float(runs["floor_fraction"].median()) for runs in (ssd, other))
+    return *verifying, _draft_floor_s(ssd) / step_s
+
+
+def _equal(ssd: pd.DataFrame, other: pd.DataFrame) -> float:
+    """Returns SSD over the other use if every forward had the share of its floor that SSD's
+    verification has. Nothing else of a round changes."""
+    share_of = float(ssd["floor_fraction"].median())
+    rates = []
+    for runs in (ssd, other):
+        run = runs[["tokens", "rate", "t_target_s", "floor_fraction", "t_draft_s"]].median()
+        saved = run["t_target_s"] * (1 - run["floor_fraction"] / share_of)
+        if runs["backup"].iloc[0] != "fast":
+            misses = 1 - runs["hit_rate"].median() if runs is ssd else 1.0
+            served = (runs["backup_lookahead"] / runs["lookahead"]).median()
+            least = _forwards(runs) * _draft_floor_s(ssd) / share_of
+            saved += misses * served * (run["t_draft_s"] - least)
+        rates.append(run["tokens"] / (run["tokens"] / run["rate"] - saved))
+    return float(rates[0] / rates[1])
 
 
 def _cell(runs: pd.DataFrame) -> str:
     """Returns the median tok/s of a use's runs, and in brackets that over all prompts."""
-    rate, all_prompts = runs["tok_per_s"].median(), runs["everywhere"].median()
-    is_known = runs["mode"].iloc[0] != "ar" and all_prompts > 0
-    return f"{rate:,.0f}" + f" ({all_prompts:,.0f})" * bool(is_known)
+    rate = f"{runs['tok_per_s'].median():,.0f}"
+    is_shown = runs["mode"].iloc[0] != "ar" and runs["known"].all()
+    return rate + f" ({runs['rate'].median():,.0f})" * bool(is_shown)
 
 
-def laws() -> Lines:
-    """Yields the table of predictions, a line for each kind of prompts and temperature: acceptance
-    rate, SSD's hit rate, and SSD's speedup over the strongest alternative, which is named."""
-    single = where(cells(), batch_size=1, host=1.0)
-    shown = [(pair, gpus) for pair in ("8b/1b", "70b/1b") for gpus in (2, 3, 4)]
-    names = [f"{pair.upper()}, {gpus} GPUs" for pair, gpus in shown]
-    yield from head("prompts", "alpha", "hits", *names)
-    gains = {n: gains_of(single, n).set_index(["pair", "law"]) for n in (2, 3, 4)}
-    for law in sorted({*single["law"]}):
-        alpha = where(single, law=law)["alpha"].iloc[0]
-        hits = gains[2]["hits"][("8b/1b", law)]
-        at = [gains[n].loc[(pair, law)] for pair, n in shown]
-        texts = [f"{share(of['gain'], 2)} {of['other'].removesuffix(' inline')}" for of in at]
-        yield line([law, share(alpha, 2), share(hits, 2), *texts])
+def map_of_one() -> Lines:
+    """Yields the map's lines of one sequence on one host: SSD over the strongest other use, and
+    that use's name."""
+    names = "chat", "code", "chat, in one forward", "code, in one forward"
+    yield from head("GPUs, T allowed", *names)
+    for place in PLACES:
+        if not place.also:
+            best = (place.uses(data().cells, *COLUMNS[name]) for name in names)
+            texts = (f"{share(gain, 2)} {_short(other)}" for gain, other in map(gain_of, best))
+            yield line([place.name, *texts])
+
+
+def _short(use: str) -> str:
+    return use.removesuffix(ONE_FORWARD).removesuffix(" inline")
+
+
+def rows_of_map() -> Lines:
+    """Yields the cells of the map that were measured: the gain as measured and as predicted, and
+    what is lost by taking the predicted use."""
+    yield from head("cell", "SSD over the strongest other, measured", "predicted", "lost")
+    for name, seen, told in _told():
+        lost = 1 - min(seen, 1 / seen) if (told > 1) != (seen > 1) else 0.0
+        yield line([name, share(seen, 2), share(told, 2), f"{lost:.0%}"])
+
+
+def _told() -> Iterator[tuple[str, float, float]]:
+    """Yields the map's measured cells: name, SSD's gain as measured and as predicted."""
+    for (place, column), seen in measured_gains(data()).items():
+        of = next(one for one in PLACES if one.name == place)
+        told, _ = gain_of(of.uses(data().cells, *COLUMNS[column]))
+        yield f"{place}, {column}", seen, told
 
 
 def closed() -> Lines:
     """Yields the table of how far the closed form's speedups are from measured ones."""
-    measured_rows = rows()
+    measured_rows = data().rows
     products = [*pays(measured_rows)]
     groups = {
         f"products, {FITTED}, whose host gaps were taken": [
@@ -175,71 +283,124 @@ def closed() -> Lines:
         yield line([name, len(gains), *sizes, same, rule])
 
 
-def five() -> Lines:
-    """Yields the table of predicted tok/s of each mode on five H100s, by kind of prompts. The last
-    line has the paper's figures, which were measured with other prompts."""
-    uses = cells("NVIDIA H100 80GB SXM")
-    four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
-    five_gpus = on_gpus(uses, 5)
-    columns = {f"{use}, T=4": (four_gpus, use) for use in ("AR", "SD inline")}
-    columns |= {f"{use}, T=5": (five_gpus, use) for use in _NAMES[:4]}
-    columns["SSD, T=4"] = five_gpus, "SSD"
-    yield from head("prompts", *columns)
-    for law in dict.fromkeys(uses["law"]):
-        at = [where(lines, law=law, use=use)["tok_per_s"] for lines, use in columns.values()]
-        yield line([law, *(f"{rates.iloc[0]:.0f}" if len(rates) else "–" for rates in at)])
-    yield line(["the paper", *(PAPER.get(name, "–") for name in columns)])
+def paper() -> Lines:
+    """Yields the table of predicted tok/s on 4 + 1 H100s (products) and, in brackets, with draft
+    steps as slow as the paper's. The last line has the paper's figures, of other prompts."""
+    names = "AR", "SD inline", "tree inline", "lookup", "SSD"
+    yield from head("prompts", *(f"{name}, T=4" for name in names))
+    lines = {"alpha .8": ("alpha .8", False), **COLUMNS}
+    for name, column in lines.items():
+        here, slow = (
+            Place("", "70b/1b", 5, (4,), {"profile": "h100", "draft": draft}).uses(
+                data().cells, *column
+            )
+            for draft in (1.0, 2.8)
+        )
+        if len(here):
+            yield line([name, *(_both(here, slow, use) for use in names)])
+    yield line(["the paper", *(PAPER.get(name, "–") for name in names)])
+
+
+def _both(here: pd.DataFrame, slow: pd.DataFrame, use: str) -> str:
+    """Returns a use's tok/s, and those with slow draft steps in brackets if they differ."""
+    rates = [
+        where(of.assign(use=of["use"].str.removesuffix(ONE_FORWARD)), use=use)["tok_per_s"]
+        for of in (here, slow)
+    ]
+    if not len(rates[0]):
+        return "–"
+    texts = [f"{rate.iloc[0]:.0f}" for rate in rates]
+    return texts[0] + f" ({texts[1]})" * (texts[0] != texts[1])
+
+
+def pools() -> Lines:
+    """Yields, for pools of G targets and a draft, tok/s a sequence and tok/s a GPU, each over those
+    of the strongest other use of T GPUs; bold if no other use at any T and batch has both. What G
+    targets lose to one is that of products at alpha .8 (results/pools)."""
+    simulated = pd.read_json(HERE.parent / "pools/pools.jsonl", lines=True)
+    simulated = simulated[simulated["device_name"].str.startswith("NVIDIA H200")]
+    alike = {"acceptance": "alpha:0.8", "hit_law": "smollm2", "mode": "ssd", "batch_size": 1}
+    simulated = where(simulated, **alike)
+    counts = 1, 2, 3, 4, 8
+    yield from head("pair, T, prompts", *(f"G = {count}" for count in counts))
+    places = ("8b/1b", 1), ("70b/1b", 2), ("70b/1b", 4)
+    names = "chat", "code", "code, in one forward"
+    for (pair, tp), name in product(places, names):
+        pool = where(simulated, pair=pair, tp=tp).set_index("targets")
+        best = Place("", pair, tp + 1, (tp,)).uses(data().cells, *COLUMNS[name])
+        rates = best.groupby(best["mode"] == "ssd")["tok_per_s"].max()
+        others = _every_other(pair, *COLUMNS[name])
+        texts = []
+        for count in counts:
+            slower = pool.loc[count, "tok_per_s"] / count / pool.loc[1, "tok_per_s"]
+            speed = rates[True] * slower
+            per_gpu = speed * count / (count * tp + 1)
+            beaten = ((others["speed"] >= speed) & (others["per_gpu"] >= per_gpu)).any()
+            text = f"{share(speed / rates[False], 2)}, {share(per_gpu * tp / rates[False], 2)}"
+            texts.append(text if beaten else f"**{text}**")
+        yield line([f"{pair.partition('/')[0].upper()}, {tp}, {name}", *texts])
+
+
+def _every_other(pair: str, law: str, one_forward: bool) -> pd.DataFrame:
+    """Returns tok/s a sequence (speed) and a GPU (per_gpu) of all uses but SSD, at every T that
+    engines offer and every batch size."""
+    parts = []
+    for batch, gpus in ((1, 8), (4, 4)):
+        place = {"batch_size": batch}
+        for tp in (1, 2, 4, 8)[: gpus.bit_length()]:
+            best = Place("", pair, gpus, (tp,), place).uses(data().cells, law, one_forward)
+            parts.append(best[best["mode"] != "ssd"])
+    every = pd.concat(parts)
+    speed = every["tok_per_s"] / every["batch_size"]
+    return every.assign(speed=speed, per_gpu=every["tok_per_s"] / every["tp"])
 
 
 def answers() -> Lines:
-    """Yields the answers that README gives: on the paper's setting, then on measured ones."""
-    uses = cells("NVIDIA H100 80GB SXM")
-    four_gpus = on_gpus(uses[uses["tp"] == 4], 4)
-    five_gpus = on_gpus(uses, 5)
-
-    def rate(uses: pd.DataFrame, law: str, use: str) -> float:
-        return float(where(uses, law=law, use=use)["tok_per_s"].iloc[0])
-
-    chain = rate(five_gpus, "alpha .8", "SSD") / rate(four_gpus, "alpha .8", "SD inline")
-    trees = [rate(five_gpus, n, "SSD") / rate(five_gpus, n, "tree inline") for n in {*uses["law"]}]
-    paper = float(PAPER["SSD, T=4"]) / float(PAPER["SD inline, T=4"])
+    """Yields the answers that README gives: on GPUs that the target cannot use, then on the
+    measured ones."""
+    spare = [of for of in PLACES if of.name in _SPARE]
+    parts = []
+    for names in (["chat", "code"], ["chat, in one forward", "code, in one forward"]):
+        gains = [gain_of(of.uses(data().cells, *COLUMNS[n]))[0] for of in spare for n in names]
+        parts.append(f"{share(min(gains), 2)} to {share(max(gains), 2)}")
+    high = [max(told / seen for name, seen, told in _told() if (ONE_FORWARD in name) == one) - 1
+            for one in (False, True)]  # fmt: skip
     yield (
-        "- **70B/1B on 4 + 1 H100s, the paper's setting: not measured here.** Predicted "
-        f"from products alone, at alpha .8: SSD makes {chain:.2f}× the tok/s of SD on four GPUs "
-        f"(the paper: {paper:.2f}×). Over a tree on all five that is {min(trees):.2f} to "
-        f"{max(trees):.2f}×, depending on the prompts, and uncertain by 30%: undecided."
+        "- **A GPU that the target cannot use** (engines offer T = 1, 2, 4, 8): **predicted to "
+        "pay, hardly measured.** 8B/1B on 2 + 1 H200s, 70B/1B on 2 + 1, 4 + 1 and 8 + 1: SSD makes "
+        f"{parts[0]} of the strongest other use by drafts of K forwards, {parts[1]} if they may "
+        f"take one (elsewhere up to {high[0]:.0%} and {high[1]:.0%} too high): "
+        "[the map](docs/map.md)."
     )
     places: dict[str, list[Answer]] = {}
     for answer in _answers():
         places.setdefault(f"{answer.pair}/1B on {answer.gpus} H200s", []).append(answer)
     for place, found in places.items():
-        gains = [one.gain.speedup for one in found] + [one.everywhere for one in found]
-        verdict = "no" if np.nanmax(gains) < 1 else "undecided"
-        parts = (
+        verdict = "no" if max(one.gains[1] for one in found) < 1 else "undecided"
+        parts = [
             f"{one.gain_text} of a {one.strongest.replace(' inline', '')} on {one.prompts}"
             for one in found
-        )
+        ]
         yield f"- **{place}, measured: {verdict}.** SSD makes {', '.join(parts)}. {_rest(found)}"
 
 
 def _rest(found: Sequence[Answer]) -> str:
     """Returns the sentences of an answer on all prompts, drafts of one forward and one GPU."""
-    everywhere, steps, alone = (
-        " and ".join(_share(getattr(one, of)) for one in found if one.everywhere > 0)
-        for of in ("everywhere", "stepwise", "alone")
-    )
+    known = [one for one in found if one.everywhere]
+    everywhere = " and ".join(one.everywhere for one in known)
+    text = f"Over all prompts, derived: {everywhere}"
     if not any(ONE_FORWARD in use for one in found for use in one.cells):
-        return f"Over all prompts, derived: {everywhere}. Drafts of one forward were not measured."
-    return (
-        f"Over all prompts, derived: {everywhere}; by drafts of K forwards: {steps}. One "
-        f"GPU without SSD makes {alone} times as much."
-    )
+        return f"{text}. Drafts of one forward were not measured."
+    steps = " and ".join(one.stepwise for one in known)
+    alone = " and ".join(_share(one.alone) for one in known)
+    rest = f"One GPU without SSD makes {alone} times as much."
+    return f"{text}; by drafts of K forwards: {steps}. {rest}"
 
 
 def alone() -> Lines:
     """Yields the table of each use of one GPU but AR, at its fastest settings over all prompts."""
-    here = where(used(rows()), ranks=1, mode="sd")
-    here = here.assign(**over_all_prompts(here), seen=here["num_tokens"] / here["num_rounds"])
+    here = where(with_rates(data()), ranks=1, mode="sd")
+    here = here.assign(seen=here["num_tokens"] / here["num_rounds"])
     here = here.rename(columns={"tok_per_s": "measured", "rate": "tok_per_s"})
     names = "K", "ms a round", "tokens a round", "of all", "tok/s", "of all"
     yield from head("prompts", "use", *names)
@@ -253,7 +414,8 @@ def alone() -> Lines:
             yield line([law, use.replace(f" inline{ONE_FORWARD}", ONE_FORWARD), k, *texts])
 
 
-TABLES = {of.__name__: of for of in (measured, laws, closed, five, answers, alone)}
+TABLES = {of.__name__: of for of in (measured, equal, closed, paper, pools, answers, alone)}
+TABLES |= {"map": map_of_one, "rows": rows_of_map}
 
 if __name__ == "__main__":
     sys.exit(printed(TABLES, __doc__))

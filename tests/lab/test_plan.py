@@ -367,9 +367,8 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
     [
         ("h200 2 8b/1b", ["The draft pays: SSD on 1 + 1 makes ", "measured times, some derived"]),
         ("h100 5 70b/1b", ["times of other models than llama-3.1-70b (±30%)", "T=1 does not fit",
-                           "mpissd runs T=5; most engines only 1, 2, 4, 8: there SSD on 4 + 1 "]),
-        (f"v100-32 8 8b/1b {EARLIER}",
-         ["A datasheet cannot tell: probe first.", "T=7; most engines only"]),
+                           "Your cell of docs/map.md (T = 1, 2, 4 or 8): SSD on 4 + 1 makes"]),
+        (f"v100-32 8 8b/1b {EARLIER}", ["A datasheet cannot tell: probe first."]),
         pytest.param(
             "h200 2 smollm2",
             ["The draft pays: SD with a tree on 1 makes", "make pair PAIR=smollm2"],

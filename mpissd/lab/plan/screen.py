@@ -43,7 +43,7 @@ from mpissd.lab.tables.uses import TREE, WORTH, Family
 
 COLUMNS, LINES = 100, 23  # most columns and lines of the text, to fit on a terminal with its prompt
 ALPHAS = 0.6, 0.9  # further acceptance rates to show speedups at, if no flag gives the rate
-_ENGINES = (1, 2, 4, 8)  # tensor-parallel degrees that common inference engines offer
+_ENGINES = (1, 2, 4, 8)  # tensor-parallel degrees of common inference engines, and of docs/map.md
 _ROWS = 10
 _LEGEND = """\
 T, D: GPUs of the target and of the draft; "inline" drafts on the target's own.
@@ -254,6 +254,12 @@ class Screen:
             yield f"Alpha is assumed: {gains} {', '.join(texts)}."
         if by_rows and not is_led:
             yield f"With other acceptance, {by_rows[0].lower()}{by_rows[1:]}"
+        offered = [choice for choice in self.plan.judged if choice.tp in _ENGINES]
+        leaders = firsts(offered, lambda choice: choice.mode)
+        is_sheet = is_datasheet(self.survey.profile)
+        if questions and len(leaders) > 1 and self.survey.gpus > 1 and not is_sheet:
+            cell = self.plan.comparison(*leaders[:2])
+            yield f"Your cell of docs/map.md (T = 1, 2, 4 or 8): {cell}."
         yield self._basis()
         outside = []
         for choice in self.plan.judged:
@@ -282,8 +288,7 @@ class Screen:
 
     def _limits(self) -> str:
         """Returns sentences on the tensor-parallel degrees that are impossible, because memory or
-        KV heads are too few. If a deciding configuration has a degree that most inference engines
-        lack, a further sentence gives SSD's speedup at the degrees that they have."""
+        KV heads are too few."""
         run = self.survey.run
         memory = self.survey.profile.memory_bytes
         texts = []
@@ -293,17 +298,6 @@ class Screen:
         heads = resolve_model(run.target or split_pair(str(run.pair))[0]).num_kv_heads
         if self.survey.gpus > heads:
             texts.append(f"No T above {heads}, the number of key-value heads.")
-        deciding = [self.plan.best]
-        for question in self._questions:
-            deciding += [question.use, question.other]
-        if odd := sorted({use.tp for use in deciding if use.tp not in _ENGINES}):
-            text = f"mpissd runs T={_some(map(str, odd))}; most engines only 1, 2, 4, 8"
-            offered = [choice for choice in self.plan.judged if choice.tp in _ENGINES]
-            ssd = [choice for choice in offered if choice.mode == "ssd"]
-            others = [choice for choice in offered if choice.mode != "ssd"]
-            if ssd and others:
-                text += f": there {self.plan.comparison(ssd[0], others[0])}"
-            texts.append(f"{text}.")
         return " ".join(texts)
 
     def _basis(self) -> str:
