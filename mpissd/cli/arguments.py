@@ -29,7 +29,12 @@ from mpissd.learn.config import DistillConfig
 from mpissd.ops.doctor import DoctorConfig
 from mpissd.serve.config import ChatConfig, ReplicasConfig, ServeConfig
 
-_ONE_GROUP = frozenset(flags_of(RunConfig)) - {"groups", "tree_shape", "draft_backend"}
+_ONE_GROUP = frozenset(flags_of(RunConfig)) - {
+    "groups",
+    "tree_shape",
+    "draft_backend",
+    "shard_draft",
+}
 
 
 def _file_name(name: str, text: str) -> str:

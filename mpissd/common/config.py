@@ -132,6 +132,14 @@ class MethodFlags(Checked):
         "draft all K tokens in one forward, by a draft with mask tokens",
         needs="mode=sd|ssd backup=jit learners=0",
     )
+    shard_draft: bool = drafting(
+        False,
+        switch,
+        "share the draft among the target's ranks, as they share the target (greedy inline sd)",
+        workloads="gemm text replay",
+        needs="mode=sd num_drafts=0 backup=jit tree=None temperature=0.0 grammar=None "
+        "forward=None|transformer beside=auto|off show=False",
+    )
     fan_out: str = growing(
         "uniform:3",
         words,

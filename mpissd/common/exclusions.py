@@ -61,6 +61,8 @@ FORWARDS = (
               lambda at: at.config.is_text and at.backend == "emulated"),
     Exclusion("workload=text", "draft_backend=emulated", "numpy, cupy",
               lambda at: at.config.is_text and at.config.draft_backend == "emulated"),
+    Exclusion("shard_draft", "forward=gemm", "forward=transformer",
+              lambda at: at.config.shard_draft and not at.config.is_transformer),
     Exclusion("fuse", "forward=transformer", "forward=gemm",
               lambda at: at.config.fuse and at.config.is_transformer),
 )  # fmt: skip

@@ -19,7 +19,8 @@ from mpissd.common.workloads import readers
 _PR_SET_PDEATHSIG = 1
 _MEASURED = (
     "prompt prompts prompt_ids batch_size rounds warmup_rounds trace dry_run out progress beside "
-    "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape"
+    "beside_s json on_draft_loss num_drafts groups chat_template workload grammar tree_shape "
+    "shard_draft"
 ).split()
 # Flags of `run` that all commands which answer text have, too: models, methods, sampling.
 ANSWERING = frozenset(

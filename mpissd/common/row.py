@@ -98,6 +98,7 @@ class Row(Mapping[str, Any]):
     tree_nodes: int | None = setting("drafted tokens of a tree, a round")
     tree_shape: str | None = setting("fixed, or dynamic: each round's own (null: no tree)")
     parallel_drafting: bool | None = setting("whether one draft forward drafted all K levels")
+    shard_draft: bool | None = setting("whether the target's ranks shared the draft")
     fan_out: list[int] | None = setting("F_0 … F_K after a hit; of a tree by node")
     branch_budget: int | None = setting("the sum of `fan_out`")
     fan_out_miss: list[int] | None = setting("F_0 … F_K after a miss")

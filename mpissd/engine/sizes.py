@@ -79,13 +79,14 @@ class Sizes:
 
     @cached_property
     def draft_shard(self) -> AnyShard | None:
-        """The whole draft model as one shard, because a draft is never split; None in AR."""
+        """The part of the draft that rank 0 holds: all, unless the target ranks share it; None in
+        AR."""
         if self.draft is None or not self.drafts_by_transformer:
             return None if self.draft is None else Shard(self.draft)
         config = config_of(self.draft_where, self.target_where)
         if config.kind:
             return StateShard(config, heads_used=self.backup_lookahead or 1)
-        return TransformerShard(config)
+        return TransformerShard(config, self.tp if self.config.shard_draft else 1)
 
     @property
     def reads_states(self) -> bool:
@@ -96,6 +97,11 @@ class Sizes:
     def drafts_by_transformer(self) -> bool:
         """Whether the draft is a transformer, and not bare matrix products or a prompt lookup."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
+
+    @property
+    def shares_draft(self) -> bool:
+        """Whether several target ranks share the draft."""
+        return self.config.shard_draft and self.tp > 1
 
     @property
     def inline(self) -> bool:

@@ -37,6 +37,7 @@ VALUES = {
     "beside_s": "20.0 5", "trace": "None t.json", "groups": "1 2", "grammar": "None json",
     "learners": "0 1", "on_draft_loss": "abort ar", "tree": "None 8", "backup": "jit fast",
     "tree_shape": "fixed dynamic", "parallel_drafting": "False true",
+    "shard_draft": "False true",
     "backend": "auto cupy numpy", "draft_backend": "None numpy", "share_gpu": "False true",
 }  # fmt: skip
 

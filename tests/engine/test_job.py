@@ -170,6 +170,8 @@ GENERATED = {"target": f"{TINY},vocab=9", "mode": "ar", "lm_head": True}
         ({"draft_device": "h100"}, "^draft_device=h100 with backend=numpy: allowed: backend=emul"),
         ({"draft_device": "h100", "draft_backend": "numpy"}, "draft_backend=numpy: allowed: draf"),
         ({"draft_backend": "numpy", "num_drafts": 0, "mode": "sd"}, "^draft_backend=numpy with n"),
+        ({"shard_draft": True, "mode": "sd", "num_drafts": 0}, "shard_draft with forward=gemm"),
+        ({"shard_draft": True, "mode": "sd", "num_drafts": 1}, "shard_draft=True with num_drafts"),
         ({"draft_backend": "numpy", "mode": "ar"}, "num_drafts=0: allowed: num_drafts=1"),
         ({"draft_backend": "emulated", "workload": "text", "prompt_ids": "1"}, "numpy, cupy"),
     ],

@@ -28,6 +28,7 @@ UNEQUAL = {"heads": 10, "kv_heads": 5, "head_dim": 32}  # shares of two ranks
 SD = {"mode": "sd", "num_drafts": 0}
 TEXTS = [{}, {"lookahead": 2, "batch_size": 3}, {"tree": 12}, {"tree": 15, "batch_size": 3}]
 TEXTS.insert(0, {"backup": "fast", "lookahead": 7, "batch_size": 2})
+SHARED = {"shard_draft": True, "lookahead": 3}
 DYNAMIC = {"tree": 12, "tree_shape": "dynamic", "batch_size": 2}
 REPLAY = {"workload": "replay", "recording": REPLAYS, "num_tokens": 60}
 LAWS = {"workload": "gemm", "num_tokens": 50, "alpha": 0.6, "tree": 9, "batch_size": 2}
@@ -77,8 +78,10 @@ def main(backend: str, folder: Path) -> None:
     masked = {name: folder / "masked" / name for name in pair}
     every = {"backend": backend, "deadline_s": 40}
     text = {**every, "workload": "text", "prompt_ids": PROMPTS, "num_tokens": 40}
-    check_texts(counts, text, pair, [*TEXTS, DYNAMIC])
-    check_texts(counts, text | PARALLEL, masked, [{}, TEXTS[-1], DYNAMIC])
+    check_texts(counts, text, pair, [SHARED, *TEXTS, DYNAMIC])
+    check_texts(
+        counts, text | PARALLEL, masked, [{}, {**SHARED, "batch_size": 3}, TEXTS[-1], DYNAMIC]
+    )
     models = dict.fromkeys(pair, folder / "shape.json")
     told = {**every, **models, **SD, "forward": "transformer", "context": 20, "rounds": 24}
     for flags in IMPOSED:

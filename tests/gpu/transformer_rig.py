@@ -278,6 +278,8 @@ def check_stages(
     both, wide = (Best(*backend.top_buffers(2 * 64, n), None, None) for n in (1, k))
     ends = replace(Ends.of(draft.stack), best=wide), replace(Ends.of(target.stack), best=both)
     tables = [target.ops.ids(values) for values in (sheet.table, firsts, ids)]
+    shared = None if dynamic else np.array([0, 50], np.int32)  # as if the draft had two, too
+    shards = None if shared is None else target.ops.ids(shared)
     numbers = [*range(tree.depth + 1), *[PLANT][: dynamic is not None], tree.depth + 1]
     if copies:
         numbers = [0, *[COPY] * 20, tree.depth + 1]
@@ -311,14 +313,16 @@ def check_stages(
             twins.append(replace(one, best=replace(one.best, ids=on_host[0], values=on_host[1])))
         before = [part.copy() for part in parts]
         target.ops.run_stage(
-            RoundStage(number, turn, sheet, ends[0] if drafts else None, ends[1], *tables, shapes)
+            RoundStage(
+                number, turn, sheet, ends[0] if drafts else None, ends[1], *tables, shapes, shards
+            )
         )
         backend.synchronize()
         found = [part.copy() for part in parts]
         for part, value in zip(parts, before, strict=True):
             part[...] = value
         of = twins[0] if drafts else None
-        RoundStage(number, turn, sheet, of, twins[1], None, firsts, ids, twin).run()
+        RoundStage(number, turn, sheet, of, twins[1], None, firsts, ids, twin, shared).run()
         assert all(map(np.array_equal, found, parts)), f"stage {number}"
         if twin is None:
             continue

@@ -72,6 +72,7 @@ AT_ONCE = ["--parallel_drafting"]
 TEXTS: dict[str, tuple[int, list[str]]] = {  # (ranks, flags)
     "text ar": (1, ["--mode=ar"]),
     "text inline T=2": (2, [*INLINE, "--lookahead=7"]),
+    "text shared T=2": (2, [*INLINE, "--shard_draft", "--lookahead=3", "--batch_size=2"]),
     "text ssd": (2, SSD3),
     "text ssd T=3": (4, [*SSD3, "--backup=fast"]),
     "text groups": (3, ["--groups=2", "--batch_size=2"]),

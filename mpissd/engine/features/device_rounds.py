@@ -305,7 +305,14 @@ class DeviceTarget(TargetWorker):
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
         state[:, 2] = batch.last_tokens
-        for slot, tokens in self._draft.lacking() if self._draft is not None else ():
+        lacking: list[tuple[int, Ints]] = []
+        if self._draft is not None:
+            lacking = self._draft.lacking()
+        if self._forwards.is_shared:  # Other ranks do not know what the draft lacks.
+            back = self._forwards.sheet.back
+            longer = [sequence for sequence in batch.sequences if len(sequence.tokens) > 1]
+            lacking = [(of.slot, np.array(of.tokens[-1 - back : -1], np.int32)) for of in longer]
+        for slot, tokens in lacking:
             state[batch.slots == slot, -len(tokens) :] = tokens
         return state.astype(np.int32)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,7 +73,10 @@ class Stepper(Forwards):
     CUDA graphs) are compiled for some row counts, the *buckets*; a forward is padded to the next
     one. buckets: the row counts, rising. pages: the page table of the KV cache; None without a
     cache. draws: samples tokens from the last forward's logits on the device; None if the host
-    samples. current: the program that the next `launch` starts and `wait` waits for."""
+    samples. current: the program that the next `launch` starts and `wait` waits for. tell: tells
+    other ranks, which share the model, to call the method of this name with these arguments."""
+
+    tell: Callable[..., None] | None = None
 
     def __init__(
         self,
@@ -173,6 +176,8 @@ class Stepper(Forwards):
     def upload(
         self, rows: int, tokens: Ints, places: Places | None = None, *, lists: bool = False
     ) -> None:
+        if self.tell is not None:
+            self.tell("upload", rows, tokens, places, lists=lists)
         # The device reads the tokens from this page-locked buffer when the forward begins.
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
@@ -182,6 +187,8 @@ class Stepper(Forwards):
         self.current = self._programs[bucket, k]
 
     def launch(self) -> None:
+        if self.tell is not None:
+            self.tell("launch")
         self.current.launch()
 
     def wait(self, waiter: Waiter) -> None:
@@ -221,6 +228,8 @@ class Stepper(Forwards):
         self.stack.move(lane, slot, start, stop)
 
     def release(self, slots: Sequence[int]) -> None:
+        if self.tell is not None:
+            self.tell("release", slots)
         self.stack.release(slots)
 
     def close(self) -> None:

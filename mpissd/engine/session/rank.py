@@ -15,6 +15,7 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from mpissd.common import guard
+from mpissd.common.rounds import Outcome, Speculation
 from mpissd.common.stage import DOING, OWN, Doing
 from mpissd.common.trace import FollowPhase, LeadPhase, Ledger, NullLedger
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
@@ -23,6 +24,7 @@ from mpissd.engine.features.device_rounds import DeviceSpeculator, DeviceTarget,
 from mpissd.engine.features.draft_loss import ARFallback, LossWaiter
 from mpissd.engine.features.learning import Updates
 from mpissd.engine.features.pool import GroupForwards, serve_groups
+from mpissd.engine.features.shared_draft import SharedDraft
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.parts import draft_workers, group_waiters, link_shape, make_drafter
 from mpissd.engine.round.draft import Drafter, serve
@@ -50,6 +52,10 @@ class Rank:
         # A draft rank has one worker for each target group; a target rank that drafts has one.
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
+        self._shared: SharedDraft | None = None
+        if draft is not None and job.shares_draft:
+            self._shared = SharedDraft(topology.group.Dup(), draft, waiter)
+            self.drafts = self.drafts if topology.leads_group else []
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []
         self.ledger: Ledger | None = None  # the times, by phase, of the last run of the loops
         self.digest = 0  # a checksum of the last run's rounds; ranks compare it
@@ -109,6 +115,12 @@ class Rank:
         on_device = isinstance(stepper, Stepper) and stepper.draws is not None
         return "device" if on_device and not self.session.job.tree_lanes else "host"
 
+    def end_drafting(self) -> None:
+        """Ends a series of draft forwards that the host issues, on all ranks that share the draft;
+        without such ranks, does nothing."""
+        if self._shared is not None:
+            self._shared.end()
+
     def make_drafters(self) -> list[Drafter]:
         """Returns a new Drafter, which runs a draft's rounds, for each target group served here."""
         pairs = zip(self.drafts, self._draft_waiters, strict=True)
@@ -157,17 +169,28 @@ class Rank:
         session = self.session
         self.ledger = (Ledger if self._keeps else NullLedger)(FollowPhase)
         batch = session.job.config.batch_size
-        self.digest = follow(target, receiver.plan, batch, session.waiter, self.ledger)
+
+        def plan(round_: int) -> tuple[Outcome, Speculation, bool]:
+            self.end_drafting()
+            return receiver.plan(round_)
+
+        self.digest = follow(target, plan, batch, session.waiter, self.ledger)
 
     def _lead(
         self, target: TargetWorker, speculator: Speculator, drive: Callable[[TargetLoop], Result]
     ) -> Result:
         assert self.sender is not None, "a lead without a plan channel"
         session = self.session
-        publish = self.sender.publish if self.sender.num_followers else None
+        sender = self.sender
+
+        def publish(outcome: Outcome, speculation: Speculation, stop: bool) -> None:
+            self.end_drafting()
+            sender.publish(outcome, speculation, stop)
+
         ledger = (Ledger if self._keeps else NullLedger)(LeadPhase)
         batch = session.job.config.batch_size
-        loop = TargetLoop(target, speculator, publish, batch, session.waiter, ledger)
+        told = publish if sender.num_followers else None
+        loop = TargetLoop(target, speculator, told, batch, session.waiter, ledger)
         result = drive(loop)
         loop.stop()
         speculator.end()
@@ -238,6 +261,8 @@ class Rank:
         for end in (self.lead_link, *self.draft_links, self.sender, self.receiver):
             if end is not None:
                 end.close()
+        if self._shared is not None:
+            self._shared.close()
         for comm in self._comms:
             comm.Free()
 

@@ -119,7 +119,7 @@ class Models:
         full = None
         try:
             for need in missing:
-                is_here = need.which == TARGET or topology.is_draft or topology.is_lead
+                is_here = _is_shared(need) or topology.is_draft or topology.is_lead
                 self._make(need, topology.group.rank, is_here)
         except (ConfigError, MemoryError) as error:
             # Only the error's text is kept, because its traceback would keep allocations alive.
@@ -186,8 +186,8 @@ class Models:
     def _make(self, need: Need, rank: int, is_here: bool) -> None:
         weights, key = self._keys(need)
         rows = self._rows.get(key, frozenset()) | set(need.buckets)
-        group = self._group if need.which == TARGET else SoloGroup()
-        shard = replace(need.shard, rank=rank if need.which == TARGET else 0)
+        group = self._group if _is_shared(need) else SoloGroup()
+        shard = replace(need.shard, rank=rank if _is_shared(need) else 0)
         weight_bytes, kv_bytes = need.num_bytes(self._backend.itemsize)
         seed = 2 * self._seed + need.which
         made: Any = None
@@ -220,6 +220,11 @@ class Models:
         """Destroys all compiled forwards and releases the weights."""
         for key in list(self._held):
             self._drop(key)
+
+
+def _is_shared(need: Need) -> bool:
+    """Returns whether all target ranks run a model: the target, or a draft that they share."""
+    return need.which == TARGET or need.shard.tp > 1
 
 
 @dataclass

@@ -120,6 +120,7 @@ def calibrate(rank: Rank, *, is_brief: bool = False) -> JobProfile | None:
         reduces = once(stepper.stack, ("sums", rows), partial(_all_reduce_s, session, stepper))
     session.barrier()
     draft = forward_times(_stepper(rank.draft)) if rank.draft else None
+    rank.end_drafting()
     session.barrier()
     if stepper is not None and topology.is_lead and not is_brief:
         weights, _ = job.rank_bytes(backend.itemsize)
@@ -185,7 +186,8 @@ def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brie
     if is_brief:
         repeats = 1
     elif session.backend.info.kind == "cpu" and stepper.options.capacity:
-        if stepper.stack.group.size > 1:  # All ranks must run the same number of forwards.
+        # All ranks must run the same number of forwards.
+        if stepper.stack.group.size > 1 and stepper.tell is None:
             first_s = session.topology.group.bcast(first_s)
         repeats = int(min(max(_BUDGET_S / first_s, _REPEATS), _MOST_REPEATS))
     times = [next(timed) for _ in range(repeats)]

@@ -201,6 +201,7 @@ def make_row(session: Session, measured: Measured, sweep: dict[str, Any] | None 
         tree_nodes=job.verified if config.tree and job.lookahead else None,
         tree_shape=config.tree_shape if config.tree and job.lookahead else None,
         parallel_drafting=config.parallel_drafting if job.lookahead else None,
+        shard_draft=config.shard_draft if job.lookahead else None,
         fan_out=list(job.fan_out) or None,
         branch_budget=sum(job.fan_out) or None,
         fan_out_miss=list(job.fan_out_miss) or None,

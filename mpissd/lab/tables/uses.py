@@ -247,6 +247,7 @@ def method_of(row: Row) -> str:
     words += [f"tree={row.tree_nodes}"] * bool(row.tree_nodes)
     words += ["dynamic"] * (row.tree_shape == "dynamic")
     words += ["in one forward"] * bool(row.parallel_drafting)
+    words += ["sharded"] * bool(row.shard_draft)
     words += [f"D={row.num_drafts}"] * ((row.num_drafts or 0) > 1)
     if (device := row.other_draft_device) is not None:
         words.append(f"draft on {device}")

@@ -47,7 +47,8 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
                                    int reads, int puts, const int* tables, int stride, int* state,
                                    int* moves, const int* forced, int* told, int* history,
                                    int most_tokens, const int* ids,
-                                   const int* draft_best, int draft_k, int* draft_tokens,
+                                   const int* draft_best, const float* draft_tops, int draft_k,
+                                   const int* draft_firsts, int draft_ranks, int* draft_tokens,
                                    int* draft_seats, int draft_most, const int* target_best,
                                    const float* target_tops, const int* firsts, int ranks,
                                    int* target_tokens, int* target_seats, int target_most) {
@@ -72,7 +73,14 @@ extern "C" __global__ void chained(int stage, int sequences, int nodes, int dept
       target.put(tree, i, own, own ? 0 : last, slot, position);
     } else if (stage <= depth) {
       const int row = s * reads + tree.of(LINE, own), next = tree.of(ROW, own);
-      const int token = token_of(force[own - 1], ids, draft_best[row * draft_k + tree.of(RANK, own)]);
+      int found = row;  // of all ranks that share the draft; of equal logits the lowest rank's
+      for (int n = 1; n < draft_ranks; ++n) {
+        const int at = row + n * sequences * reads;
+        if (draft_tops[at * draft_k] > draft_tops[found * draft_k]) found = at;
+      }
+      const int start = draft_firsts ? draft_firsts[found / (sequences * reads)] : 0;
+      const int column = start + draft_best[found * draft_k + tree.of(RANK, own)];
+      const int token = token_of(force[own - 1], ids, column);
       if (next >= 0) draft.put(tree, s * puts + next, own, token, slot, position);
       target.tokens[s * rows + own] = token;
     } else {

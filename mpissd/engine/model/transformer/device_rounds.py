@@ -155,7 +155,9 @@ class RoundStage:
     which selects buffers. draft: None on a rank that does not draft. On the device: table, the tree
     as trees.table_of returns it; firsts, int32 [T], the first token of each rank's share of the
     target's vocabulary; ids, the token of each column of the draft's logits (None: column n is
-    token n); shapes, the trees that change shape each round (None: all rounds have sheet.tree)."""
+    token n); shapes, the trees that change shape each round (None: all rounds have sheet.tree);
+    draft_firsts, int32, the first column of each rank's share of the draft's logits (None: of one
+    rank). Only chains have a draft that ranks share."""
 
     number: int
     turn: int
@@ -166,6 +168,7 @@ class RoundStage:
     firsts: Any
     ids: Any = None
     shapes: Shapes | None = None
+    draft_firsts: Any = None
 
     @property
     def level(self) -> tuple[int, int, int, int]:
@@ -232,11 +235,21 @@ class RoundStage:
             rank, line, row = self.sheet.table[[trees.RANK, trees.LINE, trees.ROW], node].tolist()
             token = int(self.sheet.forced[self.turn, s, node - 1])
             if token < 0:
-                token = int(self.draft.best.ids[s * reads + line, rank])
-                token = token if self.ids is None else int(self.ids[token])
+                token = self._drafted(s * reads + line, rank, self.sheet.sequences * reads)
             self.target.tokens[rows.start + node] = token
             if row >= 0:
                 self._put(self.draft, s * puts + row, s, node, token, slot, position)
+
+    def _drafted(self, row: int, rank: int, rows: int) -> int:
+        """Returns the likeliest token, or the one of this rank, after row `row` of the `rows` rows
+        of the draft's last forward."""
+        assert self.draft is not None
+        firsts = [0] if self.draft_firsts is None else self.draft_firsts
+        best = self.draft.best
+        rows_of = row + rows * np.arange(len(firsts))
+        shard = int(best.values[rows_of, 0].argmax())  # Of equal logits the lowest rank's wins.
+        column = int(firsts[shard] + best.ids[rows_of[shard], rank])
+        return column if self.ids is None else int(self.ids[column])
 
     def _find(self, s: int, rows: slice, slot: int, position: int) -> None:
         """Finds one level of sequence s's draft tree if its shape changes each round (stages 1 … K,
@@ -361,7 +374,8 @@ class DeviceRounds:
     the present round. nodes: how many drafted tokens of a round the host sees. lookahead: the
     number of levels of the draft's tree; both are 0 in AR. stored: how many drafted tokens the
     target stores in the sequence's cache slot, not in scratch memory (a lane). goes_ahead: whether
-    a launch returns before its round is over."""
+    a launch returns before its round is over. is_shared: whether the target ranks share the draft.
+    """
 
     is_on = False
 
@@ -395,6 +409,8 @@ class DeviceRounds:
         ids = None if self._draft is None else self._draft.weights.head_ids
         self._ids = None if ids is None else ops.ids(ids)
         self._firsts = ops.ids(self._target.firsts)
+        self.is_shared = self._draft is not None and self._draft.group.size > 1
+        self._draft_firsts = ops.ids(self._draft.firsts) if self.is_shared else None
         self.goes_ahead = target.backend.chains
         drafts = 0 if draft is None else 1 if masks else tree.depth  # the draft's forwards
         numbers = [*range(drafts), tree.depth]
@@ -425,10 +441,11 @@ class DeviceRounds:
         draft = None if self._draft is None else Ends.of(self._draft, k)
         parts = turn, sheet, draft, Ends.of(self._target), self._table, self._firsts, self._ids
         numbers = 0, COPY, trees.PLANT, number + 1
-        first, copy, plant, last = (RoundStage(n, *parts, shapes) for n in numbers)
+        of = shapes, self._draft_firsts
+        first, copy, plant, last = (RoundStage(n, *parts, *of) for n in numbers)
         ops = self._target.weights.ops
         forward = stack.body(rows, k)
-        is_spread = self.nodes > 0 and stack.group.size > 1
+        is_spread = self.nodes > 0 and stack.group.size > 1 and not self.is_shared
 
         def body() -> None:
             if number == self._begin:

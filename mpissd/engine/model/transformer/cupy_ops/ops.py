@@ -513,18 +513,11 @@ class CupyOps(Ops):
         sizes = map(np.int32, (number, sheet.sequences, *shape, *stage.level))
         candidates = np.int32(0 if stage.draft is None else draft.best.ids.shape[1])
         tops = target.best.ids, target.best.values, stage.firsts, np.int32(len(stage.firsts))
-        args = (
-            *sizes,
-            *tables,
-            state,
-            *host,
-            *tokens,
-            *best[:2],
-            candidates,
-            *drafts,
-            *tops,
-            *targets,
-        )
+        shards = np.uintp(0), np.int32(1)
+        if stage.draft_firsts is not None:
+            shards = stage.draft_firsts, np.int32(len(stage.draft_firsts))
+        args = (*sizes, *tables, state, *host, *tokens, *best, candidates, *shards)
+        args = (*args, *drafts, *tops, *targets)
         self._stage("chained", 1, args)
 
     def _stage(
