@@ -120,7 +120,7 @@ def test_k_and_fan_out_follow_the_forwards(verify: Any, draft: Any, chosen: Any)
 
 
 def test_a_given_flag_wins_and_only_the_shipped_pair_is_timed() -> None:
-    machine: Any = SimpleNamespace(backend=SimpleNamespace(name="numpy"))
+    machine: Any = SimpleNamespace(target_backend="numpy")
     config = parse_flags({"prompt": "Why?", "backend": "numpy"})
     others = (replace(config, batch_size=2), set()), (RunConfig(pair="toy"), set())
     for each, given in (*((config, {name}) for name in ("lookahead", "fan_out")), *others):
