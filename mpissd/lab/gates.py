@@ -207,7 +207,8 @@ def host_s(row: Row, rounds: Rounds) -> Floats:
     seconds: Floats = rounds["lead_ledger_ns"][:, columns].sum(axis=1) * 1e-9
     is_captured = row.graph and row.all_reduce in ("solo", "oneshot", "nccl")
     is_greedy = not row.num_drafts and not row.temperature
-    if is_captured and is_greedy and row.forward == "transformer" and row.backup in (None, "jit"):
+    is_chained = is_captured and is_greedy and row.forward == "transformer"
+    if is_chained and row.lookup in (None, "prompt"):
         # The host may launch forward n during round n − 1, so that round's time is added.
         seconds[1:] += rounds["lead_ledger_ns"][:-1, 1] * 1e-9
     return seconds

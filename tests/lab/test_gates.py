@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from mpissd.common.records import median, percentiles_us
 from mpissd.common.row import Row
 from mpissd.common.trace import DraftPhase, LeadPhase
-from mpissd.lab.gates import violations
+from mpissd.lab.gates import host_s, violations
 
 Line = dict[str, Any]  # keys of a sound row, which tests spoil
 Rounds = dict[str, NDArray[Any]]
@@ -294,3 +295,19 @@ def test_a_spoiled_row_of_two_groups_is_caught(key: str, value: Any, found: str)
     row, rounds = pooled()
     row[key] = value
     assert any(found in line for line in judge(row, rounds)), judge(row, rounds)
+
+
+@pytest.mark.parametrize(
+    ("lookup", "is_chained"), [(None, True), ("prompt", True), ("suffix", False)]
+)
+def test_a_chained_forward_may_begin_in_the_round_before(
+    lookup: str | None, is_chained: bool
+) -> None:
+    """Rounds of 5 and 6 ms, of which rank 0 waits 3 and 4."""
+    row = SimpleNamespace(
+        graph=True, all_reduce="solo", num_drafts=0, temperature=0.0, forward="transformer",
+        lookup=lookup,
+    )  # fmt: skip
+    ledger = np.array([[0, 5, 1, 2], [1, 6, 1, 3]]) * 1_000_000
+    rounds = {"lead_phases": np.array(["launch", "device_wait"]), "lead_ledger_ns": ledger}
+    assert host_s(row, rounds) == pytest.approx([3e-3, 4e-3 + 5e-3 * is_chained])  # type: ignore[arg-type]
