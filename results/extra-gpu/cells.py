@@ -90,7 +90,7 @@ def cells() -> Iterator[Cell]:
     for pair, (law, one) in product(("8b/1b", "70b/1b"), product((CHAT, CODE), (False, True))):
         usual = Cell(pair, law, one)
         yield usual._replace(gpus=9)
-        yield usual._replace(batch_size=4)
+        yield from (usual._replace(batch_size=4, gpus=gpus) for gpus in (5, 9))
         yield usual._replace(draft=SLOW)
         gpus = 2 if pair == "8b/1b" else 5
         yield from (usual._replace(gpus=gpus, link=link) for link in ("10g", "500us:1.25"))
