@@ -23,18 +23,21 @@ sweep() { # sweep GRID FOLDER HOSTS RANKS
         python -m mpi4py -m mpissd sweep --grid=results/hosts/$1.grid --pair=smollm2 --backend=numpy \
         --num_tokens=80 --repeats=1 --out=$out/$2" </dev/null
 }
-mkdir -p out/hosts
+mkdir -p out/hosts "$out"
 for n in 0 1 2; do
     sed -n "$((4 * n + 1)),$((4 * n + 4))p" tests/data/prompts/chat.jsonl > out/hosts/chat-$n.jsonl
     sed -n "$((4 * n + 1)),$((4 * n + 4))p" tests/data/prompts/humaneval.jsonl > out/hosts/code-$n.jsonl
 done
-sed -n 13p tests/data/prompts/chat.jsonl > out/hosts/short.jsonl
+sed -n 13,15p tests/data/prompts/chat.jsonl > out/hosts/short.jsonl
 for delay in "$@"; do
     ip netns add first
     ip netns add second
-    chrt -f 10 taskset -c 1 python results/hosts/wire.py first second "$delay" > "$out.wire" &
+    chrt -f 10 taskset -c 1 python results/hosts/wire.py first second "$delay" > "$out/wire" &
     wire=$!
-    until grep -q ready "$out.wire"; do sleep .1; done
+    until grep -q ready "$out/wire"; do sleep .1; done
+    results/hosts/agent.sh 10.9.0.2 "python results/hosts/trip.py 10.9.0.2" &
+    sleep 1
+    results/hosts/agent.sh 10.9.0.1 "python results/hosts/trip.py 10.9.0.2 from" > "$out/$delay.trip"
     sweep remote "$delay" 10.9.0.1:1,10.9.0.2:1 2
     [ "$delay" != 0 ] || sweep local local 10.9.0.1:1 1
     ! [[ " ${SHARDED-0} " = *" $delay "* ]] || sweep sharded "sharded-$delay" 10.9.0.1:1,10.9.0.2:1 2

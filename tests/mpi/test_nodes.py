@@ -5,6 +5,7 @@ network and a /dev/shm of its own, so that ranks on it reach the others only by 
 its daemon there by an agent that does what ssh would. Needs root.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from tests.mpi.harness import DIRECT, Started, ended, launch, needs_mpi
 from tests.needs import missing, needs
+from tests.scripts import until
 
 AGENT = """#!/bin/sh
 # [options] HOST COMMAND…
@@ -47,13 +49,18 @@ def why_not() -> str | None:
     return f"namespaces ({tried.stderr.strip()})" if tried.returncode else None
 
 
+PAIRS = itertools.count()
+
+
 class Hosts:
     """Their names and addresses, and the program that starts a command on one."""
 
     def __init__(self, folder: Path) -> None:
-        self.names = [f"mpissd{os.getpid()}n{n}" for n in range(2)]
+        pair = f"{os.getpid() % 100000}{next(PAIRS)}"
+        self.names = [f"mpissd{pair}n{n}" for n in range(2)]
         self.addresses = [f"10.77.{os.getpid() % 250}.{n + 1}" for n in range(2)]
         self.agent = folder / "agent"
+        self.cables = [f"mps{pair}v{n}" for n in range(2)]
 
     @property
     def env(self) -> dict[str, str]:
@@ -71,11 +78,11 @@ class Hosts:
 
     def make(self) -> None:
         """Namespaces, cable and agent."""
-        cables = [f"mps{os.getpid() % 100000}v{n}" for n in range(2)]
+        here, there = self.cables
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for name, address, cable in zip(self.names, self.addresses, cables, strict=True):
+        _ip("link", "add", here, "type", "veth", "peer", "name", there)
+        for name, address, cable in zip(self.names, self.addresses, self.cables, strict=True):
             _ip("link", "set", cable, "netns", name)
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             _ip("-n", name, "link", "set", cable, "up")
@@ -86,6 +93,10 @@ class Hosts:
         )
         self.agent.write_text(AGENT.replace("{cases}", cases))
         self.agent.chmod(0o755)
+
+    def cut(self) -> None:
+        """The second host is out of reach from now on, and does not say so."""
+        _ip("-n", self.names[1], "link", "set", self.cables[1], "down")
 
     def alive(self) -> list[int]:
         """Processes on either host."""
@@ -154,3 +165,19 @@ def test_a_job_on_two_hosts_decides_what_it_does_on_one(hosts: Hosts, tmp_path: 
     assert row["provenance"]["hosts"] == hosts.names and len(alone["provenance"]["hosts"]) == 1
     by_rank = [device["host"] for device in row["provenance"]["ranks"]]
     assert by_rank == [hosts.names[rank % 2] for rank in range(3)]
+
+
+@pytest.mark.parametrize("cache", ["lead", "draft"])
+def test_a_wire_that_is_cut_in_mid_answer_ends_the_ranks_in_time(cache: str, tmp_path: Path) -> None:
+    """Open MPI's mpirun goes on to wait for its daemon there; so only the ranks are looked at."""
+    flags = [*SHAPES, "--backend=numpy", "--mode=ssd", f"--cache={cache}", "--deadline_s=3"]
+    flags += ["--rounds=100000000", "--progress=on", f"--out={tmp_path}"]
+    with two_hosts(tmp_path) as hosts, started(hosts, 2, "mpissd", "run", *flags) as job:
+        job.read_until(" rounds, ")
+        ranks = [job.rank(number) for number in range(2)]
+        hosts.cut()
+        job.read_until("mpissd: rank 0 ")
+        line = job.process.stderr.readline()
+        until(lambda: not set(ranks) & {*hosts.alive()}, 15, "the end of both ranks")
+    assert "draft: speculation" in line and "3.0 s" in line
+    assert not (tmp_path / "runs.jsonl").exists()

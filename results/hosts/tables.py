@@ -1,0 +1,150 @@
+"""Prints a table of docs/hosts.md, or draws its figure, from rows in this folder.
+
+    python -m results.hosts.tables uses|alone
+    python -m results.hosts.tables figure FOLDER
+
+wire-MS.jsonl has the rows of two hosts with MS milliseconds of delay each way, local.jsonl those of
+one host in the same visit, sharded-MS.jsonl those whose target spans both hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mpissd.common.output import read_rows
+from mpissd.common.row import flat
+from results import pages
+from results.pages import Lines, head, line, share
+
+HERE = Path(__file__).resolve().parent
+Row = dict[str, Any]
+Rates = dict[str, float]  # by the checksum of a file of prompts: tok/s
+DELAYS = ("0", "0.05", "0.2", "0.5", "1", "2.5", "5")
+SSD = ("SSD K=2", "SSD in one forward K=3")
+REMOTE = [*(f"{use}, hits at the {cache}" for use in SSD for cache in ("draft", "lead")), "SD K=2"]
+
+
+def use_of(row: Row) -> str:
+    """Returns the name of what a row ran: its mode, way of drafting, K, and where hits are."""
+    inline = " inline" if row["mode"] == "sd" and not row["num_drafts"] else ""
+    words = [row["mode"].upper() + inline]
+    if row["backup"] == "fast":
+        words = ["lookup"]
+    elif row["tree_nodes"]:
+        words = [f"tree of {row['tree_nodes']}"]
+    if row["parallel_drafting"]:
+        words.append("in one forward")
+    if row["lookahead"]:
+        words.append(f"K={row['lookahead']}")
+    name = " ".join(words)
+    return f"{name}, hits at the {row['cache']}" if row["mode"] == "ssd" else name
+
+
+def rates(name: str) -> dict[str, Rates]:
+    """Returns the tok/s of each use in the file `name`, by the checksum of its prompts."""
+    found: dict[str, Rates] = {}
+    for row in map(flat, read_rows(HERE / f"{name}.jsonl")):
+        found.setdefault(use_of(row), {})[row["prompts_sha256"]] = row["tok_per_s"]
+    return found
+
+
+def typical(of: Rates) -> float:
+    """Returns the median tok/s over the files of prompts."""
+    return median(of.values())
+
+
+def fastest(uses: dict[str, Rates]) -> str:
+    """Returns the use with the largest median."""
+    return max(uses, key=lambda use: typical(uses[use]))
+
+
+def round_trips() -> dict[str, float]:
+    """Returns the round trips in ms that were measured by ping, by delay each way."""
+    return dict(json.loads((HERE / "round_trips.json").read_text()))
+
+
+def ratio(of: Rates, base: Rates) -> str:
+    """Formats the median of the ratios by file of prompts, with the smallest and the largest."""
+    ratios = [of[prompts] / base[prompts] for prompts in of]
+    low, high = (share(bound, 2) for bound in (min(ratios), max(ratios)))
+    return f"{share(median(ratios), 2)} ({low}–{high})"
+
+
+def uses() -> Lines:
+    """Yields the table of tok/s by round trip, and of SSD over the fastest use of one host, with
+    drafts of one forward and without them on both sides."""
+    yield from head("round trip, ms", *REMOTE, *(f"{use} over one host" for use in SSD))
+    local = rates("local")
+    chains = {use: of for use, of in local.items() if "one forward" not in use}
+    trips = round_trips()
+    for delay in DELAYS:
+        here = rates(f"wire-{delay}")
+        gains = []
+        for use, rivals in zip(SSD, (chains, local), strict=True):
+            ways = {name: of for name, of in here.items() if name.startswith(use)}
+            gains.append(ratio(ways[fastest(ways)], rivals[fastest(rivals)]))
+        cells = [f"{typical(here[use]):.0f}" for use in REMOTE]
+        yield line([share(trips[delay], 2), *cells, *gains])
+
+
+def alone() -> Lines:
+    """Yields the table of tok/s of one host alone, and of both hosts for the target."""
+    yield from head("use", "hosts", "round trip, ms", "tok/s, median", "smallest", "largest")
+    for use, of in sorted(rates("local").items(), key=lambda item: -typical(item[1])):
+        numbers = (typical(of), min(of.values()), max(of.values()))
+        yield line([use, 1, "–", *(f"{number:.0f}" for number in numbers)])
+    trips = round_trips()
+    for delay in DELAYS:
+        if (HERE / f"sharded-{delay}.jsonl").exists():
+            for use, of in rates(f"sharded-{delay}").items():
+                yield line([use, 2, share(trips[delay], 2), f"{typical(of):.0f}", "–", "–"])
+
+
+def figure(folder: Path) -> None:
+    """Draws tok/s (y) by the round trip (x) as FOLDER/hosts.png."""
+    from analysis.style import GREY, METHODS, RED, SKY, Poster, save, themed
+
+    trips = round_trips()
+    x = [trips[delay] for delay in DELAYS]
+    with themed():
+        poster = Poster(6.0, 9.0)
+        ((ax,),) = poster.panels(1, 1)
+        looks = zip(REMOTE, (SKY, SKY, RED, RED, METHODS["SD"][0]), "ososD", strict=True)
+        for use, color, marker in looks:
+            by_delay = [list(rates(f"wire-{delay}")[use].values()) for delay in DELAYS]
+            style = {"color": color, "marker": marker}
+            style["linestyle"] = ":" if use.endswith("the draft") else "-"
+            ends = {"low": map(min, by_delay), "high": map(max, by_delay)}
+            poster.line(ax, use, x, map(median, by_delay), **ends, **style)
+        local = rates("local")
+        for use, style in ((fastest(local), "-"), ("AR", ":")):
+            ax.axhline(typical(local[use]), color=GREY, linestyle=style, label=f"one host: {use}")
+        ax.set(xscale="log", xlabel="round trip, ms", ylabel="tok/s", ylim=(0, None))
+        first = flat(read_rows(HERE / "local.jsonl")[0])
+        text = (
+            f"SmolLM2-135M-Instruct and its shipped draft, a core each of {first['device_name']}, "
+            "MPI over TCP. Medians of five files of four prompts, bars from the smallest to the "
+            "largest"
+        )
+        poster.finish("What does distance cost a draft on another host?", text)
+        save(poster, folder / "hosts", ["png"])
+
+
+TABLES = {of.__name__: of for of in (uses, alone)}
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints a table or draws the figure; returns the exit code."""
+    if words[:1] == ["figure"] and len(words) == 2:
+        figure(Path(words[1]))
+        return 0
+    return pages.printed(TABLES, __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
