@@ -78,7 +78,10 @@ fi
 # the watchdog); on two cores binding changed neither the median nor the tail of a GEMM round.
 default OMPI_MCA_rmaps_base_oversubscribe 1 # Open MPI 4
 default OMPI_MCA_hwloc_base_binding_policy none
-default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe # Open MPI 5
+case $MPIRUN in
+    *' -host'* | *' --host'*) ;; # Open MPI 5 would put all ranks on the first of the given hosts
+    *) default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe ;;
+esac
 default PRTE_MCA_hwloc_default_binding_policy none
 
 # How ranks of this library find each other, and the cores that sbatch was asked for; a shell that is

@@ -2,7 +2,8 @@
 # measure.sh OUT DELAY_MS… : the uses of two hosts, joined by a wire of so many milliseconds each way
 #
 # The hosts are two network namespaces, with a core each, MPI over TCP; the wire's process runs on the second
-# one's core. Needs root, two quiet cores, and SmolLM2 (make venv PAIR=smollm2).
+# one's core. All have real-time priority, so that other processes take no time from them. Needs root, two
+# cores, and SmolLM2 (make venv PAIR=smollm2).
 set -euo pipefail
 cd "${0%/*}/../.."
 out=$1
@@ -20,7 +21,7 @@ clean() {
 trap clean EXIT
 sweep() { # sweep GRID FOLDER HOSTS RANKS
     results/hosts/agent.sh 10.9.0.1 "mpirun -np $4 --host $3 --map-by :oversubscribe --bind-to none \
-        python -m mpi4py -m mpissd sweep --grid=results/hosts/$1.grid --pair=smollm2 --backend=numpy \
+        chrt -r 3 python -m mpi4py -m mpissd sweep --grid=results/hosts/$1.grid --pair=smollm2 --backend=numpy \
         --num_tokens=80 --repeats=1 --out=$out/$2" </dev/null
 }
 mkdir -p out/hosts "$out"
@@ -36,7 +37,7 @@ for delay in "$@"; do
     wire=$!
     until grep -q ready "$out/wire"; do sleep .1; done
     results/hosts/agent.sh 10.9.0.2 "python results/hosts/trip.py 10.9.0.2" &
-    sleep 1
+    sleep 5
     results/hosts/agent.sh 10.9.0.1 "python results/hosts/trip.py 10.9.0.2 from" > "$out/$delay.trip"
     sweep remote "$delay" 10.9.0.1:1,10.9.0.2:1 2
     [ "$delay" != 0 ] || sweep local local 10.9.0.1:1 1

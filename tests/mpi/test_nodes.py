@@ -168,7 +168,9 @@ def test_a_job_on_two_hosts_decides_what_it_does_on_one(hosts: Hosts, tmp_path: 
 
 
 @pytest.mark.parametrize("cache", ["lead", "draft"])
-def test_a_wire_that_is_cut_in_mid_answer_ends_the_ranks_in_time(cache: str, tmp_path: Path) -> None:
+def test_a_wire_that_is_cut_in_mid_answer_ends_the_ranks_in_time(
+    cache: str, tmp_path: Path
+) -> None:
     """Open MPI's mpirun goes on to wait for its daemon there; so only the ranks are looked at."""
     flags = [*SHAPES, "--backend=numpy", "--mode=ssd", f"--cache={cache}", "--deadline_s=3"]
     flags += ["--rounds=100000000", "--progress=on", f"--out={tmp_path}"]
@@ -181,3 +183,13 @@ def test_a_wire_that_is_cut_in_mid_answer_ends_the_ranks_in_time(cache: str, tmp
         until(lambda: not set(ranks) & {*hosts.alive()}, 15, "the end of both ranks")
     assert "draft: speculation" in line and "3.0 s" in line
     assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_a_hit_needs_no_answer_from_the_other_host(hosts: Hosts, tmp_path: Path) -> None:
+    """The draft's branches are here long before a slow target's verification ends."""
+    slow = "--target=gen:layers=12,hidden=512,ffn=1536,heads=8,vocab=512"
+    flags = [slow, SHAPES[1], "--backend=numpy", "--mode=ssd", "--rounds=60", "--lookahead=2"]
+    flags += ["--fan_out=uniform:2", f"--out={tmp_path}"]
+    row = ended(started(hosts, 2, "mpissd", "run", *flags)).row
+    served_here = 3 - row["messages_per_round"]  # of an outcome, its branches, and an answer
+    assert served_here > row["hit_rate"] / 2 > 0

@@ -30,6 +30,7 @@ from mpissd.engine.comm.wire import HEADER, Header, Kind, LinkShape, Message
 _DRAFT_WAIT = int(Doing.DRAFT_WAIT)
 _VERIFY = int(Doing.VERIFY)
 _SIZE = Header._fields.index("size")
+_LOOKS = 4  # two are enough for Open MPI 5.0; by one, most branches went unseen
 
 
 class Outbox(ABC):
@@ -63,6 +64,11 @@ class Inbox:
         """Returns, without blocking, whether `message` holds a message not yet released."""
         self._full = self._full or self._receive()
         return self._full
+
+    def is_there(self) -> bool:
+        """Returns, without blocking, whether a message has arrived, for a caller that does not ask
+        again and again: over TCP, Open MPI takes a message that is there in several calls."""
+        return any(self.arrived() for _ in range(_LOOKS))
 
     def release(self) -> None:
         """Allows the next message to overwrite the buffer."""
@@ -116,7 +122,8 @@ class LeadEnd:
     def branches(self, round_: int) -> ReadyBranches | None:
         """Returns the branches grown for outcomes of round `round_`, if they have arrived. Raises
         ProtocolError for branches of a later round."""
-        self.collect()
+        if self._branches is not None and self._branches.is_there():
+            self.collect()
         ready = self._ready
         if ready is not None and ready.round > round_:
             what = f"round is {ready.round}, expected at most {round_}"
@@ -216,7 +223,7 @@ class DraftEnd:
 
     def outcome_arrived(self) -> bool:
         """Returns, without blocking, whether an outcome has arrived."""
-        return self._outcomes.arrived()
+        return self._outcomes.is_there()
 
     def outcome(self, round_: int | None = None) -> tuple[Outcome, bool]:
         """Waits for an outcome of round `round_` (None: of any round). Returns (the outcome,

@@ -27,7 +27,7 @@ from mpissd.common.rounds import Source
 from mpissd.common.row import Row
 from mpissd.engine.comm.topology import Refused, agreed
 from mpissd.engine.session.session import Machine, Session, opened_machine, rest
-from mpissd.lab.measure.calibrate import best_k
+from mpissd.lab.measure.calibrate import best_k, choose
 from mpissd.lab.measure.load import counters, disturbances
 from mpissd.lab.measure.verdict import FEWEST_TURNS, TRIMMED, UNKNOWN, TimedUse, UseComparison
 from mpissd.lab.tables.uses import LOOKUPS, Family
@@ -187,6 +187,8 @@ class _Beside:
             most = min(config.lookahead + (family.num_drafts > 0), 1 + self._masks)
             config = replace(config, parallel_drafting=True, lookahead=most)
         try:
+            if family.num_drafts and parallel and not is_own:
+                config = choose(machine, config, frozenset())
             if not is_own and family.mode == "sd" and not config.tree:
                 config = best_k(machine, config, self._rates)
             with agreed(machine.topology.world):
