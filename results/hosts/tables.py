@@ -1,6 +1,6 @@
 """Prints a table of docs/hosts.md, or draws its figure, from rows in this folder.
 
-    python -m results.hosts.tables uses|alone
+    python -m results.hosts.tables gains|uses|alone
     python -m results.hosts.tables figure FOLDER
 
 wire-MS.jsonl has the rows of two hosts with MS milliseconds of delay each way, local.jsonl those of
@@ -25,8 +25,16 @@ HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
 Rates = dict[str, float]  # by the checksum of a file of prompts: tok/s
 DELAYS = ("0", "0.05", "0.2", "0.5", "1", "2.5", "5")
-SSD = ("SSD K=2", "SSD in one forward K=3")
-REMOTE = [*(f"{use}, hits at the {cache}" for use in SSD for cache in ("draft", "lead")), "SD K=2"]
+CHAIN, ONE_FORWARD = "SSD K=2", "SSD in one forward K=2"
+REMOTE = [
+    f"{CHAIN}, 3 branches, hits at the lead",
+    f"{CHAIN}, 6 branches, hits at the lead",
+    f"{CHAIN}, 6 branches, hits at the draft",
+    f"{ONE_FORWARD}, 3 branches, hits at the lead",
+    f"{ONE_FORWARD}, 3 branches, hits at the draft",
+    f"{ONE_FORWARD}, 6 branches, hits at the lead",
+    "SD K=2",
+]
 
 
 def use_of(row: Row) -> str:
@@ -42,7 +50,9 @@ def use_of(row: Row) -> str:
     if row["lookahead"]:
         words.append(f"K={row['lookahead']}")
     name = " ".join(words)
-    return f"{name}, hits at the {row['cache']}" if row["mode"] == "ssd" else name
+    if row["mode"] != "ssd":
+        return name
+    return f"{name}, {row['branch_budget']} branches, hits at the {row['cache']}"
 
 
 def rates(name: str) -> dict[str, Rates]:
@@ -76,20 +86,30 @@ def ratio(of: Rates, base: Rates) -> str:
 
 
 def uses() -> Lines:
-    """Yields the table of tok/s by round trip, and of SSD over the fastest use of one host, with
-    drafts of one forward and without them on both sides."""
-    yield from head("round trip, ms", *REMOTE, *(f"{use} over one host" for use in SSD))
+    """Yields the table of tok/s by round trip."""
+    trips = round_trips()
+    yield from head("round trip, ms", *(share(trips[delay], 2) for delay in DELAYS))
+    here = {delay: rates(f"wire-{delay}") for delay in DELAYS}
+    for use in REMOTE:
+        yield line([use, *(f"{typical(here[delay][use]):.0f}" for delay in DELAYS)])
+
+
+def gains() -> Lines:
+    """Yields the table of the fastest SSD by round trip over the fastest use of one host, where
+    both may draft in one forward, and where neither may."""
+    names = ("SSD", "tok/s", "over one host", "a token a forward on both sides: tok/s", "over one")
+    yield from head("round trip, ms", *names)
     local = rates("local")
     chains = {use: of for use, of in local.items() if "one forward" not in use}
     trips = round_trips()
     for delay in DELAYS:
-        here = rates(f"wire-{delay}")
-        gains = []
-        for use, rivals in zip(SSD, (chains, local), strict=True):
-            ways = {name: of for name, of in here.items() if name.startswith(use)}
-            gains.append(ratio(ways[fastest(ways)], rivals[fastest(rivals)]))
-        cells = [f"{typical(here[use]):.0f}" for use in REMOTE]
-        yield line([share(trips[delay], 2), *cells, *gains])
+        here = {use: of for use, of in rates(f"wire-{delay}").items() if use.startswith("SSD")}
+        best = fastest(here)
+        chain = fastest({use: of for use, of in here.items() if use.startswith(CHAIN)})
+        cells = [best]
+        for use, rivals in ((best, local), (chain, chains)):
+            cells += [f"{typical(here[use]):.0f}", ratio(here[use], rivals[fastest(rivals)])]
+        yield line([share(trips[delay], 2), *cells])
 
 
 def alone() -> Lines:
@@ -107,14 +127,14 @@ def alone() -> Lines:
 
 def figure(folder: Path) -> None:
     """Draws tok/s (y) by the round trip (x) as FOLDER/hosts.png."""
-    from analysis.style import GREY, METHODS, RED, SKY, Poster, save, themed
+    from analysis.style import BLUE, GREY, ORANGE, RED, SKY, Poster, save, themed
 
     trips = round_trips()
     x = [trips[delay] for delay in DELAYS]
     with themed():
         poster = Poster(6.0, 9.0)
         ((ax,),) = poster.panels(1, 1)
-        looks = zip(REMOTE, (SKY, SKY, RED, RED, METHODS["SD"][0]), "ososD", strict=True)
+        looks = zip(REMOTE, (SKY, SKY, SKY, RED, RED, ORANGE, BLUE), "o^v^vsD", strict=True)
         for use, color, marker in looks:
             by_delay = [list(rates(f"wire-{delay}")[use].values()) for delay in DELAYS]
             style = {"color": color, "marker": marker}
@@ -135,7 +155,7 @@ def figure(folder: Path) -> None:
         save(poster, folder / "hosts", ["png"])
 
 
-TABLES = {of.__name__: of for of in (uses, alone)}
+TABLES = {of.__name__: of for of in (gains, uses, alone)}
 
 
 def main(words: Sequence[str]) -> int:
