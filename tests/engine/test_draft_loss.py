@@ -37,7 +37,7 @@ class Link:
         self.waiter.until(lambda: not self.blocked, "send")
         self.sent += 1
 
-    def speculation(self, round_: int, count: int) -> Speculation:
+    def speculation(self, round_: int, count: int, find: object) -> Speculation:
         self.waiter.until(lambda: self.answers > 0, "draft: speculation")
         self.answers -= 1
         found = Speculation.empty(round_, count, self.lookahead, sampled=self.sampled)

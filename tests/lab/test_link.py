@@ -42,13 +42,12 @@ def round_s(job: Job, verify_s: float, step_s: float, link: Link | None, host: H
         ("draft", 12, 9, 2, 14),
         ("draft", 12, 15, 2, 15),
         ("draft", 12, 15, 5, 17),
-        # max(v, g + R) by the lead's, as long as branches come in time (g + R ≤ v)
+        # max(v, g, (v + g + R) / 2) by the lead's: after branches that come late the next do not
         ("lead", 12, 9, 0, 12),
         ("lead", 12, 9, 2, 12),
-        # If they do not, the lead asks, which takes v + R; the next branches come a trip earlier.
-        ("lead", 12, 9, 5, 12 + 5 / 2),
+        ("lead", 12, 9, 5, 13),
         ("lead", 12, 15, 2, 15),
-        ("lead", 12, 15, 5, 17),
+        ("lead", 12, 15, 5, 16),
     ],
 )
 def test_a_hit_takes_what_the_closed_form_says(

@@ -12,7 +12,7 @@ import pytest
 
 from mpissd.common.errors import FaultError, ProtocolError
 from mpissd.common.records import outcome_digest
-from mpissd.common.rounds import Control, Outcome, ReadyBranches
+from mpissd.common.rounds import Control, Outcome, ReadyBranches, Speculation
 from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.in_process import Decoder
 from mpissd.engine.round import target
@@ -127,10 +127,36 @@ def test_branches_of_other_weights_are_refused_by_the_draft() -> None:
         decode(WIDE, 40, hook=Watch(older))
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_branches_that_come_after_the_outcome_are_served_before_the_answer(name: str) -> None:
+    """Every hit asks, and then finds the branches. The draft's answer is dropped when it comes."""
+    leads: list[LeadEnd] = []
+    unread: list[int] = []
+
+    def late(lead: LeadEnd, draft: DraftEnd) -> None:
+        Watch(lambda found: None)(lead, draft)
+        ask = lead.speculation
+
+        def answer(*told: Any) -> Speculation:
+            found = ask(*told)
+            unread.append(lead._unread)
+            return found
+
+        lead.speculation = answer  # type: ignore[method-assign]
+        leads.append(lead)
+
+    pair = PAIRS[name]
+    assert decided(decode(pair, 40, hook=late)) == decided(decode(pair, 40, cache="draft"))
+    assert max(unread) > 0
+    leads[0].end()
+    assert not leads[0]._unread
+
+
 def test_branches_that_never_come_are_not_missed() -> None:
-    watch = Watch(lambda found: None)
-    assert decided(decode(WIDE, 40, hook=watch)) == decided(decode(WIDE, 40, cache="draft"))
-    assert not watch.taken
+    def silent(lead: LeadEnd, draft: DraftEnd) -> None:
+        draft._branches = None
+
+    assert decided(decode(WIDE, 40, hook=silent)) == decided(decode(WIDE, 40, cache="draft"))
 
 
 def test_branches_from_the_future_are_refused() -> None:

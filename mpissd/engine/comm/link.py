@@ -78,6 +78,7 @@ class Inbox:
         """Cancels a receive that is still in progress."""
 
 
+Find = Callable[[ReadyBranches], "Speculation | None"]
 MakeOutbox = Callable[[Message], Outbox]
 MakeInbox = Callable[[Message], Inbox]
 
@@ -102,6 +103,7 @@ class LeadEnd:
         self._branches = inbox(shape.message(Kind.BRANCHES)) if shape.branches else None
         self._ready: ReadyBranches | None = None  # the last branches received
         self._unended = 0  # how many stops the draft has not yet answered by its last branches
+        self._unread = 0  # how many answers are still to come for rounds that branches have served
         self.num_messages = self.num_bytes = 0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False, taken: int | None = None) -> None:
@@ -144,18 +146,49 @@ class LeadEnd:
     def _is_ended(self) -> bool:
         if self._unended:
             self.collect()
-        return not self._unended
+        if self._unread:
+            self._is_answered()
+        return not (self._unended or self._unread)
 
-    def speculation(self, round_: int, count: int) -> Speculation:
-        """Waits for the drafted tokens of round `round_` and `count` sequences; returns them."""
-        inbox = self._speculations
+    def speculation(self, round_: int, count: int, find: Find | None = None) -> Speculation:
+        """Waits for the drafted tokens of round `round_` and `count` sequences; returns them. find:
+        returns the tokens that branches serve, or None. Branches that were on their way when the
+        outcome was sent come before the answer, which has the same tokens and is then dropped."""
+        served: Speculation | None = None
+
+        def is_over() -> bool:
+            nonlocal served, find
+            if self._is_answered():
+                return True
+            if find is not None:
+                self.collect()
+                if self._ready is not None and self._ready.round == round_ - 1:
+                    served = find(self._ready)
+                    find = None
+            return served is not None
+
         OWN.bytes[DOING] = _DRAFT_WAIT
-        self.waiter.until(inbox.arrived, "draft: speculation")
+        self.waiter.until(is_over, "draft: speculation")
         OWN.bytes[DOING] = _VERIFY
-        speculation = wire.read_speculation(inbox.message, round_, count)
-        inbox.release()
-        self._count(inbox.message.array.nbytes)
+        if served is not None:
+            self._unread += 1
+            return served
+        speculation = wire.read_speculation(self._speculations.message, round_, count)
+        self._release_answer()
         return speculation
+
+    def _is_answered(self) -> bool:
+        """Returns whether an answer has arrived, after dropping those that are needless."""
+        while self._speculations.arrived():
+            if not self._unread:
+                return True
+            self._unread -= 1
+            self._release_answer()
+        return False
+
+    def _release_answer(self) -> None:
+        self._speculations.release()
+        self._count(self._speculations.message.array.nbytes)
 
     def proposals(self, round_: int, count: int) -> NDArray[np.float32]:
         """Waits for the `count` distributions from which the draft sampled the tokens of round

@@ -157,6 +157,8 @@ class Drafter:
         self.take(outcome)
         if outcome.taken is not None:
             self._return_to_pushed(outcome)
+        elif (pushed := self._pushed) and None not in pushed.lookup(outcome, len(self.batch)):
+            self.cache = pushed  # rank 0 may have served them, also after a change of weights
         found = self._resolved(outcome)
         if outcome.taken is not None and None in found:
             raise ProtocolError(

@@ -8,12 +8,13 @@ bonus token of each sequence), and then receives the answer: the drafted tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpissd.common.rounds import Outcome, Speculation
-from mpissd.engine.comm.link import LeadEnd
+from mpissd.common.rounds import Outcome, ReadyBranches, Speculation
+from mpissd.engine.comm.link import Find, LeadEnd
 from mpissd.engine.round.draft import Drafter
 
 
@@ -121,6 +122,7 @@ class RemoteSpeculator(Speculator):
         self._link = link
         self._answers = True  # False in a round with K = 0, which the draft does not answer
         self._taken: Speculation | None = None  # drafted tokens of branches that came ahead
+        self._find: Find  # returns the tokens that branches serve after the last outcome, or None
         self._served: Speculation
         self._waiting = 0  # how many distributions of the last answer's tokens are still to come
         self._rows: NDArray[np.float32] | None = None  # the distributions received, [n, V]
@@ -131,8 +133,9 @@ class RemoteSpeculator(Speculator):
 
     def ask(self, outcome: Outcome) -> None:
         self._answers = outcome.control.lookahead != 0
+        self._find = partial(ReadyBranches.served, outcome=outcome, sampled=self._sampled)
         ready = self._link.branches(outcome.round)
-        self._taken = None if ready is None else ready.served(outcome, sampled=self._sampled)
+        self._taken = None if ready is None else self._find(ready)
         taken = None if self._taken is None else self._taken.version
         self._link.send_outcome(outcome, taken=taken)
 
@@ -140,7 +143,7 @@ class RemoteSpeculator(Speculator):
         self._drop_proposals()
         if not self._answers:
             return super().answer(round_, count)
-        self._served = self._taken or self._link.speculation(round_, count)
+        self._served = self._taken or self._link.speculation(round_, count, self._find)
         if self._served.sampled:
             self._waiting = int(self._served.num_proposals.sum())
         return self._served

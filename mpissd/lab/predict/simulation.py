@@ -435,12 +435,12 @@ class Rounds:
             free = free + steps * step_s
             pushed = grid.pushes[:, None] & is_whole
             free += np.where(pushed, host.draft_send, 0.0)
-            has_come = pushed & (free + self._branches_s <= self._clock) & (won == live)
+            come = np.where(pushed & (won == live), free + self._branches_s, np.inf)
             noticed = np.maximum(free + host.draft_record, asked)
             drafting_s = self._drafting_s(won, live, steps)
             self._sent = noticed + drafting_s + (host.draft_read + host.draft_s + host.draft_send)
             self._grown = place
-            seen = np.where(has_come, ready, np.maximum(ready, self._sent + self._answer_s))
+            seen = np.maximum(ready, np.minimum(come, self._sent + self._answer_s))
             if inline.any():
                 seen = np.where(inline, ready + drafting_s + self._inline_s, seen)
         num_draft = np.where(
