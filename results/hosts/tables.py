@@ -127,24 +127,28 @@ def alone() -> Lines:
 
 def figure(folder: Path) -> None:
     """Draws tok/s (y) by the round trip (x) as FOLDER/hosts.png."""
-    from analysis.style import BLUE, GREY, ORANGE, RED, SKY, Poster, save, themed
+    from analysis.style import BLUE, GREY, ORANGE, RED, Poster, save, themed
 
     trips = round_trips()
     x = [trips[delay] for delay in DELAYS]
+    local = rates("local")
     with themed():
-        poster = Poster(6.0, 9.0)
+        poster = Poster(7.4, 9.0)
         ((ax,),) = poster.panels(1, 1)
-        looks = zip(REMOTE, (SKY, SKY, SKY, RED, RED, ORANGE, BLUE), "o^v^vsD", strict=True)
-        for use, color, marker in looks:
+        looks = (5, RED, "-"), (3, ORANGE, "-"), (4, ORANGE, ":"), (6, BLUE, "-")
+        for number, color, line_style in looks:
+            use = REMOTE[number]
             by_delay = [list(rates(f"wire-{delay}")[use].values()) for delay in DELAYS]
-            style = {"color": color, "marker": marker}
-            style["linestyle"] = ":" if use.endswith("the draft") else "-"
-            ends = {"low": map(min, by_delay), "high": map(max, by_delay)}
-            poster.line(ax, use, x, map(median, by_delay), **ends, **style)
-        local = rates("local")
-        for use, style in ((fastest(local), "-"), ("AR", ":")):
-            ax.axhline(typical(local[use]), color=GREY, linestyle=style, label=f"one host: {use}")
-        ax.set(xscale="log", xlabel="round trip, ms", ylabel="tok/s", ylim=(0, None))
+            poster.line(
+                ax, use, x, map(median, by_delay), low=map(min, by_delay), high=map(max, by_delay),
+                color=color, linestyle=line_style, marker="o",
+            )  # fmt: skip
+        for use, line_style in ((fastest(local), "-"), ("AR", ":")):
+            rate = typical(local[use])
+            ax.axhline(rate, color=GREY, linestyle=line_style, label=f"one host: {use}")
+        ax.set(xscale="log", xlabel="round trip, ms", ylabel="tok/s", ylim=(50, None))
+        ax.set_xticks(x, [f"{trip:.2g}" for trip in x], minor=False)
+        ax.minorticks_off()
         first = flat(read_rows(HERE / "local.jsonl")[0])
         text = (
             f"SmolLM2-135M-Instruct and its shipped draft, a core each of {first['device_name']}, "
