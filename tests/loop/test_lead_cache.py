@@ -139,7 +139,7 @@ def test_branches_that_come_after_the_outcome_are_served_before_the_answer(name:
 
         def answer(*told: Any) -> Speculation:
             found = ask(*told)
-            unread.append(lead._unread)
+            unread.append(len(lead._unread))
             return found
 
         lead.speculation = answer  # type: ignore[method-assign]
@@ -150,6 +150,21 @@ def test_branches_that_come_after_the_outcome_are_served_before_the_answer(name:
     assert max(unread) > 0
     leads[0].end()
     assert not leads[0]._unread
+
+
+def test_an_answer_unlike_the_served_branches_is_refused() -> None:
+    def wrong(lead: LeadEnd, draft: DraftEnd) -> None:
+        Watch(lambda found: None)(lead, draft)
+        send = draft.send_speculation
+
+        def sent(answer: Speculation) -> None:
+            answer.tokens[:, 0] += 1 * answer.hit
+            send(answer)
+
+        draft.send_speculation = sent  # type: ignore[method-assign]
+
+    with pytest.raises(ProtocolError, match=r"round \d+: the draft answers .* but branches served"):
+        decode(WIDE, 40, hook=wrong)
 
 
 def test_branches_that_never_come_are_not_missed() -> None:

@@ -4,6 +4,7 @@ examples that a learner receives of a round: when, and with which logits."""
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mpissd.common.config import RunConfig
+from mpissd.common.rounds import ReadyBranches, Speculation
+from mpissd.engine import in_process
+from mpissd.engine.comm.link import DraftEnd, LeadEnd, queue_link
 from mpissd.engine.features.learning import (
     Bytes,
     ExamplePart,
@@ -122,6 +126,47 @@ def test_swaps_in_mid_run_change_no_token_and_help(pair: TinyPair, flags: dict[s
     if flags.get("backup") != "fast":
         assert rounds > 3 and accepted == drafted  # a draft that is the target
         assert by_version[0][2] < by_version[0][1]
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["late", "unseen"])
+def test_branches_from_before_a_swap_keep_their_version(
+    pair: TinyPair, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 asks after the draft has sent them and loaded newer weights. It finds them before the
+    answer (late), or has the answer alone, which comes from them."""
+    kept: list[int] = []
+
+    def slow(*of: Any) -> tuple[LeadEnd, DraftEnd]:
+        lead, draft = queue_link(*of)
+        ask = lead.speculation
+        sent: list[ReadyBranches] = []
+        push = draft.send_branches
+
+        def pushed(ready: ReadyBranches, **told: Any) -> None:
+            sent[:] = [ready]
+            push(ready, **told)
+
+        def branches(round_: int) -> None:
+            sleep(0.02)
+
+        def answer(round_: int, count: int, find: Any) -> Speculation:
+            served = find(sent[0]) if sent and sent[0].round == round_ - 1 else None
+            found = ask(round_, count, find if looks else None)
+            if served is not None:
+                assert found.version == served.version
+                kept.append(served.version)
+            return found
+
+        draft.send_branches = pushed  # type: ignore[method-assign]
+        lead.branches = branches  # type: ignore[method-assign]
+        lead.speculation = answer  # type: ignore[method-assign, assignment]
+        return lead, draft
+
+    monkeypatch.setattr(in_process, "queue_link", slow)
+    versions = [packed(between(pair, share)) for share in (0.8, 1.0) * 2]
+    config = text_config(pair, prompt=(3, 1, 4, 1, 5), num_tokens=100, **SSD)
+    found = decoded(config, lambda: (m for n, v in enumerate(versions, 1) for m in pieces(n, v)))
+    assert len(found.updates.report["swaps"]) == 4 and len(set(kept)) > 2
 
 
 def test_an_older_an_infinite_and_a_partial_version_are_refused(pair: TinyPair) -> None:

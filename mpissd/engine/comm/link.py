@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -103,7 +104,8 @@ class LeadEnd:
         self._branches = inbox(shape.message(Kind.BRANCHES)) if shape.branches else None
         self._ready: ReadyBranches | None = None  # the last branches received
         self._unended = 0  # how many stops the draft has not yet answered by its last branches
-        self._unread = 0  # how many answers are still to come for rounds that branches have served
+        # What branches have served of rounds whose answers are still to come.
+        self._unread = deque[Speculation]()
         self.num_messages = self.num_bytes = 0
 
     def send_outcome(self, outcome: Outcome, stop: bool = False, taken: int | None = None) -> None:
@@ -171,18 +173,24 @@ class LeadEnd:
         self.waiter.until(is_over, "draft: speculation")
         OWN.bytes[DOING] = _VERIFY
         if served is not None:
-            self._unread += 1
+            self._unread.append(served)
             return served
         speculation = wire.read_speculation(self._speculations.message, round_, count)
         self._release_answer()
         return speculation
 
     def _is_answered(self) -> bool:
-        """Returns whether an answer has arrived, after dropping those that are needless."""
+        """Returns whether an answer has arrived, after dropping those that are needless. Raises
+        ProtocolError if one of these is not what branches have served."""
         while self._speculations.arrived():
             if not self._unread:
                 return True
-            self._unread -= 1
+            served = self._unread.popleft()
+            round_ = served.round
+            answer = wire.read_speculation(self._speculations.message, round_, len(served.rows))
+            if not np.array_equal(answer.rows, served.rows):
+                told = f"{answer.rows.tolist()}, but branches served {served.rows.tolist()}"
+                raise ProtocolError(f"round {round_}: the draft answers {told}")
             self._release_answer()
         return False
 

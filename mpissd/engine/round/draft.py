@@ -167,6 +167,8 @@ class Drafter:
             )
         parts = self._completed(found)
         speculation = self.assembled(outcome.round + 1, parts)
+        if self.cache is self._pushed:
+            speculation.version = self._pushed_version
         self.cache.clear()
         self._pushed = None
         self.log.mark(DraftPhase.SPECULATE)
