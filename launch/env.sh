@@ -79,7 +79,7 @@ fi
 default OMPI_MCA_rmaps_base_oversubscribe 1 # Open MPI 4
 default OMPI_MCA_hwloc_base_binding_policy none
 case $MPIRUN in
-    *' -host'* | *' --host'*) ;; # Open MPI 5 would put all ranks on the first of the given hosts
+    *' -host'* | *' --host'* | *' -H'*) ;; # Open MPI 5 would put all ranks on the first of the given hosts
     *) default PRTE_MCA_rmaps_default_mapping_policy :oversubscribe ;;
 esac
 default PRTE_MCA_hwloc_default_binding_policy none
