@@ -255,10 +255,11 @@ class Screen:
         if by_rows and not is_led:
             yield f"With other acceptance, {by_rows[0].lower()}{by_rows[1:]}"
         offered = [choice for choice in self.plan.judged if choice.tp in _ENGINES]
-        leaders = firsts(offered, lambda choice: choice.mode)
+        leaders = firsts(offered, lambda choice: choice.mode)[:2]
+        is_told = any(set(leaders) == {use, other} for _, use, other in questions)
         is_sheet = is_datasheet(self.survey.profile)
-        if questions and len(leaders) > 1 and self.survey.gpus > 1 and not is_sheet:
-            cell = self.plan.comparison(*leaders[:2])
+        if questions and len(leaders) > 1 and not is_told and not is_sheet:
+            cell = self.plan.comparison(*leaders)
             yield f"Your cell of docs/map.md (T = 1, 2, 4 or 8): {cell}."
         yield self._basis()
         outside = []
