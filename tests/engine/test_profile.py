@@ -253,17 +253,21 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(ranks: int, rank: int = 0, hosts: str = "aaaa", gpus: str = "0000", **flags: Any) -> str:
-    """The backend that a rank takes; each letter of `hosts` is a rank's host, of `gpus` its GPU."""
+    """The backend that a rank takes; each letter of `hosts` is a rank's host, of `gpus` its GPU, a
+    space that it has none."""
     world = SimpleNamespace(rank=rank, size=ranks)
-    topology: Any = SimpleNamespace(world=world, hosts=tuple(hosts[:ranks]), is_lead=rank == 0)
+    topology: Any = SimpleNamespace(
+        world=world, hosts=tuple(hosts[:ranks]), is_lead=rank == 0, first_draft=ranks - 1
+    )
     config = RunConfig(forward="transformer", **{"mode": "ssd", **TEXT, **flags})
-    bindings = [Binding(0, 1, bus_id, None, None) for bus_id in gpus[:ranks]]
+    seen = [bus_id.strip() for bus_id in gpus[:ranks]]
+    bindings = [Binding(0, 1, bus_id, None, None) if bus_id else None for bus_id in seen]
     return module.backend_name(config, topology, bindings)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_small_text_takes_cpu(rank: int, one_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert taken(2, rank) == "numpy"
+    assert taken(2, rank) == taken(2, rank, gpus="0 ") == "numpy"
     told = capsys.readouterr().err.splitlines()
     assert len(told) == (rank == 0)
     assert not told or "2 ranks, 1 visible GPU(s): backend numpy" in told[0]
@@ -275,10 +279,11 @@ def test_small_text_takes_cpu(rank: int, one_gpu: None, capsys: pytest.CaptureFi
         {"backend": "cupy"},
         {"share_gpu": True},
         {"gpus": "01"},
+        {"gpus": "0 ", "draft_backend": "numpy"},
         {"target": "70b", "draft": "1b"},
         {"workload": "gemm", "prompt_ids": None},
     ],
-    ids=["said", "shared", "a GPU each", "large", "imposed laws"],
+    ids=["said", "shared", "a GPU each", "a core for the draft", "large", "imposed laws"],
 )
 def test_everything_else_stays_on_the_gpu_and_is_refused_there(
     flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]

@@ -167,13 +167,6 @@ def test_an_answer_unlike_the_served_branches_is_refused() -> None:
         decode(WIDE, 40, hook=wrong)
 
 
-def test_branches_that_never_come_are_not_missed() -> None:
-    def silent(lead: LeadEnd, draft: DraftEnd) -> None:
-        draft._branches = None
-
-    assert decided(decode(WIDE, 40, hook=silent)) == decided(decode(WIDE, 40, cache="draft"))
-
-
 def test_branches_from_the_future_are_refused() -> None:
     def early(lead: LeadEnd, draft: DraftEnd) -> None:
         send = draft.send_branches

@@ -479,10 +479,10 @@ def backend_name(config: RunConfig, topology: Topology, bindings: Sequence[Bindi
         return name
     size = Shard(resolve_model(where)).weight_bytes(ForwardOptions(lm_head=True), 2)
     host = topology.hosts[topology.world.rank]
-    ranks = zip(bindings, topology.hosts, strict=True)
-    # A draft rank on another backend has no GPU, and needs none.
-    here = [bound for bound, other in ranks if other == host and bound is not None]
-    gpus = len({bound.gpu(host) for bound in here})
+    last = topology.first_draft if config.draft_backend else None
+    ranks = zip(bindings[:last], topology.hosts[:last], strict=True)
+    here = [bound for bound, other in ranks if other == host]
+    gpus = len({bound.gpu(host) for bound in here if bound})
     if size > _SMALL_BYTES or gpus == len(here) or config.share_gpu:
         return name
     if topology.is_lead:
