@@ -200,6 +200,9 @@ inline u32 load_word(u32 at) {
 }
 inline void store_word(u32 at, u32 word) { memcpy(emulator::block().memory.data() + at, &word, 4); }
 inline u64 read_once() { return 0; }
+inline void fetch_bytes(const void* from, u32 bytes) {
+  if ((uintptr_t)from % 16 || bytes % 16) abort();
+}
 void copy_in(u32 to, const void* from, u32 bytes, u32 barrier, u64);
 inline uint4 load_shared(u32 at) {
   uint4 v;
@@ -223,11 +226,12 @@ inline void sync_block() {
   emulator::meet(emulator::meeting(0), emulator::grid().threads, [] {});
 }
 inline void sync_lanes() { emulator::meet(emulator::warp().lanes, 32, [] {}); }
-inline void add_release(u32* counter) { ++*counter; }
+inline void add_release(u32* counter, u32 count = 1) { *counter += count; }
 inline u32 load_acquire(const u32* counter) {
   emulator::give_way();
   return *(const volatile u32*)counter;
 }
+inline u32 load_relaxed(const u32* counter) { return load_acquire(counter); }
 inline void push(u64* to, u64 message) { *to = message; }
 inline u64 peek(const u64* from) {
   emulator::give_way();

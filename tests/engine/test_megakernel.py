@@ -35,7 +35,15 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu, aligned, build
 from tests.gpu.agreement import relative_error, tolerance
-from tests.gpu.transformer_rig import HEADS, Rig, check_tree, prompt, tiny, use_megakernel
+from tests.gpu.transformer_rig import (
+    HEADS,
+    Rig,
+    check_tree,
+    joined,
+    prompt,
+    tiny,
+    use_megakernel,
+)
 from tests.transformer_reference import stored
 
 ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
@@ -64,6 +72,22 @@ def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(*found)
     assert num_whole(gpu) - before == -(-130 // most)
     check_tree(Rig(gpu, tiny("smollm2", layers=1), num_lanes=8), 3)
+
+
+@pytest.mark.slow
+def test_many_sequences_have_the_bits_of_separate_kernels(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A team of warps attends more tasks than it knows at a time, and merges three splits."""
+    found, slots = [], 24
+    places = joined(*(trunk_rows(slot, 260 + slot, 261 + slot) for slot in range(slots)))
+    for most_rows in (0, 32):
+        monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
+        rig = Rig(gpu, tiny("llama", layers=2), max_rows=slots, capacity=300, slots=slots)
+        rig.ops.clear(rig.stack.cache)
+        tokens = prompt(rig, 2 * slots)
+        found += [rig.forward(tokens[:slots], places), rig.forward(tokens[slots:], places)]
+    assert np.array_equal(found[0], found[2]) and np.array_equal(found[1], found[3])
 
 
 def in_memory(name: str, matrix: Any) -> ArrayTensor:

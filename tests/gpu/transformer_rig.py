@@ -60,7 +60,6 @@ def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
     """Computes up to 32 rows of models of any width by the megakernel, or none."""
     monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
     monkeypatch.setattr(MegakernelOps, "least_hidden", 0)
-    monkeypatch.setattr(MegakernelOps, "wide", 0)
 
 
 def tiny(family: str, layers: int = 2) -> TransformerConfig:

@@ -22,7 +22,7 @@ GROW = ("types", "ampere", "grow")
 DRAW = ("types", "ampere", "draw")
 WHOLE = (
     "types", "system", "ampere", "hopper", "inbox", "arithmetic", "cache", "splits", "attend",
-    "plan", "columns", "units", "whole",
+    "plan", "columns", "units", "layers", "whole",
 )  # fmt: skip
 
 

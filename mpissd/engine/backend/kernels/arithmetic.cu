@@ -24,18 +24,22 @@ __device__ __forceinline__ float squares_of_tile(const Both& v) {  // of 8 neigh
   return sum;
 }
 
-// A lane's share of a row's squares; squares(tile) loads one. Loads are under way together.
-template <class Squares>
-__device__ __forceinline__ float squares_of_lane(const Squares& squares, int tiles) {
-  float sum = 0;
+// A lane's share of some rows' squares; squares(row, tile) loads one. Loads are under way together.
+template <int ROWS, class Squares>
+__device__ __forceinline__ void squares_of_lane(float (&sums)[ROWS], int tiles, const Squares& squares) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) sums[i] = 0;
   for (int first = threadIdx.x % 32; first < tiles; first += 256) {
-    float parts[8];
+    float parts[ROWS][8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) parts[j] = first + 32 * j < tiles ? squares(first + 32 * j) : 0.0f;
+    for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum += parts[j];
+      for (int j = 0; j < 8; ++j) parts[i][j] = first + 32 * j < tiles ? squares(i, first + 32 * j) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[i] += parts[i][j];
   }
-  return sum;
 }
 
 // 1 / rms of a row from its lanes' squares; all lanes of a warp call it.

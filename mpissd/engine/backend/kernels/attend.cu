@@ -1,6 +1,7 @@
 // A task of attention, by a team of a block's warps: see splits.cu. A block of the kernel `attend` is one
 // team, one of the kernel `whole` has several. Everything that other blocks wrote is loaded fresh.
-constexpr int WEIGHTS_AT = TOPS_AT + 8 * ATTEND_WARPS * QUERIES, ATTEND_BYTES = WEIGHTS_AT + 16 * QUERIES;
+constexpr int WEIGHTS_AT = TOPS_AT + 8 * ATTEND_WARPS * QUERIES, WHOLES_AT = WEIGHTS_AT + 16 * QUERIES;
+constexpr int ATTEND_BYTES = WHOLES_AT + 4 * QUERIES;
 
 // The threads that attend a task together: their numbers, barrier, and place in the block's memory.
 struct Team {
@@ -14,13 +15,17 @@ struct Team {
   __device__ __forceinline__ float4* weights() const {
     return (float4*)(block_memory() + at + WEIGHTS_AT);
   }
+  // Of each query row, the split's sum of weights.
+  __device__ __forceinline__ float* wholes() const { return (float*)(block_memory() + at + WHOLES_AT); }
   __device__ __forceinline__ float* sums() const { return (float*)(block_memory() + at); }
 };
 
 // What attention reads and writes beside the cache: queries [row][head][HEAD]; of each query row and
-// split its sums [HEAD], and its largest score with the sum of weights.
+// split its sums [HEAD], and its largest score with the sum of weights. out: where rows of one split are
+// finished at once, [row][head][HEAD]; or null.
 struct Attended {
   const u16* queries;
+  u16* out;
   float* partial;
   float2* tops;
   int heads, splits;
@@ -63,18 +68,29 @@ __device__ __forceinline__ void score(float (&scores)[QUERY_TILES][4][4],
     }
 }
 
+// Where a task's positions lie in the cache of a layer.
+struct Reach {
+  long long in_page, in_lane;
+  int start, edge, stop;
+  __device__ __forceinline__ Reach(const Cache& cache, const Rows& rows, const Task& task, int head)
+      : start(task.split * SPLIT) {
+    const int own = task.own() ? rows.lanes[task.row] : -1;
+    edge = own < 0 ? start + SPLIT : rows.trunks[task.row];
+    stop = own < 0 ? start + SPLIT : rows.positions[task.row] + 1;
+    in_page = cache.in_page(rows.slots[task.row], head, start);
+    in_lane = cache.in_lane(max(own, 0), head, 0);
+  }
+};
+
 // Keys and values of a task's positions.
 struct Sources {
   Source keys, values;
-  __device__ __forceinline__ Sources(const Cache& cache, const Rows& rows, const Task& task, int head) {
-    const int start = task.split * SPLIT, own = task.own() ? rows.lanes[task.row] : -1;
-    const int edge = own < 0 ? start + SPLIT : rows.trunks[task.row];
-    const int stop = own < 0 ? start + SPLIT : rows.positions[task.row] + 1;
-    const long long in_page = cache.in_page(rows.slots[task.row], head, start);
-    const long long in_lane = cache.in_lane(max(own, 0), head, 0);
-    keys = {cache.keys + in_page, cache.lane_keys + in_lane, start, edge, stop};
-    values = {cache.values + in_page, cache.lane_values + in_lane, start, edge, stop};
-  }
+  // in_pages, in_lanes: where the layer begins in pages and lanes.
+  __device__ __forceinline__ Sources(const Cache& cache, const Reach& to, long long in_pages = 0,
+                                     long long in_lanes = 0)
+      : keys{cache.keys + in_pages + to.in_page, cache.lane_keys + in_lanes + to.in_lane, to.start, to.edge, to.stop},
+        values{cache.values + in_pages + to.in_page, cache.lane_values + in_lanes + to.in_lane, to.start, to.edge,
+               to.stop} {}
 };
 
 // Copies the values of this warp's positions, from its `first` on.
@@ -107,18 +123,21 @@ __device__ __forceinline__ void weigh_warps(const Attended& to, const Task& task
     weight = __fmaf_rn(by[w], top.y, weight);
   }
   team.weights()[q] = make_float4(by[0], by[1], by[2], by[3]);
+  team.wholes()[q] = weight;
   to.tops[to.part(task.row + index / shared, head * shared + index % shared, task.split)] =
       make_float2(most, weight);
 }
 
 // Adds the warps' sums of each query row, and writes them; a warp has every fourth query row.
-__device__ __forceinline__ void add_warps(const Attended& to, const Task& task, int shared, int head,
-                                          const Team& team) {
+__device__ __forceinline__ void add_warps(const Attended& to, const int* positions, const Task& task, int shared,
+                                          int head, const Team& team) {
   const int queries = min(QUERIES, task.rows() * shared - task.first);
 #pragma unroll 1
   for (int q = team.warp(); q < queries; q += ATTEND_WARPS) {
-    const int index = task.first + q, row = index / shared;
-    const long long at = to.part(task.row + row, head * shared + index - row * shared, task.split);
+    const int index = task.first + q, row = task.row + index / shared, of = head * shared + index % shared;
+    const long long at = to.part(row, of, task.split) * HEAD + team.lane();
+    const bool is_whole = to.out && !task.split && positions[row] < SPLIT;
+    u16* out = to.out + ((long long)row * to.heads + of) * HEAD + team.lane();
     const float* all = team.sums() + q * SUM_STEP + team.lane();
     const float4 by = team.weights()[q];
 #pragma unroll
@@ -127,7 +146,10 @@ __device__ __forceinline__ void add_warps(const Attended& to, const Task& task, 
       sum = __fmaf_rn(by.y, all[QUERIES * SUM_STEP + d], sum);
       sum = __fmaf_rn(by.z, all[2 * QUERIES * SUM_STEP + d], sum);
       sum = __fmaf_rn(by.w, all[3 * QUERIES * SUM_STEP + d], sum);
-      to.partial[at * HEAD + d + team.lane()] = sum;
+      if (is_whole)
+        out[d] = to_finite_half(sum / team.wholes()[q]);
+      else
+        to.partial[at + d] = sum;
     }
   }
 }
@@ -141,16 +163,8 @@ __device__ __forceinline__ void refresh_values(const Source& values, int fresh, 
   copy_values(values, max(from, 0), team);
 }
 
-// Asks for this team's keys in the last-level cache.
-__device__ __forceinline__ void fetch_keys(const Source& keys, const Team& team) {
-  constexpr int LINES = HEAD / 64 > 0 ? HEAD / 64 : 1;  // of 128 bytes a position
-#pragma unroll 1
-  for (int i = team.thread; i < SPLIT * LINES; i += ATTEND_THREADS)
-    if (keys.there(i / LINES)) fetch_ahead(keys.at(i / LINES) + i % LINES * 64);
-}
-
 // Attends a task for one KV head; its values are under way already.
-__device__ __forceinline__ void finish_task(const Attended& to, const Source& keys, const Rows& rows,
+__device__ __forceinline__ void finish_task(const Attended& to, const Source& keys, const int* positions,
                                             const Task& task, int kv_heads, int head,
                                             const Team& team) {
   const int warp = team.warp(), lane = team.lane(), start = task.split * SPLIT;
@@ -170,7 +184,7 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
       const int q = 16 * m + 8 * half + lane / 4;
       const bool there = task.first + q < task.rows() * shared;
       const int row = task.row + (there ? (task.first + q) / shared : 0);
-      const float2 top = weigh(scores[m], half, there ? rows.positions[row] + 1 - start - 32 * warp : 0);
+      const float2 top = weigh(scores[m], half, there ? positions[row] + 1 - start - 32 * warp : 0);
       if (lane % 4 == 0) team.tops()[warp * QUERIES + q] = top;
     }
   wait_for_copies<0>();
@@ -192,7 +206,7 @@ __device__ __forceinline__ void finish_task(const Attended& to, const Source& ke
             make_float2(sums[m][d][2 * half], sums[m][d][2 * half + 1]);
       }
   team.sync();
-  add_warps(to, task, shared, head, team);
+  add_warps(to, positions, task, shared, head, team);
   team.sync();
 }
 

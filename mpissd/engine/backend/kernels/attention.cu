@@ -187,16 +187,16 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
            const Task* tasks, int splits, float* partial, float2* tops) {
   const Rows rows(seats, most_rows);
   const Cache cache = THE_CACHE;
-  const Attended to = {queries, partial, tops, heads, splits};
+  const Attended to = {queries, nullptr, partial, tops, heads, splits};
   const Team team = {(int)threadIdx.x, 0, 0};
   may_start_next();
   wait_for_last();
   const int head = blockIdx.y, total = *count;
   for (int number = blockIdx.x; number < total; number += gridDim.x) {
     const Task task = tasks[number];
-    const Sources sources(cache, rows, task, head);
+    const Sources sources(cache, Reach(cache, rows, task, head));
     copy_values(sources.values, 0, team);
-    finish_task(to, sources.keys, rows, task, cache.kv_heads, head, team);
+    finish_task(to, sources.keys, rows.positions, task, cache.kv_heads, head, team);
   }
 }
 

@@ -1,8 +1,4 @@
 // Brings x to the warps that multiply, some slots ahead.
-struct Place {
-  int warp, lane;
-};
-
 // A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
 typedef uint4 Columns[PARTS][ROW_TILES];
 
@@ -23,7 +19,7 @@ class ColumnsAhead {
   // Returns the columns of the next slot, and starts the copy of those AHEAD - 1 slots later.
   __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
     wait_for_copies<AHEAD - 2>();
-    const u32 from = memory_ + place_ * (LANE_BYTES * MULTIPLIERS);
+    const u32 from = memory_ + place_ * X_BYTES;
 #pragma unroll
     for (int i = 0; i < PARTS * ROW_TILES; ++i)
       x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
@@ -33,12 +29,12 @@ class ColumnsAhead {
 
  private:
   __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
-    const u32 to = memory_ + free_ * (LANE_BYTES * MULTIPLIERS);
+    const u32 to = memory_ + free_ * X_BYTES;
     if (left_ > 0) {
-      const int pair = depth.start(slot_) + Depth::pair_of(at_.warp);
+      const int pair = depth.start(slot_) + PARTS * at_.warp;
 #pragma unroll
       for (int i = 0; i < PARTS * ROW_TILES; ++i) {
-        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES * PAIR_STEP;
+        const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
         const bool wanted = mine < depth.pairs && row < product.rows;
         const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
                           8 * (at_.lane % 4);

@@ -43,6 +43,11 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u32
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// Asks for `bytes` (a multiple of 16) in the last-level cache.
+__device__ __forceinline__ void fetch_bytes(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // The same as multiply_add of ampere.cu, with the lane's part of a in one value.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& a, u32 b0, u32 b1) {
   multiply_add(sums, a.x, a.y, a.z, a.w, b0, b1);
@@ -53,8 +58,15 @@ __device__ __forceinline__ void sync_some(int threads) {
   asm volatile("barrier.cta.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void add_release(u32* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+__device__ __forceinline__ void add_release(u32* counter, u32 count = 1) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
+}
+
+// Without the order of load_acquire, which empties the multiprocessor's cache.
+__device__ __forceinline__ u32 load_relaxed(const u32* counter) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {

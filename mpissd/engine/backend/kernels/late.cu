@@ -42,7 +42,9 @@ __device__ __forceinline__ void norm_row(float* hidden, const Delta* delta, cons
     if (tile < tiles && c == 0) squares[tile] = all_squares[(long long)row * tiles + tile] = sum;
   }
   __syncthreads();
-  const float norm = norm_of_row(squares_of_lane([&](int t) { return squares[t]; }, tiles), tiles, eps);
+  float of_lane[1];
+  squares_of_lane(of_lane, tiles, [&](int, int t) { return squares[t]; });
+  const float norm = norm_of_row(of_lane[0], tiles, eps);
   if (!delta) power = power_of_two(norm);
 #pragma unroll
   for (int j = 0; j < NORM_TILES; ++j) {

@@ -1,10 +1,13 @@
 // The chain's table of products (chain_plan.py), its division among blocks, and the layout of a
 // block's shared memory.
 //
-// Macro ORDERED: with 1, warps take the pairs of the depth in turn and all blocks begin at depth 0, so
-// that a sum is added in the order of skinny.cu; a thread then adds up columns c and c + 8 of a tile.
+// Macro ORDERED: with 1, all blocks begin at depth 0, so that a sum is added in the order of skinny.cu; a
+// thread then adds up columns c and c + 8 of a tile. SHARED_ROUNDS: rounds whose sums lie in shared memory at once.
 #ifndef ORDERED
 #define ORDERED 0
+#endif
+#ifndef SHARED_ROUNDS
+#define SHARED_ROUNDS 1
 #endif
 #ifndef TEAM_BYTES  // that other work needs in the place of x and the sums
 #define TEAM_BYTES 0
@@ -14,16 +17,16 @@ constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR
 constexpr int ROUND = 4;                            // tiles whose sums are added at once
 constexpr int HALF_WORDS = ORDERED ? 64 : 65;       // 64 sums of 8 columns
 constexpr int TILE_WORDS = ORDERED ? 129 : 130;     // 128 sums, padded against bank conflicts
-constexpr int PAIR_STEP = ORDERED ? WARPS : 1;      // from a warp's first pair of a slot to its second
 constexpr int PARTS = SLOT_PAIRS / WARPS;           // a warp's pairs of a slot
 constexpr int WARP_WORDS = ROUND * TILE_WORDS;
 constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
 constexpr int LANE_BYTES = PARTS * ROW_TILES * 16;  // bytes of x for one slot
+constexpr int X_BYTES = LANE_BYTES * MULTIPLIERS, ROUND_BYTES = 4 * WARPS * WARP_WORDS;
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
-constexpr int SUMS_AT = COLUMNS_AT + AHEAD * LANE_BYTES * MULTIPLIERS;
-constexpr int SUMS_END = SUMS_AT + WARPS * WARP_WORDS * 4, TEAM_END = COLUMNS_AT + TEAM_BYTES;
+constexpr int SUMS_AT = COLUMNS_AT + AHEAD * X_BYTES;
+constexpr int SUMS_END = SUMS_AT + SHARED_ROUNDS * ROUND_BYTES, TEAM_END = COLUMNS_AT + TEAM_BYTES;
 constexpr int BARRIERS_AT = SUMS_END > TEAM_END ? SUMS_END : TEAM_END;
-constexpr int PEERS_AT = BARRIERS_AT + 2 * SLOTS * 8;
+constexpr int FACTORS_BARRIER = BARRIERS_AT + 2 * SLOTS * 8, PEERS_AT = FACTORS_BARRIER + 8 * ORDERED;
 constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
 static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
@@ -66,9 +69,7 @@ struct Depth {
   __device__ __forceinline__ explicit Depth(const Product& product)
       : pairs(product.pairs), slots((pairs + SLOT_PAIRS - 1) / SLOT_PAIRS),
         first(ORDERED ? 0 : blockIdx.x % slots) {}
-  // The first pair of slot i; the warp's first pair of a slot.
-  __device__ __forceinline__ static int pair_of(int warp) { return ORDERED ? warp : 2 * warp; }
-  __device__ __forceinline__ int start(int i) const {
+  __device__ __forceinline__ int start(int i) const {  // the first pair of slot i
     int slot = first + i;
     return SLOT_PAIRS * (slot < slots ? slot : slot - slots);
   }
@@ -91,3 +92,39 @@ class Ring {
  private:
   u32 memory_, slot_ = 0, turn_ = 0;
 };
+
+__device__ __forceinline__ void make_ring(u32 memory) {
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
+    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
+  }
+  barriers_made();
+}
+
+struct Place {
+  int warp, lane;
+};
+
+typedef float Sums[TILES][ROW_TILES][4];
+
+__device__ __forceinline__ void set_zero(Sums& sums) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
+}
+
+// By one thread: waits until `count` blocks have counted.
+__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count, const Watch& watch) {
+  Patience patience(watch);
+  while ((int)(load_relaxed(counter) - count) < 0 && !patience.over()) {
+  }
+  load_acquire(counter);
+}
+
+__device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
+  if (threadIdx.x == 0) wait_for_count(counter, count, watch);
+  sync_some(MULTIPLIERS);
+}

@@ -1,8 +1,8 @@
 // out = x @ weight for a few rows of x, in float32 sums whose order never depends on the rows.
 //
 // The weight is in the order of chain.cu: [tile of 16 columns][pair of 16 rows][2][lane][8]. A block
-// has TILES tiles of columns and ROW_TILES tiles of 8 rows. Warp w multiplies the pairs w, w + 8,
-// w + 16 ... of the depth in this order, and the block adds the sums of its warps in rising order;
+// has TILES tiles of columns and ROW_TILES tiles of 8 rows. Of each 16 pairs of the depth, warp w
+// multiplies 2 w and the next, in rising order, and the block adds the sums of its warps in rising order;
 // so each output is the same sum for any number of rows, any row, and any TILES and ROW_TILES.
 //
 // Every lane copies its own part of the weights and of x into STAGES places in shared memory, which
@@ -28,7 +28,7 @@ struct Depth {  // this warp's pairs
   u32 memory;
   int warp, lane;
 
-  __device__ __forceinline__ int pair(int i) const { return warp + SKINNY_WARPS * i; }
+  __device__ __forceinline__ int pair(int i) const { return i / 2 * (2 * SKINNY_WARPS) + 2 * warp + i % 2; }
 
   __device__ __forceinline__ void copy_weights(int i, int place) const {
     const bool wanted = pair(i) < pairs;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Depth& depth, i
 }
 
 __device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
-  const int steps = (depth.pairs + SKINNY_WARPS - 1) / SKINNY_WARPS;
+  const int steps = 2 * ((depth.pairs + 2 * SKINNY_WARPS - 1) / (2 * SKINNY_WARPS));
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) depth.copy_weights(i, i);
   wait_for_last();

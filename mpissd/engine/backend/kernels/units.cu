@@ -1,13 +1,5 @@
 // What the persistent kernels share (chain.cu, whole.cu): a warp that reads all weights ahead, products
 // of a few tiles of columns, and the wait for all blocks. The layout of weights: chain.cu.
-__device__ __forceinline__ void make_ring(u32 memory) {
-  for (int slot = 0; slot < SLOTS; ++slot) {
-    barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
-    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
-  }
-  barriers_made();
-}
-
 template <class Table>
 __device__ void read_weights(const Table* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);
@@ -39,17 +31,15 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
   }
 }
 
-typedef float Sums[TILES][ROW_TILES][4];
-
 // A lane's part of a slot's weights: the two steps of each of its warp's pairs.
 typedef uint4 Part[PARTS][2];
 
 __device__ __forceinline__ bool has_pair(int p, int pairs, const Place& at) {
-  return Depth::pair_of(at.warp) + p * PAIR_STEP < pairs;
+  return PARTS * at.warp + p < pairs;
 }
 
 __device__ __forceinline__ void load_part(Part& part, int p, u32 slot, const Place& at) {
-  const u32 from = slot + (Depth::pair_of(at.warp) + p * PAIR_STEP) * PAIR_BYTES + 16 * at.lane;
+  const u32 from = slot + (PARTS * at.warp + p) * PAIR_BYTES + 16 * at.lane;
   part[p][0] = load_shared(from);
   part[p][1] = load_shared(from + PAIR_BYTES / 2);
 }
@@ -60,15 +50,6 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[ROW_TILES][4], const
   for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], part[p][0], x[p][m].x, x[p][m].y);
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], part[p][1], x[p][m].z, x[p][m].w);
-}
-
-__device__ __forceinline__ void set_zero(Sums& sums) {
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
 }
 
 __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product, const Depth& depth,
@@ -118,10 +99,15 @@ __device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at)
   return both;
 }
 
+// Where the sums of a round lie in shared memory.
+__device__ __forceinline__ float* round_sums(int r) {
+  return (float*)(block_memory() + SUMS_AT + r % SHARED_ROUNDS * ROUND_BYTES);
+}
+
 // Brings a round's sums to shared memory: those of row tile r / GROUPS, and of ROUND tiles from
 // r % GROUPS * ROUND on.
 __device__ __forceinline__ void share_round(const Sums& sums, int r, int tiles, const Place& at) {
-  float* memory = (float*)(block_memory() + SUMS_AT) + at.warp * WARP_WORDS;
+  float* memory = round_sums(r) + at.warp * WARP_WORDS;
   const int m = r / GROUPS, t = r % GROUPS * ROUND;
 #pragma unroll
   for (int u = 0; u < ROUND; ++u)
@@ -140,16 +126,7 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
       sync_some(MULTIPLIERS);  // wait until the sums of the round before were read
       share_round(sums, r, tiles, at);
       sync_some(MULTIPLIERS);
-      both[r] = sum_of_warps((const float*)(block_memory() + SUMS_AT), at);
+      both[r] = sum_of_warps(round_sums(r), at);
     }
   }
-}
-
-__device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
-  if (threadIdx.x == 0) {
-    Patience patience(watch);
-    while ((int)(load_acquire(counter) - count) < 0 && !patience.over()) {
-    }
-  }
-  sync_some(MULTIPLIERS);
 }

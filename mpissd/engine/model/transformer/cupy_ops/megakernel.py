@@ -46,7 +46,10 @@ MODEL = np.dtype(  # struct Model
     [(name, np.uint64) for name in ("hidden", "squares", "powers")]
     + [(name, np.uint64) for name in ("keys", "values", "lane_keys", "lane_values", "table")]
     + [(name, np.int32) for name in ("most_pages", "kv_heads", "steps", "gap")]
-    + [(name, np.uint64) for name in ("seats", "turns", "attend_queries", "partial", "tops")]
+    + [
+        (name, np.uint64)
+        for name in ("seats", "turns", "attend_queries", "attended", "partial", "tops")
+    ]
     + [(name, np.int32) for name in ("heads", "splits")]
     + [(name, np.uint64) for name in ("queries", "task_count", "tasks", "finished", "merged")]
     + [(name, np.uint64) for name in ("page_layer", "lane_layer")]
@@ -55,11 +58,30 @@ MODEL = np.dtype(  # struct Model
 )
 _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
-_ROW_BYTES = 28
 _SUM_BYTES = 8 * 4 * 129 * 4
-# By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies).
-# More rows need more teams for attention; each takes the memory of two slots of weights.
-_TEAMS = {1: (1, 2, 3), 2: (2, 3, 4), 3: (2, 3, 4), 4: (2, 2, 4)}
+_ROW_BYTES = 32
+_ITEM_BYTES = 16 * 48
+_HELPERS = 3  # warps beside those that multiply and the one that reads weights
+_THREADS = THREADS + 32 * _HELPERS
+
+
+class _Tuning(NamedTuple):
+    """Compile-time sizes for some rows. teams: teams of 4 warps of a block, for attention; each
+    takes the memory of two slots of weights. ahead: slots of x that are prefetched. flying: copies
+    of weights in flight. rounds: of sums that lie in shared memory at once, one a tile of rows."""
+
+    teams: int
+    ahead: int
+    flying: int
+    rounds: int
+
+
+_TUNINGS = {  # by the number of 8-row tiles
+    1: _Tuning(1, 3, 3, 1),
+    2: _Tuning(2, 3, 4, 2),
+    3: _Tuning(2, 2, 4, 3),
+    4: _Tuning(2, 2, 4, 2),
+}
 
 
 class MegakernelGeometry(NamedTuple):
@@ -74,29 +96,32 @@ class MegakernelGeometry(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether the ring buffer has enough slots to keep loading weights while blocks wait."""
-        return self.slots >= 8
+        return self.slots >= 7
 
 
 def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometry:
     """Returns the megakernel's parameters for `rows` rows, with as many ring slots as fit, at most
     12. head: head_dim. page: positions of a KV page. room: bytes of a block's shared memory."""
     row_tiles = -(-rows // ROW_TILE)
-    teams, ahead, flying = _TEAMS[row_tiles]
-    team_bytes = teams * task_bytes(head)
-    columns = ahead * _SLOT_PAIRS * row_tiles * 16 * 32
-    rest = max(columns + _SUM_BYTES, team_bytes) + _PEERS_BYTES + 32 + MODEL.itemsize
-    rest += row_tiles * ROW_TILE * _ROW_BYTES + 2 * OPERATION.itemsize
+    tuning = _TUNINGS[row_tiles]
+    team_bytes = tuning.teams * task_bytes(head)
+    columns = tuning.ahead * _SLOT_PAIRS * row_tiles * 16 * 32
+    rest = max(columns + tuning.rounds * _SUM_BYTES, team_bytes)
+    rest += 8 + _PEERS_BYTES + 32 + MODEL.itemsize + 2 * OPERATION.itemsize
+    rest += row_tiles * ROW_TILE * _ROW_BYTES + tuning.teams * _ITEM_BYTES
     size = _SLOT_PAIRS * 1024 + 16
     slots = min(12, (room - rest) // size)
     macros = {
         "ORDERED": 1,
         "ROW_TILES": row_tiles,
         "TILES": 4,  # of a unit
-        "AHEAD": ahead,
-        "FLYING": flying,
+        "AHEAD": tuning.ahead,
+        "FLYING": tuning.flying,
+        "SHARED_ROUNDS": tuning.rounds,
         "SLOTS": slots,
-        "TEAMS": teams,
+        "TEAMS": tuning.teams,
         "TEAM_BYTES": team_bytes,
+        "HELPERS": _HELPERS,
         "SHARED_BYTES": slots * size + rest,
         "HEAD": head,
         "PAGE": page,
@@ -136,7 +161,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     norms = [*(layer.attention_norm for layer in layers[1:]), weights.norm]
     for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
         yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
-        yield {"kind": ATTEND, "layer": n, "out": address(memory.attended)}
+        yield {"kind": ATTEND, "layer": n}
         yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm)
         yield product(GATED, layer.gate_up, x, memory.inner, norm=FFN_NORM)
         yield product(ADD, layer.down, memory.inner, x, following, norm=FFN_NORM)
@@ -148,7 +173,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 class MegakernelCache(GpuCache):
     """The KV cache, with counters and tables of the kernel for all layers (megakernel). counters:
     how many thread blocks have finished each operation, then how many attention tasks of each layer
-    and KV head are finished; all are 0 when the kernel starts. tables: for each number of rows, the
+    are finished; all are 0 when the kernel starts. tables: for each number of rows, the
     kernel's list of operations and its struct Model on the device."""
 
     counters: Any = None
@@ -158,15 +183,10 @@ class MegakernelCache(GpuCache):
 class MegakernelOps(CupyOps):
     """A transformer's operations on one GPU (compute capability 9.0 or more), with one kernel for
     all layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
-    megakernel, because its blocks all wait for one another five times a layer. wide: the hidden
-    width from which the megakernel computes forwards of up to most_rows rows; in narrower models it
-    computes up to few_rows rows only: 24 rows of Llama 1B (hidden 2,048) took 1.34 ms with it and
-    1.30 ms without."""
+    megakernel, because its blocks all wait for one another five times a layer."""
 
     kernel = "whole"
     least_hidden = 2048
-    wide = 4096
-    few_rows = 16
     most_rows = MAX_ROWS
 
     @classmethod
@@ -206,7 +226,7 @@ class MegakernelOps(CupyOps):
 
     def cache(self, sizes: CacheSizes, row_places: RowPlaces) -> MegakernelCache:
         made = super().cache(sizes, row_places)
-        count = OPERATIONS * sizes.layers + 1 + sizes.layers * sizes.kv_heads
+        count = OPERATIONS * sizes.layers + 1 + sizes.layers
         return MegakernelCache(**vars(made), counters=self.launcher.zeros((count,), np.int32))
 
     def norm(
@@ -227,9 +247,7 @@ class MegakernelOps(CupyOps):
 
     def takes(self, rows: int) -> bool:
         """Returns whether the megakernel computes a forward of `rows` rows."""
-        is_wide = self._config.shape.hidden >= self.wide
-        limit = self.most_rows if is_wide else min(self.few_rows, self.most_rows)
-        return rows <= limit and self._geometry(rows).fits
+        return rows <= self.most_rows and self._geometry(rows).fits
 
     def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self.takes(rows):
@@ -244,7 +262,7 @@ class MegakernelOps(CupyOps):
         stop = np.uintp(self.backend.stop.ctypes.data)
         args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
         grid = (self.launcher.multiprocessors,)
-        how = (THREADS,), args, geometry.shared_bytes, geometry.macros
+        how = (_THREADS,), args, geometry.shared_bytes, geometry.macros
         self.launcher.launch("whole", kernels.WHOLE, grid, *how)
         return True
 
@@ -267,6 +285,7 @@ class MegakernelOps(CupyOps):
             "table": words + 4 * 4 * max_rows,
             "seats": words,
             "attend_queries": address(memory.q),
+            "attended": address(memory.attended),
             "queries": address(memory.q),
             "task_count": address(cache.count),
             "finished": finished,

@@ -174,7 +174,7 @@ def task_bytes(head: int) -> int:
     """Returns the bytes of an attention block's shared memory (ATTEND_BYTES). head: head_dim."""
     queries = 16 * QUERY_TILES
     values = SPLIT * (2 * head + 16)
-    return max(values, 4 * 4 * queries * (head + 4)) + 8 * 4 * queries + 16 * queries
+    return max(values, 4 * 4 * queries * (head + 4)) + (8 * 4 + 16 + 4) * queries
 
 
 class CupyOps(Ops):

@@ -1,0 +1,259 @@
+// The table of a forward's operations (megakernel.py), and the products of whole.cu: a block owns some columns of
+// each; the epilogue of q, k, v rotates and stores K and V, that of o and down adds to the residual stream and
+// prepares the next norm (arithmetic.cu), that of gate and up is SwiGLU.
+enum Kind { QKV, ATTEND, ADD, GATED, LOGITS };
+
+struct Operation : Product {  // an attention has no tiles
+  const float* vector;        // QKV: the bias or null; ADD: the weight of the norm that follows
+  int kind, layer;
+  int columns;  // of `out`
+  int norm;     // which of the two norms x was last through (0: attention's or the head's, 1: the FFN's)
+  u64 padding;  // to whole 16 bytes, as fetch_operation copies
+};
+
+struct Model {
+  float* hidden;          // [rows][width]
+  float *squares, *powers;  // [2 norms][norm_rows][width / 16] and [2 norms][norm_rows]
+  Cache cache;            // of layer 0
+  const int* seats;
+  const float2* turns;
+  Attended attention;
+  u16* queries;
+  const int* task_count;
+  const Task* tasks;
+  u32 *finished, *merged;  // blocks by operation; tasks by layer
+  long long page_layer, lane_layer;  // elements of the cache from layer to layer
+  int most_rows, width;
+  int norm_rows;  // of squares and powers
+  int gap;
+  float eps, scale;
+};
+
+// Where a row's K and V go: elements from a layer's first, and from KV head to KV head.
+struct Seat {
+  long long at;
+  int position, head_step;
+  int fresh;  // what the row sees below this position was there before this forward
+  int lane;  // -1: none, -2: a padding row
+};
+
+#ifndef HELPERS  // warps beside those that multiply and the one that reads weights
+#define HELPERS 3
+#endif
+constexpr int HELPERS_BARRIER = 4;  // 0 is the block's, 1 the multipliers', 2 and 3 their teams'
+constexpr int WHOLE_THREADS = CHAIN_THREADS + 32 * HELPERS;
+#ifndef TEAMS  // that attend tasks in a block
+#define TEAMS 2
+#endif
+constexpr int MODEL_AT = (CHAIN_BYTES + 15) / 16 * 16;
+constexpr int SEATS_AT = MODEL_AT + (int)sizeof(Model);
+constexpr int OPERATIONS_AT = (SEATS_AT + 8 * ROW_TILES * (int)sizeof(Seat) + 15) / 16 * 16;
+constexpr int FACTORS_AT = OPERATIONS_AT + 2 * (int)sizeof(Operation);
+constexpr int POSITIONS_AT = FACTORS_AT + 8 * ROW_TILES * 4;  // of rows
+constexpr int KEPT = 16, ITEM_BYTES = 48;                     // of attention, see whole.cu
+constexpr int ITEMS_AT = POSITIONS_AT + 8 * ROW_TILES * 4;
+constexpr int WHOLE_BYTES = ITEMS_AT + TEAMS * KEPT * ITEM_BYTES;
+constexpr int MODEL_WORDS = sizeof(Model) / 4;
+static_assert(TEAMS * ATTEND_THREADS <= MULTIPLIERS, "a team has 128 threads");
+static_assert(TEAMS * ATTEND_BYTES <= TEAM_BYTES, "attention's shared memory");
+static_assert(WHOLE_BYTES <= SHARED_BYTES, "more shared memory than the launch gives");
+
+__device__ __forceinline__ const Model& the_model() { return *(const Model*)(block_memory() + MODEL_AT); }
+__device__ __forceinline__ const Seat& seat_of(int row) {
+  return ((const Seat*)(block_memory() + SEATS_AT))[row];
+}
+__device__ __forceinline__ Operation& operation(int number) {
+  return ((Operation*)(block_memory() + OPERATIONS_AT))[number % 2];
+}
+
+__device__ __forceinline__ Seat found_seat(const Model& model, int row, int count) {
+  const Rows rows(model.seats, model.most_rows);
+  const Cache& cache = model.cache;
+  const int slot = rows.slots[row], lane = rows.lanes[row], position = rows.positions[row];
+  int fresh = 1 << 30;
+  for (int r = 0; r < count; ++r)
+    if (rows.slots[r] == slot && (rows.lanes[r] < 0 || rows.lanes[r] == lane))
+      fresh = min(fresh, rows.positions[r]);
+  if (slot < 0) return {0, 0, 0, 0, -2};
+  if (lane < 0) return {cache.in_page(slot, 0, position), position, PAGE * HEAD, fresh, -1};
+  return {cache.in_lane(lane, 0, position - rows.trunks[row]), position, cache.steps * HEAD, fresh, lane};
+}
+
+// What a lane brings to the epilogue of ADD for a pair of columns.
+struct Brought {
+  Both hidden, weight;
+};
+
+// The factor of a row's sums (ADD: the power of two of the next x); see bring_factors.
+__device__ __forceinline__ float& factor_of(int row) { return ((float*)(block_memory() + FACTORS_AT))[row]; }
+
+// Where a pair of sums goes: a row, and columns 16 tile + c and 8 behind it. mine: whether it exists.
+struct Spot {
+  int row, tile, c;
+  bool mine;
+  __device__ __forceinline__ long long in(int width) const { return (long long)row * width + 16 * tile + c; }
+};
+
+__device__ __forceinline__ u32 factors_barrier() { return shared_address(block_memory()) + FACTORS_BARRIER; }
+
+// The counter of the blocks that have finished the operation before this one.
+__device__ __forceinline__ const u32* before(const Model& model, int number) { return model.finished + number - 1; }
+
+// Brings a product's factors; each of the HELPERS has some rows, FEW of which are under way together.
+__device__ __forceinline__ void bring_factors(const Operation& op, const Model& model, const Place& at) {
+  constexpr int FEW = 3;
+  const int tiles = model.width / 16, first = op.norm * model.norm_rows;
+#pragma unroll 1
+  for (int start = at.warp; start < op.rows; start += HELPERS * FEW) {
+    float powers[FEW], squares[FEW];
+    const auto row = [&](int i) { return min(start + HELPERS * i, op.rows - 1); };
+#pragma unroll
+    for (int i = 0; i < FEW; ++i) powers[i] = load_fresh_one(model.powers + first + row(i));
+    squares_of_lane(squares, tiles, [&](int i, int tile) {
+      return load_fresh_one(model.squares + (long long)(first + row(i)) * tiles + tile);
+    });
+#pragma unroll
+    for (int i = 0; i < FEW; ++i) {
+      const float norm = norm_of_row(squares[i], tiles, model.eps);
+      if (at.lane == 0)
+        factor_of(row(i)) = op.kind == ADD ? power_of_two(norm) : __fmul_rn(norm, inverse(powers[i]));
+    }
+  }
+  sync_lanes();
+  if (at.lane == 0) barrier_arrive(factors_barrier());
+}
+
+__device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& op, const Spot& spot) {
+  const Model& model = the_model();
+  if (op.kind != ADD || !spot.mine) return;
+  const float* hidden = model.hidden + spot.in(model.width);
+  const float* weight = op.vector + 16 * spot.tile + spot.c;
+  brought.hidden = {load_fresh_one(hidden), load_fresh_one(hidden + 8)};
+  brought.weight = {weight[0], weight[8]};
+}
+
+__device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot, Both v) {
+  const Model& model = the_model();
+  const Seat& seat = seat_of(spot.row);
+  if (seat.lane < -1) return;
+  const int head = spot.tile / (HEAD / 16), i = spot.tile % (HEAD / 16) * 8 + spot.c;
+  const int heads = model.attention.heads, kv_heads = model.cache.kv_heads;
+  if (op.vector) {
+    const float* bias = op.vector + head * HEAD + i;
+    v = {__fadd_rn(v.a, bias[0]), __fadd_rn(v.b, bias[HEAD / 2])};
+  }
+  if (head < heads + kv_heads) v = turned(v, model.turns[(long long)seat.position * (HEAD / 2) + i]);
+  u16* to = model.queries + ((long long)spot.row * heads + head) * HEAD + i;
+  const int lane = head < heads ? -1 : seat.lane;
+  if (head < heads) {
+    v = {__fmul_rn(v.a, model.scale), __fmul_rn(v.b, model.scale)};
+  } else {
+    const bool is_key = head < heads + kv_heads;
+    const Cache& cache = model.cache;
+    u16* pages = is_key ? cache.keys : cache.values;
+    u16* lanes = is_key ? cache.lane_keys : cache.lane_values;
+    to = (lane < 0 ? pages + op.layer * model.page_layer : lanes + op.layer * model.lane_layer) +
+         seat.at + (long long)((head - heads) % kv_heads) * seat.head_step + i;
+  }
+  model.cache.store(to, lane, v.a, v.b);
+}
+
+__device__ __forceinline__ void store_added(const Operation& op, const Spot& spot, const Brought& brought,
+                                            float power, const Both& sum) {
+  const Model& model = the_model();
+  const int next = (1 - op.norm) * model.norm_rows + spot.row;
+  Both v = {0, 0};
+  if (spot.mine) {
+    v = {__fadd_rn(brought.hidden.a, sum.a), __fadd_rn(brought.hidden.b, sum.b)};
+    const long long to = spot.in(model.width);
+    model.hidden[to] = v.a;
+    model.hidden[to + 8] = v.b;
+    op.out[to] = before_norm(v.a, brought.weight.a, power);
+    op.out[to + 8] = before_norm(v.b, brought.weight.b, power);
+  }
+  const float squares = squares_of_tile(v);
+  if (!spot.mine || spot.c) return;
+  model.squares[(long long)next * (model.width / 16) + spot.tile] = squares;
+  if (spot.tile == 0) model.powers[next] = power;
+}
+
+__device__ __forceinline__ void store_round(const Operation& op, const Spot& spot, const Brought& brought,
+                                            float by, const Both& sum) {
+  if (op.kind == ADD) return store_added(op, spot, brought, by, sum);
+  if (!spot.mine) return;
+  const Both v = {__fmul_rn(sum.a, by), __fmul_rn(sum.b, by)};
+  if (op.kind == QKV) {
+    store_qkv(op, spot, v);
+  } else if (op.kind == GATED) {
+    const int column = 8 * spot.tile + spot.c;
+    if (column < op.columns) op.out[(long long)spot.row * op.out_step + column] = gated(v.a, v.b);
+  } else {
+    float* to = (float*)op.out + spot.in(op.out_step);
+    if (16 * spot.tile + spot.c < op.columns) to[0] = v.a;
+    if (16 * spot.tile + spot.c + 8 < op.columns) to[8] = v.b;
+  }
+}
+
+// Waits for the factors of this product; turn: the phase of their barrier.
+__device__ __forceinline__ void wait_for_factors(u32& turn) {
+  barrier_wait(factors_barrier(), turn);
+  turn ^= 1;
+}
+
+__device__ __forceinline__ Spot spot_of(const Product& product, int r, int first, int tiles, const Place& at) {
+  const int row = r / GROUPS * 8 + at.warp, tile = first + r % GROUPS * ROUND + at.lane / 8;
+  return {row, tile, at.lane % 8, row < product.rows && tile < first + tiles};
+}
+
+// Adds up and stores a unit's sums, SHARED_ROUNDS at a time.
+__device__ __forceinline__ void finish_operation(const Sums& sums, const Operation& op, int first,
+                                                 int tiles, Brought& brought, const Place& at) {
+  const auto is_there = [&](int r) { return r % GROUPS * ROUND < tiles && r / GROUPS * 8 < op.rows; };
+#pragma unroll 1
+  for (int start = 0; start < ROUNDS; start += SHARED_ROUNDS) {
+    sync_some(MULTIPLIERS);  // wait until the sums before these were read
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r)
+      if (r / SHARED_ROUNDS * SHARED_ROUNDS == start && is_there(r)) share_round(sums, r, tiles, at);
+    sync_some(MULTIPLIERS);
+    Both found[SHARED_ROUNDS];  // before the first store: loads are not moved across it
+    float factors[SHARED_ROUNDS];
+#pragma unroll
+    for (int i = 0; i < SHARED_ROUNDS; ++i) {
+      found[i] = sum_of_warps(round_sums(start + i), at);
+      factors[i] = factor_of(spot_of(op, start + i, first, tiles, at).row);
+    }
+#pragma unroll
+    for (int i = 0; i < SHARED_ROUNDS; ++i) {
+      if (start + i >= ROUNDS || !is_there(start + i)) continue;
+      const Brought now = brought;
+      bring_hidden(brought, op, spot_of(op, start + i + 1, first, tiles, at));
+      store_round(op, spot_of(op, start + i, first, tiles, at), now, factors[i], found[i]);
+    }
+  }
+}
+
+__device__ __forceinline__ void run_product(const Operation& op, int number, Ring& ring, u32& turn,
+                                            const Watch& watch, const Place& at) {
+  const Product product = op;  // in registers
+  const Share share = share_of(product);
+  if (!share.units) return wait_for_factors(turn);
+  const Depth depth(product);
+  if (op.kind == ADD && threadIdx.x <= (unsigned)(share.last - share.first) / 2)  // 128 bytes: 2 tiles
+    fetch_ahead(op.vector + 16 * min(share.first + 2 * (int)threadIdx.x, share.last - 1));
+  int first = share.first, stop = unit_start(share, 1);
+  ColumnsAhead ahead(shared_address(block_memory()), at);
+  if (number) wait_for_blocks(before(the_model(), number), gridDim.x, watch);
+  ahead.start(product, depth, share.units);
+  Sums sums;
+  for (int unit = 0; unit < share.units; ++unit) {
+    const int tiles = stop - first;
+    Brought brought;
+    bring_hidden(brought, op, spot_of(product, 0, first, tiles, at));
+    multiply_unit(sums, product, depth, tiles, ahead, ring, at);
+    if (unit == 0) wait_for_factors(turn);
+    finish_operation(sums, op, first, tiles, brought, at);
+    first = stop;
+    if (unit + 1 < share.units) stop = unit_start(share, unit + 2);
+  }
+}
