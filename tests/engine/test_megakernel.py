@@ -79,7 +79,7 @@ def test_many_sequences_have_the_bits_of_separate_kernels(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A team of warps attends more tasks than it knows at a time, and merges three splits."""
-    found, slots = [], 24
+    found, slots = [], 26
     places = joined(*(trunk_rows(slot, 260 + slot, 261 + slot) for slot in range(slots)))
     for most_rows in (0, 32):
         monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)

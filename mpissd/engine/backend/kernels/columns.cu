@@ -1,4 +1,8 @@
 // Brings x to the warps that multiply, some slots ahead.
+struct Place {
+  int warp, lane;
+};
+
 // A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
 typedef uint4 Columns[PARTS][ROW_TILES];
 

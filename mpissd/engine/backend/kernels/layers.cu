@@ -37,9 +37,7 @@ struct Seat {
   int lane;  // -1: none, -2: a padding row
 };
 
-#ifndef HELPERS  // warps beside those that multiply and the one that reads weights
-#define HELPERS 3
-#endif
+// HELPERS: warps beside those that multiply and the one that reads weights.
 constexpr int HELPERS_BARRIER = 4;  // 0 is the block's, 1 the multipliers', 2 and 3 their teams'
 constexpr int WHOLE_THREADS = CHAIN_THREADS + 32 * HELPERS;
 #ifndef TEAMS  // that attend tasks in a block
@@ -94,7 +92,9 @@ struct Spot {
   __device__ __forceinline__ long long in(int width) const { return (long long)row * width + 16 * tile + c; }
 };
 
-__device__ __forceinline__ u32 factors_barrier() { return shared_address(block_memory()) + FACTORS_BARRIER; }
+// The barriers of a product's factors: that they are there, and that the product is over.
+__device__ __forceinline__ u32 factors_there() { return shared_address(block_memory()) + FACTORS_BARRIERS; }
+__device__ __forceinline__ u32 factors_used() { return factors_there() + 8; }
 
 // The counter of the blocks that have finished the operation before this one.
 __device__ __forceinline__ const u32* before(const Model& model, int number) { return model.finished + number - 1; }
@@ -120,7 +120,7 @@ __device__ __forceinline__ void bring_factors(const Operation& op, const Model& 
     }
   }
   sync_lanes();
-  if (at.lane == 0) barrier_arrive(factors_barrier());
+  if (at.lane == 0) barrier_arrive(factors_there());
 }
 
 __device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& op, const Spot& spot) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void store_round(const Operation& op, const Spot& spo
 
 // Waits for the factors of this product; turn: the phase of their barrier.
 __device__ __forceinline__ void wait_for_factors(u32& turn) {
-  barrier_wait(factors_barrier(), turn);
+  barrier_wait(factors_there(), turn);
   turn ^= 1;
 }
 
@@ -235,22 +235,21 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
 
 __device__ __forceinline__ void run_product(const Operation& op, int number, Ring& ring, u32& turn,
                                             const Watch& watch, const Place& at) {
-  const Product product = op;  // in registers
-  const Share share = share_of(product);
+  const Share share = share_of(op);
   if (!share.units) return wait_for_factors(turn);
-  const Depth depth(product);
+  const Depth depth(op);
   if (op.kind == ADD && threadIdx.x <= (unsigned)(share.last - share.first) / 2)  // 128 bytes: 2 tiles
     fetch_ahead(op.vector + 16 * min(share.first + 2 * (int)threadIdx.x, share.last - 1));
   int first = share.first, stop = unit_start(share, 1);
   ColumnsAhead ahead(shared_address(block_memory()), at);
   if (number) wait_for_blocks(before(the_model(), number), gridDim.x, watch);
-  ahead.start(product, depth, share.units);
+  ahead.start(op, depth, share.units);
   Sums sums;
   for (int unit = 0; unit < share.units; ++unit) {
     const int tiles = stop - first;
     Brought brought;
-    bring_hidden(brought, op, spot_of(product, 0, first, tiles, at));
-    multiply_unit(sums, product, depth, tiles, ahead, ring, at);
+    bring_hidden(brought, op, spot_of(op, 0, first, tiles, at));
+    multiply_unit(sums, op, depth, tiles, ahead, ring, at);
     if (unit == 0) wait_for_factors(turn);
     finish_operation(sums, op, first, tiles, brought, at);
     first = stop;

@@ -26,7 +26,7 @@ constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * X_BYTES;
 constexpr int SUMS_END = SUMS_AT + SHARED_ROUNDS * ROUND_BYTES, TEAM_END = COLUMNS_AT + TEAM_BYTES;
 constexpr int BARRIERS_AT = SUMS_END > TEAM_END ? SUMS_END : TEAM_END;
-constexpr int FACTORS_BARRIER = BARRIERS_AT + 2 * SLOTS * 8, PEERS_AT = FACTORS_BARRIER + 8 * ORDERED;
+constexpr int FACTORS_BARRIERS = BARRIERS_AT + 2 * SLOTS * 8, PEERS_AT = FACTORS_BARRIERS + 2 * 8 * ORDERED;
 constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
 static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
@@ -92,39 +92,3 @@ class Ring {
  private:
   u32 memory_, slot_ = 0, turn_ = 0;
 };
-
-__device__ __forceinline__ void make_ring(u32 memory) {
-  for (int slot = 0; slot < SLOTS; ++slot) {
-    barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
-    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
-  }
-  barriers_made();
-}
-
-struct Place {
-  int warp, lane;
-};
-
-typedef float Sums[TILES][ROW_TILES][4];
-
-__device__ __forceinline__ void set_zero(Sums& sums) {
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
-}
-
-// By one thread: waits until `count` blocks have counted.
-__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count, const Watch& watch) {
-  Patience patience(watch);
-  while ((int)(load_relaxed(counter) - count) < 0 && !patience.over()) {
-  }
-  load_acquire(counter);
-}
-
-__device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
-  if (threadIdx.x == 0) wait_for_count(counter, count, watch);
-  sync_some(MULTIPLIERS);
-}

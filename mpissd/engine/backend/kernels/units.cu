@@ -1,5 +1,13 @@
 // What the persistent kernels share (chain.cu, whole.cu): a warp that reads all weights ahead, products
 // of a few tiles of columns, and the wait for all blocks. The layout of weights: chain.cu.
+__device__ __forceinline__ void make_ring(u32 memory) {
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
+    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
+  }
+  barriers_made();
+}
+
 template <class Table>
 __device__ void read_weights(const Table* products, int count, u32 memory) {
   Ring ring(memory), arriving(memory);
@@ -31,6 +39,8 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
   }
 }
 
+typedef float Sums[TILES][ROW_TILES][4];
+
 // A lane's part of a slot's weights: the two steps of each of its warp's pairs.
 typedef uint4 Part[PARTS][2];
 
@@ -50,6 +60,15 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[ROW_TILES][4], const
   for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], part[p][0], x[p][m].x, x[p][m].y);
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m) multiply_add(sums[m], part[p][1], x[p][m].z, x[p][m].w);
+}
+
+__device__ __forceinline__ void set_zero(Sums& sums) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[t][m][j] = 0;
 }
 
 __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product, const Depth& depth,
@@ -129,4 +148,17 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
       both[r] = sum_of_warps(round_sums(r), at);
     }
   }
+}
+
+// By one thread: waits until `count` blocks have counted.
+__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count, const Watch& watch) {
+  Patience patience(watch);
+  while ((int)(load_relaxed(counter) - count) < 0 && !patience.over()) {
+  }
+  load_acquire(counter);
+}
+
+__device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
+  if (threadIdx.x == 0) wait_for_count(counter, count, watch);
+  sync_some(MULTIPLIERS);
 }

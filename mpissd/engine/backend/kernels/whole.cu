@@ -1,11 +1,12 @@
 // A transformer's layers and LM head in one kernel that stays on every multiprocessor.
 //
 // Its table holds operations. Products are those of layers.cu. Attention's tasks (a split of one KV head) are
-// divided among the blocks' two teams of four warps; when all are over, all warps share the merging of queries.
+// divided among the blocks' teams of four warps; when all are over, all warps share the merging of queries.
 // Between two operations all blocks wait for each other, while one warp of each reads weights ahead (units.cu)
-// and three bring the factors of the next product.
+// and others bring the factors of the next product.
 //
 // Every number is computed as by the kernels of attention.cu, rows.cu and skinny.cu, bit for bit.
+
 // A task of one KV head for a team, and where its keys and values lie.
 struct Item {
   Task task;
@@ -129,18 +130,26 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
     else
       run_product(Operation(op), p, ring, turn, watch, at);
     wait_for_copies<0>();
+    const bool is_product = op.kind != ATTEND;
     sync_some(MULTIPLIERS);  // the place of op is used again behind the barrier
-    if (threadIdx.x == 0) add_release(model.finished + p);
+    if (threadIdx.x) continue;
+    if (is_product) barrier_arrive(factors_used());
+    add_release(model.finished + p);
   }
 }
 
 // Brings the factors of one product after another, by the helpers.
 __device__ void bring_all_factors(const Operation* operations, int count, const Model& model, const Watch& watch) {
   const Place at = {(int)threadIdx.x / 32 - WARPS - 1, (int)threadIdx.x % 32};
+  u32 turn = 0;
   wait_for_last();
   for (int number = 0; number < count; ++number) {
     const Operation& op = operations[number];
     if (op.kind == ATTEND) continue;
+    if (number) {
+      barrier_wait(factors_used(), turn);
+      turn ^= 1;
+    }
     if (number && at.warp + at.lane == 0) wait_for_count(before(model, number), gridDim.x, watch);
     sync_team(HELPERS_BARRIER, 32 * HELPERS);
     bring_factors(op, model, at);
@@ -153,9 +162,9 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1)
   const u32 memory = shared_address(block_memory());
   const Watch watch = {stop, limit};
   if (threadIdx.x == 0) {
+    barrier_make(factors_there(), HELPERS);
+    barrier_make(factors_used(), 1);
     make_ring(memory);
-    barrier_make(factors_barrier(), HELPERS);
-    barriers_made();
   }
   sync_block();
   if (threadIdx.x >= CHAIN_THREADS) {

@@ -107,7 +107,7 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometr
     team_bytes = tuning.teams * task_bytes(head)
     columns = tuning.ahead * _SLOT_PAIRS * row_tiles * 16 * 32
     rest = max(columns + tuning.rounds * _SUM_BYTES, team_bytes)
-    rest += 8 + _PEERS_BYTES + 32 + MODEL.itemsize + 2 * OPERATION.itemsize
+    rest += 2 * 8 + _PEERS_BYTES + 32 + MODEL.itemsize + 2 * OPERATION.itemsize
     rest += row_tiles * ROW_TILE * _ROW_BYTES + tuning.teams * _ITEM_BYTES
     size = _SLOT_PAIRS * 1024 + 16
     slots = min(12, (room - rest) // size)
