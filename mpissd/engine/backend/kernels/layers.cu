@@ -37,12 +37,9 @@ struct Seat {
   int lane;  // -1: none, -2: a padding row
 };
 
-// HELPERS: warps beside those that multiply and the one that reads weights.
+// TEAMS: that attend tasks in a block. HELPERS: warps beside those that multiply and the one that reads weights.
 constexpr int HELPERS_BARRIER = 4;  // 0 is the block's, 1 the multipliers', 2 and 3 their teams'
 constexpr int WHOLE_THREADS = CHAIN_THREADS + 32 * HELPERS;
-#ifndef TEAMS  // that attend tasks in a block
-#define TEAMS 2
-#endif
 constexpr int MODEL_AT = (CHAIN_BYTES + 15) / 16 * 16;
 constexpr int SEATS_AT = MODEL_AT + (int)sizeof(Model);
 constexpr int OPERATIONS_AT = (SEATS_AT + 8 * ROW_TILES * (int)sizeof(Seat) + 15) / 16 * 16;
@@ -208,6 +205,7 @@ __device__ __forceinline__ Spot spot_of(const Product& product, int r, int first
 // Adds up and stores a unit's sums, SHARED_ROUNDS at a time.
 __device__ __forceinline__ void finish_operation(const Sums& sums, const Operation& op, int first,
                                                  int tiles, Brought& brought, const Place& at) {
+  static_assert(ROUNDS % SHARED_ROUNDS == 0, "all rounds of a pass exist");
   const auto is_there = [&](int r) { return r % GROUPS * ROUND < tiles && r / GROUPS * 8 < op.rows; };
 #pragma unroll 1
   for (int start = 0; start < ROUNDS; start += SHARED_ROUNDS) {
@@ -225,7 +223,7 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
     }
 #pragma unroll
     for (int i = 0; i < SHARED_ROUNDS; ++i) {
-      if (start + i >= ROUNDS || !is_there(start + i)) continue;
+      if (!is_there(start + i)) continue;
       const Brought now = brought;
       bring_hidden(brought, op, spot_of(op, start + i + 1, first, tiles, at));
       store_round(op, spot_of(op, start + i, first, tiles, at), now, factors[i], found[i]);

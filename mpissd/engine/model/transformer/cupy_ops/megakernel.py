@@ -46,10 +46,7 @@ MODEL = np.dtype(  # struct Model
     [(name, np.uint64) for name in ("hidden", "squares", "powers")]
     + [(name, np.uint64) for name in ("keys", "values", "lane_keys", "lane_values", "table")]
     + [(name, np.int32) for name in ("most_pages", "kv_heads", "steps", "gap")]
-    + [
-        (name, np.uint64)
-        for name in ("seats", "turns", "attend_queries", "attended", "partial", "tops")
-    ]
+    + [(name, np.uint64) for name in ("seats", "turns", "attend_queries", "out", "partial", "tops")]
     + [(name, np.int32) for name in ("heads", "splits")]
     + [(name, np.uint64) for name in ("queries", "task_count", "tasks", "finished", "merged")]
     + [(name, np.uint64) for name in ("page_layer", "lane_layer")]
@@ -65,23 +62,9 @@ _HELPERS = 3  # warps beside those that multiply and the one that reads weights
 _THREADS = THREADS + 32 * _HELPERS
 
 
-class _Tuning(NamedTuple):
-    """Compile-time sizes for some rows. teams: teams of 4 warps of a block, for attention; each
-    takes the memory of two slots of weights. ahead: slots of x that are prefetched. flying: copies
-    of weights in flight. rounds: of sums that lie in shared memory at once, one a tile of rows."""
-
-    teams: int
-    ahead: int
-    flying: int
-    rounds: int
-
-
-_TUNINGS = {  # by the number of 8-row tiles
-    1: _Tuning(1, 3, 3, 1),
-    2: _Tuning(2, 3, 4, 2),
-    3: _Tuning(2, 2, 4, 3),
-    4: _Tuning(2, 2, 4, 2),
-}
+# By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies, tiles
+# whose sums are finished at once). More rows need more teams; each takes two slots of weights.
+_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3), 4: (2, 2, 4, 2)}
 
 
 class MegakernelGeometry(NamedTuple):
@@ -103,23 +86,23 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometr
     """Returns the megakernel's parameters for `rows` rows, with as many ring slots as fit, at most
     12. head: head_dim. page: positions of a KV page. room: bytes of a block's shared memory."""
     row_tiles = -(-rows // ROW_TILE)
-    tuning = _TUNINGS[row_tiles]
-    team_bytes = tuning.teams * task_bytes(head)
-    columns = tuning.ahead * _SLOT_PAIRS * row_tiles * 16 * 32
-    rest = max(columns + tuning.rounds * _SUM_BYTES, team_bytes)
+    teams, ahead, flying, rounds = _SIZES[row_tiles]
+    team_bytes = teams * task_bytes(head)
+    columns = ahead * _SLOT_PAIRS * row_tiles * 16 * 32
+    rest = max(columns + rounds * _SUM_BYTES, team_bytes)
     rest += 2 * 8 + _PEERS_BYTES + 32 + MODEL.itemsize + 2 * OPERATION.itemsize
-    rest += row_tiles * ROW_TILE * _ROW_BYTES + tuning.teams * _ITEM_BYTES
+    rest += row_tiles * ROW_TILE * _ROW_BYTES + teams * _ITEM_BYTES
     size = _SLOT_PAIRS * 1024 + 16
     slots = min(12, (room - rest) // size)
     macros = {
         "ORDERED": 1,
         "ROW_TILES": row_tiles,
         "TILES": 4,  # of a unit
-        "AHEAD": tuning.ahead,
-        "FLYING": tuning.flying,
-        "SHARED_ROUNDS": tuning.rounds,
+        "AHEAD": ahead,
+        "FLYING": flying,
+        "SHARED_ROUNDS": rounds,
         "SLOTS": slots,
-        "TEAMS": tuning.teams,
+        "TEAMS": teams,
         "TEAM_BYTES": team_bytes,
         "HELPERS": _HELPERS,
         "SHARED_BYTES": slots * size + rest,
@@ -173,8 +156,8 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 class MegakernelCache(GpuCache):
     """The KV cache, with counters and tables of the kernel for all layers (megakernel). counters:
     how many thread blocks have finished each operation, then how many attention tasks of each layer
-    are finished; all are 0 when the kernel starts. tables: for each number of rows, the
-    kernel's list of operations and its struct Model on the device."""
+    are finished; all are 0 when the kernel starts. tables: for each number of rows, the kernel's
+    list of operations and its struct Model on the device."""
 
     counters: Any = None
     tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -285,7 +268,7 @@ class MegakernelOps(CupyOps):
             "table": words + 4 * 4 * max_rows,
             "seats": words,
             "attend_queries": address(memory.q),
-            "attended": address(memory.attended),
+            "out": address(memory.attended),
             "queries": address(memory.q),
             "task_count": address(cache.count),
             "finished": finished,
