@@ -21,6 +21,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 using std::isfinite;
 typedef unsigned short u16;
@@ -111,6 +112,7 @@ struct Fibre {
   bool waits() const {
     return (met && met->round == since) || (barrier && (barrier->phase & 1) == parity);
   }
+  u64 arrived = 0;  // the round of its cluster's barrier
   std::vector<std::vector<OwnCopy>> copies;  // by group
   bool started = false;
   jmp_buf at;  // where it gave way
@@ -157,6 +159,12 @@ void meet(Meeting& meeting, int count, Last last) {
 
 inline Block& block() { return *current->block; }
 inline Warp& warp() { return block().warps[current->thread / 32]; }
+// A block of this one's cluster, of four.
+inline Block& block_of_cluster(int rank) {
+  for (Block* other : all_blocks)
+    if (other->grid == block().grid && other->index == block().index / 4 * 4 + rank) return *other;
+  abort();
+}
 inline Grid& grid() { return grids[block().grid]; }
 struct Index {
   int x;
@@ -192,6 +200,34 @@ inline void barrier_wait(u32 at, u32 parity) {
   if (fibre.waits()) emulator::give_way();
   fibre.barrier = nullptr;
 }
+inline int cluster_rank() { return emulator::block().index % 4; }
+inline void cluster_arrive() {
+  emulator::Block& first = emulator::block_of_cluster(0);
+  emulator::Meeting& meeting = first.meetings[-1];
+  emulator::current->arrived = meeting.round;
+  if (++meeting.there < 4 * emulator::grid().threads) return;
+  meeting.there = 0;
+  ++meeting.round;
+}
+inline void cluster_wait() {
+  const emulator::Meeting& meeting = emulator::block_of_cluster(0).meetings[-1];
+  while (meeting.round == emulator::current->arrived) emulator::give_way();
+}
+struct Far {
+  u32 at;
+  emulator::Block* block;
+  Far(u32 at, int rank) : at(at), block(&emulator::block_of_cluster(rank)) {}
+};
+inline void send_sums(const Far& to, const Far& barrier, const float (&sums)[4]) {
+  const unsigned char* from = (const unsigned char*)sums;
+  memset(to.block->memory.data() + to.at, 0xFF, 16);
+  to.block->copies.push_back({to.at, 16, barrier.at, {from, from + 16}});
+}
+inline void barrier_arrive(const Far& barrier) {
+  emulator::Barrier& there = barrier.block->barriers.at(barrier.at);
+  --there.pending;
+  there.settle();
+}
 inline u32 load_word(u32 at) {
   emulator::give_way();
   u32 word;
@@ -217,10 +253,19 @@ template <int PENDING>
 inline void wait_for_copies() {
   wait_for_copies(PENDING);
 }
+inline void barrier_arrive_copied(u32 at) {
+  emulator::give_way();
+  end_of_copies();
+  wait_for_copies(0);
+  barrier_arrive(at);
+}
 
 void multiply_add(float (&sums)[4], const uint4& a, u32 b0, u32 b1);
 inline void sync_some(int threads) {
   emulator::meet(emulator::meeting(1), threads, [] {});
+}
+inline void sync_team(int barrier, int threads) {
+  emulator::meet(emulator::meeting(barrier), threads, [] {});
 }
 inline void sync_block() {
   emulator::meet(emulator::meeting(0), emulator::grid().threads, [] {});

@@ -156,9 +156,6 @@ inline u16 to_finite_half(float x) { return to_half(fminf(fmaxf(x, -65504.0f), 6
 inline u32 finite_halves(float low, float high) {
   return to_finite_half(low) | (u32)to_finite_half(high) << 16;
 }
-inline void sync_team(int barrier, int threads) {
-  emulator::meet(emulator::meeting(barrier), threads, [] {});
-}
 inline uint4 load_fresh(const void* from) { return *(const uint4*)from; }
 inline float2 load_fresh_two(const float2* from) { return *from; }
 inline float load_fresh_one(const float* from) { return *from; }

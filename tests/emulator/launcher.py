@@ -18,7 +18,8 @@ from tests.needs import lack
 ROOT = Path(__file__).parents[2]
 _BUILT = ROOT / ".pytest_cache/kernels"  # kernels of these sources, from earlier tests
 _EMULATED = ("types", "system", "ampere", "hopper")  # device.hpp replaces these
-_TOGETHER = ("whole", "exchange")  # kernels whose blocks wait for one another, or for ranks
+# Kernels whose blocks wait for one another, or for ranks.
+_TOGETHER = ("whole", "exchange", "wide_float32", "wide_float16", "wide_gated")
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -46,6 +47,7 @@ class EmulatedLauncher:
 
     shared_bytes = 227 << 10
     multiprocessors = 3
+    clusters = 2
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -71,6 +73,9 @@ class EmulatedLauncher:
         sizes = (ctypes.c_int * 4)(*(*grid, 1)[:2], *(*block, 1)[:2])
         taken = self.built[key](pointers, sizes, ctypes.c_uint32(shared_mem), ctypes.c_uint32(1))
         assert taken == len(values), f"{name}: {taken} parameters for {len(values)} arguments"
+
+    def num_clusters(self, *_how: Any) -> int:
+        return self.clusters
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return aligned(shape, dtype)

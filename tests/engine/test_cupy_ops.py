@@ -70,6 +70,33 @@ def test_a_row_is_the_same_in_large_blocks(
     assert (kind[1], kind[0], kind[2]) in built
 
 
+@pytest.mark.parametrize(
+    "rows, depth, tiles, clusters, kind",
+    [
+        (40, 1056, 5, 1, "float32"),  # a rest of the depth; a block without a tile of rows
+        (64, 1120, 37, 2, "gated"),  # two units; columns beyond the last
+        (130, 1024, 13, 2, "float16"),  # two groups of rows, whose sums are sent in two rounds
+    ],
+)
+def test_clusters_have_the_bits_of_blocks(
+    gpu: Any, rows: int, depth: int, tiles: int, clusters: int, kind: str
+) -> None:
+    launcher = gpu.launcher(early=False)
+    random = np.random.default_rng(rows)
+    x = launcher.uploaded(random.standard_normal((rows, depth)), np.float16)
+    values = launcher.uploaded(random.standard_normal(16 * tiles * depth) / 32, np.float16)
+    columns = (8 if kind == "gated" else 16) * tiles - 3
+    weight = gpu_ops.PackedWeight(values, depth, columns, gated=kind == "gated")
+    outs = []
+    for launcher.clusters in (0, clusters):
+        outs.append(
+            launcher.empty((rows, columns), np.float32 if kind == "float32" else np.float16)
+        )
+        gpu_ops.multiply(launcher, x, weight, outs[-1], rows)
+    assert launcher.launches[-2:] == [f"skinny_{kind}", f"wide_{kind}"]
+    assert np.array_equal(*outs) and not np.isnan(outs[0]).any()
+
+
 def test_a_lane_is_a_trunk(gpu: Any) -> None:
     """From 126 on the lanes grow into the next split, and page."""
     check_lanes(Rig(gpu, tiny("llama", layers=1), num_lanes=2), 126, 4)

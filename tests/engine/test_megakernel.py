@@ -190,7 +190,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     def opened(row_tiles: int) -> Any:
         if row_tiles not in built:
             path = folder / f"chain_{row_tiles}.so"
-            geometry = ChainGeometry(row_tiles, 6, slots=3, ahead=3, flying=3)
+            geometry = ChainGeometry(row_tiles, 6, slots=6, ahead=3, flying=3)
             macros = [f"-D{name}={value}" for name, value in geometry.macros]
             include = f"-I{ROOT / 'mpissd/engine/backend/kernels'}"
             build(path, "-shared", *macros, include, str(ROOT / "tests/emulator/kernels.cpp"))

@@ -93,6 +93,7 @@ class Launcher:
         self._stream = stream
         self._modules: dict[tuple[str, ...], Any] = {}
         self._functions: dict[tuple[Any, ...], Any] = {}
+        self._clusters: dict[tuple[Any, ...], int] = {}  # by kernel
         device = cupy.cuda.Device(device_id)
         self._driver: Any = None
         if early and int(device.compute_capability) >= 90:
@@ -176,17 +177,52 @@ class Launcher:
         early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         value.programmaticStreamSerializationAllowed = 1
         early.value = value
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
-        config.sharedMemBytes = shared_mem
-        config.hStream = self._stream.ptr
-        config.attrs = [early]
-        config.numAttrs = 1
+        config = self._config(grid, block, shared_mem, [early])
         address = ctypes.addressof(pointers)
         (error,) = driver.cuLaunchKernelEx(config, function.kernel.ptr, address, 0)
         if int(error):
             raise RuntimeError(f"cuLaunchKernelEx: {error}")
+
+    def num_clusters(
+        self,
+        name: str,
+        files: tuple[str, ...],
+        size: int,
+        threads: int,
+        shared_mem: int,
+        macros: tuple[tuple[str, int], ...] = (),
+    ) -> int:
+        """Returns how many clusters of `size` blocks of this kernel the GPU runs at once, 0 for a
+        GPU without clusters, or without cuda-bindings."""
+        driver = self._driver
+        if driver is None or shared_mem > self.shared_bytes:
+            return 0
+        key = name, files, macros
+        if key not in self._clusters:
+            cluster = driver.CUlaunchAttribute()
+            value = driver.CUlaunchAttributeValue()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            value.clusterDim.x = size
+            value.clusterDim.y = 1
+            value.clusterDim.z = 1
+            cluster.value = value
+            function = self._function(name, files, macros, shared_mem)
+            config = self._config((size,), (threads,), shared_mem, [cluster])
+            error, count = driver.cuOccupancyMaxActiveClusters(function.kernel.ptr, config)
+            self._clusters[key] = 0 if int(error) else int(count)
+        return self._clusters[key]
+
+    def _config(
+        self, grid: tuple[int, ...], block: tuple[int, ...], shared_mem: int, attributes: list[Any]
+    ) -> Any:
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = (*block, 1, 1)[:3]
+        config.sharedMemBytes = shared_mem
+        config.hStream = self._stream.ptr
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
 
 
 def _value(arg: Any) -> Any:

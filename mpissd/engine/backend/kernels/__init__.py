@@ -14,7 +14,8 @@ CHAIN = ("types", "system", "ampere", "hopper", "inbox", "plan", "columns", "uni
 # The tuples below are the sources of a transformer's kernels.
 PACK = ("types", "fill", "pack")
 ROWS = ("types", "ampere", "rows")
-SKINNY = ("types", "ampere", "arithmetic", "skinny")
+SKINNY = ("types", "ampere", "arithmetic", "outputs", "skinny")
+WIDE = ("types", "system", "ampere", "hopper", "arithmetic", "outputs", "wide")
 LATE = ("types", "ampere", "arithmetic", "late")
 ATTENTION = ("types", "ampere", "arithmetic", "cache", "splits", "attend", "attention")
 STAGES = ("types", "ampere", "chained", "dynamic", "copy")

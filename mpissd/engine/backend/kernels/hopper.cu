@@ -19,6 +19,11 @@ __device__ __forceinline__ void barrier_arrive_expecting(u32 barrier, u32 bytes)
                ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives when this thread's own copies so far (copy_own) have.
+__device__ __forceinline__ void barrier_arrive_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   u32 over = 0;
   while (!over)
@@ -73,4 +78,34 @@ __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
+}
+
+// A cluster of blocks: this block's number in it, a barrier of all their threads, and addresses in the shared
+// memory of one of them.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+struct Far {
+  u32 address;
+  __device__ __forceinline__ Far(u32 at, int block) {
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(at), "r"(block));
+  }
+};
+
+// Sends four sums to another block, whose barrier counts their bytes.
+__device__ __forceinline__ void send_sums(const Far& to, const Far& barrier, const float (&sums)[4]) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(to.address), "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3]), "r"(barrier.address)
+               : "memory");
+}
+
+// Says that data were read: nothing has to be seen behind it, so that it needs no order of its own.
+__device__ __forceinline__ void barrier_arrive(const Far& barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier.address) : "memory");
 }

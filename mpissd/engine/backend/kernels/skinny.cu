@@ -2,7 +2,7 @@
 //
 // The weight is in the order of chain.cu: [tile of 16 columns][pair of 16 rows][2][lane][8]. A block
 // has TILES tiles of columns and ROW_TILES tiles of 8 rows. Of each 16 pairs of the depth, warp w
-// multiplies 2 w and the next, in rising order, and the block adds the sums of its warps in rising order;
+// multiplies 4 w and the next three, in rising order, and the block adds the sums of its warps in rising order;
 // so each output is the same sum for any number of rows, any row, and any TILES and ROW_TILES.
 //
 // Every lane copies its own part of the weights and of x into STAGES places in shared memory, which
@@ -11,7 +11,7 @@
 //
 // grid: (blocks of columns) x (groups of 8 ROW_TILES rows), the groups of one block side by side,
 // so that they find the weights in the cache.
-constexpr int SKINNY_WARPS = 8, SKINNY_THREADS = 32 * SKINNY_WARPS;
+constexpr int SKINNY_WARPS = 4, WARP_PAIRS = 16 / SKINNY_WARPS, SKINNY_THREADS = 32 * SKINNY_WARPS;
 constexpr int PAIR_BYTES = 1024;
 constexpr int TILE_BYTES = 32 * SKINNY_THREADS;  // the warps' pairs of one tile
 constexpr int ROWS_BYTES = 16 * SKINNY_THREADS;  // the warps' parts of one tile of rows
@@ -28,7 +28,7 @@ struct Depth {  // this warp's pairs
   u32 memory;
   int warp, lane;
 
-  __device__ __forceinline__ int pair(int i) const { return i / 2 * (2 * SKINNY_WARPS) + 2 * warp + i % 2; }
+  __device__ __forceinline__ int pair(int i) const { return i / WARP_PAIRS * 16 + WARP_PAIRS * warp + i % WARP_PAIRS; }
 
   __device__ __forceinline__ void copy_weights(int i, int place) const {
     const bool wanted = pair(i) < pairs;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Depth& depth, i
 }
 
 __device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
-  const int steps = 2 * ((depth.pairs + 2 * SKINNY_WARPS - 1) / (2 * SKINNY_WARPS));
+  const int steps = WARP_PAIRS * ((depth.pairs + 15) / 16);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) depth.copy_weights(i, i);
   wait_for_last();
@@ -98,43 +98,18 @@ __device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
   wait_for_copies<0>();
 }
 
-// Sum j of lane l is column l / 4 + 8 (j / 2) of the tile, row 2 (l % 4) + j % 2 of the row tile.
-__device__ __forceinline__ float sum_of_warps(const float* words, int tile, int m, int row, int column) {
-  const int j = column / 8 * 2 + row % 2, lane = column % 8 * 4 + row / 2;
-  const float* from = words + (tile * ROW_TILES + m) * 128 + 32 * j + lane;
-  float sum = 0;
+// The sums of all warps for columns c and c + 8 of a tile, and a row of a row tile. Sum j of lane l is column
+// l / 4 + 8 (j / 2) of the tile, row 2 (l % 4) + j % 2 of the row tile.
+__device__ __forceinline__ Both sum_of_warps(const float* words, int tile, int m, int row, int c) {
+  const float* from = words + (tile * ROW_TILES + m) * 128 + 32 * (row % 2) + 4 * c + row / 2;
+  Both sum = {0, 0};
 #pragma unroll
-  for (int w = 0; w < SKINNY_WARPS; ++w) sum += from[w * SUM_WORDS];
+  for (int w = 0; w < SKINNY_WARPS; ++w) {
+    sum.a += from[w * SUM_WORDS];
+    sum.b += from[w * SUM_WORDS + 64];
+  }
   return sum;
 }
-
-// How the sums of a tile leave, each times its row's factor: as float32, as float16, or gate and up
-// (columns below and from 8 of a tile) as one float16 silu(gate) up.
-struct Float32 {
-  static constexpr int WIDTH = 16;
-  static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    ((float*)out)[at] = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
-  }
-};
-
-struct Float16 {
-  static constexpr int WIDTH = 16;
-  static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    ((u16*)out)[at] = to_finite_half(__fmul_rn(sum_of_warps(words, tile, m, row, column), by));
-  }
-};
-
-struct Gated {
-  static constexpr int WIDTH = 8;
-  static __device__ __forceinline__ void put(void* out, long long at, const float* words, int tile,
-                                             int m, int row, int column, float by) {
-    const float gate = __fmul_rn(sum_of_warps(words, tile, m, row, column), by);
-    const float up = __fmul_rn(sum_of_warps(words, tile, m, row, column + 8), by);
-    ((u16*)out)[at] = gated(gate, up);
-  }
-};
 
 // factors: of each row of x, see arithmetic.cu; null: 1.
 template <class Out>
@@ -173,13 +148,10 @@ __device__ __forceinline__ void skinny(const u16* x, long long x_step, const u16
       for (int j = 0; j < 4; ++j)
         words[depth.warp * SUM_WORDS + (t * ROW_TILES + m) * 128 + 32 * j + depth.lane] = sums[t][m][j];
   __syncthreads();
-  constexpr int WIDTH = Out::WIDTH;
-  for (int i = threadIdx.x; i < depth.rows * TILES * WIDTH; i += SKINNY_THREADS) {
-    const int row = i / (TILES * WIDTH), tile = i / WIDTH % TILES, column = i % WIDTH;
-    const int to = (first + tile) * WIDTH + column;
-    const long long at = (first_row + row) * out_step + to;
-    const float by = factors ? factors[first_row + row] : 1.0f;
-    if (to < columns) Out::put(out, at, words, tile, row / 8, row % 8, column, by);
+  for (int i = threadIdx.x; i < depth.rows * TILES * 8; i += SKINNY_THREADS) {
+    const int row = i / (TILES * 8), tile = i / 8 % TILES, c = i % 8;
+    put_sums<Out>(out, out_step, first_row + row, first + tile, c, columns, factors,
+                  sum_of_warps(words, tile, row / 8, row % 8, c));
   }
 }
 

@@ -55,7 +55,7 @@ MODEL = np.dtype(  # struct Model
 )
 _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
-_SUM_BYTES = 8 * 4 * 129 * 4
+_SUM_BYTES = 4 * 4 * 129 * 4
 _ROW_BYTES = 32
 _ITEM_BYTES = 16 * 48
 _HELPERS = 3  # warps beside those that multiply and the one that reads weights
@@ -64,7 +64,7 @@ _THREADS = THREADS + 32 * _HELPERS
 
 # By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies, tiles
 # whose sums are finished at once). More rows need more teams; each takes two slots of weights.
-_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3), 4: (2, 2, 4, 2)}
+_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3), 4: (2, 2, 4, 4)}
 
 
 class MegakernelGeometry(NamedTuple):

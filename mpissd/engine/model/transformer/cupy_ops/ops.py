@@ -31,15 +31,19 @@ TILE = 16
 PAIR = 32
 ROW_TILE = 8
 _FEW_ROW_TILES = 4  # the most tiles of 8 rows in a thread block, except in _LARGE
-_THREADS = 256
+_THREADS = 128
 _STAGES = {  # weight copies in flight of a thread block, by its (tiles of columns, tiles of rows)
-    (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
+    (1, 1): 12, (1, 2): 10, (1, 3): 8, (1, 4): 8, (2, 1): 10, (2, 2): 8, (2, 3): 6, (2, 4): 6,
 }  # fmt: skip
 _WIDE_TILES = 1024  # From so many column tiles on, a block computes two, which halves reads of x.
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
 # Large blocks save L2 bandwidth: they load (columns + rows) data for (columns · rows) work.
-_LARGE = ((4, 8, 3), (2, 8, 4))
+_LARGE = ((4, 8, 6), (2, 8, 8))
 _MIN_BLOCKS = 96  # With fewer large blocks, small ones are used, to keep the GPU busy.
+_CLUSTER = 4  # thread blocks of wide.cu that share a product's depth
+_WIDE_THREADS = 352
+_WIDE_ROW_TILES = 16  # the most tiles of 8 rows in a cluster
+_WIDE_DEPTH = 1024  # the least depth for clusters, four steps
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
@@ -113,23 +117,50 @@ def values_and_factors(x: Any) -> tuple[Any, Any]:
 def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: int) -> None:
     """Sets out[:rows] = x[:rows] @ weight, or silu(x @ gate) · (x @ up) if the weight is gated."""
     x, factors = values_and_factors(x)
+    assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
+    kind = "gated" if weight.gated else out.dtype
+    source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
+    to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
+    if rows > ROW_TILE * _FEW_ROW_TILES and weight.depth >= _WIDE_DEPTH:
+        groups = ceil_div(rows, ROW_TILE * _WIDE_ROW_TILES)
+        macros, shared = _wide_geometry(ceil_div(rows, ROW_TILE * groups))
+        name = f"wide_{kind}"
+        how = _CLUSTER, _WIDE_THREADS, shared, macros
+        clusters = launcher.num_clusters(name, kernels.WIDE, *how)
+        if clusters >= groups and weight.tiles >= clusters * _CLUSTER // groups:
+            threads = (_WIDE_THREADS,)
+            grid = (_CLUSTER * clusters,)
+            every = (*source, *to, np.int32(weight.tiles))
+            launcher.launch(name, kernels.WIDE, grid, threads, every, shared, macros)
+            return
     row_tiles = min(_FEW_ROW_TILES, ceil_div(rows, ROW_TILE))
     tiles = 2 if weight.tiles >= _WIDE_TILES and weight.tiles % 2 == 0 else 1
     stages = _STAGES[tiles, row_tiles]
-    for kind in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
-        blocks = weight.tiles // kind[0] * ceil_div(rows, ROW_TILE * kind[1])
-        fits = _shared_bytes(*kind) <= launcher.shared_bytes
-        if weight.tiles % kind[0] == 0 and blocks >= _MIN_BLOCKS and fits:
-            tiles, row_tiles, stages = kind
+    for size in _LARGE if rows > ROW_TILE * _FEW_ROW_TILES else ():
+        blocks = weight.tiles // size[0] * ceil_div(rows, ROW_TILE * size[1])
+        fits = _shared_bytes(*size) <= launcher.shared_bytes
+        if weight.tiles % size[0] == 0 and blocks >= _MIN_BLOCKS and fits:
+            tiles, row_tiles, stages = size
             break
     macros = (("ROW_TILES", row_tiles), ("TILES", tiles), ("STAGES", stages))
     shared = _shared_bytes(tiles, row_tiles, stages)
-    name = f"skinny_{'gated' if weight.gated else out.dtype}"
-    blocks = weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles)
-    source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
-    to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
-    assert x.shape[1] == weight.depth and out.shape[1] == weight.columns
-    launcher.launch(name, kernels.SKINNY, (blocks,), (_THREADS,), (*source, *to), shared, macros)
+    grid = (weight.tiles // tiles * ceil_div(rows, ROW_TILE * row_tiles),)
+    args = (*source, *to)
+    launcher.launch(f"skinny_{kind}", kernels.SKINNY, grid, (_THREADS,), args, shared, macros)
+
+
+def _wide_geometry(row_tiles: int) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Returns the macros of wide.cu and its bytes of shared memory, for so many tiles of 8 rows in
+    a cluster."""
+    row_tiles += row_tiles % 2
+    is_few = row_tiles <= 8
+    tiles, slots, stages = (4, 8, 3) if is_few else (3, 10, 2)
+    half_stage = 4 * row_tiles * 256 + 64
+    sums = 8 * 3 * tiles * 512
+    barriers = 8 * 2 * (slots + stages + 8)
+    shared = slots * tiles * 4096 + stages * 2 * half_stage + sums + barriers
+    macros = ("ROW_TILES", row_tiles), ("TILES", tiles), ("SLOTS", slots), ("STAGES", stages)
+    return macros, shared
 
 
 def _shared_bytes(tiles: int, row_tiles: int, stages: int) -> int:
@@ -350,7 +381,7 @@ class CupyOps(Ops):
         self._launch(f"norm_{kind}", (rows,), (_NORM_THREADS,), args)
 
     def qkv(self, x: Any, layer: LayerWeights, cache: GpuCache, n: int, q: Any, rows: int) -> None:
-        multiply(self.launcher, x, layer.qkv, cache.qkv, rows)
+        self.product(x, layer.qkv, cache.qkv, rows)
         eps = np.float32(self._config.norm_eps)
         source = (cache.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, eps, cache.turns)
         place = (*cache.places, *self.arguments(cache, n))
@@ -441,7 +472,7 @@ class CupyOps(Ops):
         multiply(self.launcher, x, weight, out, rows)
 
     def gated(self, x: Any, gate_up: PackedWeight, inner: Any, rows: int) -> None:
-        multiply(self.launcher, x, gate_up, inner, rows)
+        self.product(x, gate_up, inner, rows)
 
     def sum_ranks(self, group: Group, delta: Any, rows: int) -> None:
         """Sums delta over the ranks in place, in rank order: by the group's one-shot kernel, or
