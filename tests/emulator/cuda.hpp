@@ -112,7 +112,6 @@ struct Fibre {
   bool waits() const {
     return (met && met->round == since) || (barrier && (barrier->phase & 1) == parity);
   }
-  u64 arrived = 0;  // the round of its cluster's barrier
   std::vector<std::vector<OwnCopy>> copies;  // by group
   bool started = false;
   jmp_buf at;  // where it gave way
@@ -201,17 +200,8 @@ inline void barrier_wait(u32 at, u32 parity) {
   fibre.barrier = nullptr;
 }
 inline int cluster_rank() { return emulator::block().index % 4; }
-inline void cluster_arrive() {
-  emulator::Block& first = emulator::block_of_cluster(0);
-  emulator::Meeting& meeting = first.meetings[-1];
-  emulator::current->arrived = meeting.round;
-  if (++meeting.there < 4 * emulator::grid().threads) return;
-  meeting.there = 0;
-  ++meeting.round;
-}
-inline void cluster_wait() {
-  const emulator::Meeting& meeting = emulator::block_of_cluster(0).meetings[-1];
-  while (meeting.round == emulator::current->arrived) emulator::give_way();
+inline void sync_cluster() {
+  emulator::meet(emulator::block_of_cluster(0).meetings[-1], 4 * emulator::grid().threads, [] {});
 }
 struct Far {
   u32 at;

@@ -75,7 +75,8 @@ def test_a_row_is_the_same_in_large_blocks(
     [
         (40, 1056, 5, 1, "float32"),  # a rest of the depth; a block without a tile of rows
         (64, 1120, 37, 2, "gated"),  # two units; columns beyond the last
-        (130, 1024, 13, 2, "float16"),  # two groups of rows, whose sums are sent in two rounds
+        (100, 1024, 13, 2, "float16"),  # two groups of rows
+        (25, 1024, 4, 1, "float32"),  # two blocks without a tile of rows
     ],
 )
 def test_clusters_have_the_bits_of_blocks(

@@ -66,7 +66,7 @@ def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPat
     """One and two tiles of rows, and so one and two teams that attend."""
     found, before, most = [], num_whole(gpu), 12
     for whole in (False, True):
-        monkeypatch.setattr(MegakernelOps, "most_rows", 32 if whole else 0)
+        monkeypatch.setattr(MegakernelOps, "most_rows", 24 if whole else 0)
         rig = Rig(gpu, tiny("smollm2", layers=1), max_rows=most)
         found.append(rig.fill(prompt(rig, 130), most))
     assert np.array_equal(*found)
@@ -79,9 +79,9 @@ def test_many_sequences_have_the_bits_of_separate_kernels(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A team of warps attends more tasks than it knows at a time, and merges three splits."""
-    found, slots = [], 26
+    found, slots = [], 22
     places = joined(*(trunk_rows(slot, 260 + slot, 261 + slot) for slot in range(slots)))
-    for most_rows in (0, 32):
+    for most_rows in (0, 24):
         monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
         rig = Rig(gpu, tiny("llama", layers=2), max_rows=slots, capacity=300, slots=slots)
         rig.ops.clear(rig.stack.cache)
@@ -190,7 +190,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
     def opened(row_tiles: int) -> Any:
         if row_tiles not in built:
             path = folder / f"chain_{row_tiles}.so"
-            geometry = ChainGeometry(row_tiles, 6, slots=6, ahead=3, flying=3)
+            geometry = ChainGeometry(row_tiles, 6, slots=3, ahead=3, flying=3)
             macros = [f"-D{name}={value}" for name, value in geometry.macros]
             include = f"-I{ROOT / 'mpissd/engine/backend/kernels'}"
             build(path, "-shared", *macros, include, str(ROOT / "tests/emulator/kernels.cpp"))

@@ -19,7 +19,6 @@ PAIR = 32  # weight rows (inputs) that a pair of the kernel's steps multiplies, 
 ROW_TILE = 8
 MAX_ROWS = 4 * ROW_TILE  # the most rows of x in one product of the kernel
 _WARPS = 8
-_CLASSES = 4  # of a tile's depth, whose sums are added at the end
 THREADS = 32 * (_WARPS + 1)  # A block has one more warp, which copies weights.
 PRODUCT = np.dtype(  # the layout of struct Product in plan.cu
     [(name, np.uint64) for name in ("weight", "x", "out")]
@@ -50,7 +49,7 @@ class ChainGeometry:
         weights = self.slots * ((16 << 10) + 2 * 8)  # A slot holds 16 KiB and two barriers.
         columns = self.ahead * self.row_tiles * 32 * 32 * _WARPS
         peers = 88
-        return weights + columns + _CLASSES * 4 * 130 * 4 + peers
+        return weights + columns + _WARPS * 4 * 130 * 4 + peers
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:

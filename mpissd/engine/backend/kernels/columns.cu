@@ -1,20 +1,16 @@
 // Brings x to the warps that multiply, some slots ahead.
-constexpr int CLASS_BARRIERS = 5;  // and the next three; layers.cu has those before them
 struct Place {
   int warp, lane;
-  __device__ __forceinline__ int of_depth() const { return warp % CLASSES; }
-  __device__ __forceinline__ int set() const { return warp / CLASSES; }
 };
 
-// A lane's part of x for one slot: row lane / 4 of each row tile, for the pairs of the warp's class.
+// A lane's part of x for one slot: row lane / 4 of each row tile, for the warp's two pairs.
 typedef uint4 Columns[PARTS][ROW_TILES];
 
-// Prefetches the columns of the next AHEAD slots. The warps of a class read the same ones, and each of them
-// copies some pairs.
+// Prefetches the columns of the next AHEAD slots into places that no other lane reads.
 class ColumnsAhead {
  public:
   __device__ __forceinline__ ColumnsAhead(u32 memory, const Place& at)
-      : memory_(memory + COLUMNS_AT + at.of_depth() * CLASS_BYTES + 16 * at.lane), at_(at) {}
+      : memory_(memory + COLUMNS_AT + 16 * (32 * at.warp + at.lane)), at_(at) {}
 
   // Starts a product of so many units; each unit runs through the whole depth once.
   __device__ __forceinline__ void start(const Product& product, const Depth& depth, int units) {
@@ -27,11 +23,10 @@ class ColumnsAhead {
   // Returns the columns of the next slot, and starts the copy of those AHEAD - 1 slots later.
   __device__ __forceinline__ void take(Columns& x, const Product& product, const Depth& depth) {
     wait_for_copies<AHEAD - 2>();
-    sync_team(CLASS_BARRIERS + at_.of_depth(), 32 * SETS);  // and the slot before has been read
     const u32 from = memory_ + place_ * X_BYTES;
 #pragma unroll
     for (int i = 0; i < PARTS * ROW_TILES; ++i)
-      x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + 512 * i);
+      x[i / ROW_TILES][i % ROW_TILES] = load_shared(from + i * (16 * MULTIPLIERS));
     if (++place_ == AHEAD) place_ = 0;
     fetch(product, depth);  // into the place that was read last
   }
@@ -40,14 +35,14 @@ class ColumnsAhead {
   __device__ __forceinline__ void fetch(const Product& product, const Depth& depth) {
     const u32 to = memory_ + free_ * X_BYTES;
     if (left_ > 0) {
-      const int first = at_.set() * (PARTS / SETS), pair = depth.start(slot_) + PARTS * at_.of_depth() + first;
+      const int pair = depth.start(slot_) + PARTS * at_.warp;
 #pragma unroll
-      for (int i = 0; i < PARTS / SETS * ROW_TILES; ++i) {
+      for (int i = 0; i < PARTS * ROW_TILES; ++i) {
         const int row = i % ROW_TILES * 8 + at_.lane / 4, mine = pair + i / ROW_TILES;
         const bool wanted = mine < depth.pairs && row < product.rows;
         const u16* from = product.x + (long long)row * product.x_step + 32 * mine +
                           8 * (at_.lane % 4);
-        copy_own(to + 512 * (first * ROW_TILES + i), wanted ? from : product.x, wanted);
+        copy_own(to + i * (16 * MULTIPLIERS), wanted ? from : product.x, wanted);
       }
       if (++slot_ == depth.slots) slot_ = 0;
       --left_;

@@ -218,7 +218,7 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
     float factors[SHARED_ROUNDS];
 #pragma unroll
     for (int i = 0; i < SHARED_ROUNDS; ++i) {
-      found[i] = sum_of_classes(round_sums(start + i), at);
+      found[i] = sum_of_warps(round_sums(start + i), at);
       factors[i] = factor_of(spot_of(op, start + i, first, tiles, at).row);
     }
 #pragma unroll

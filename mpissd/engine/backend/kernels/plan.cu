@@ -12,18 +12,16 @@
 #ifndef TEAM_BYTES  // that other work needs in the place of x and the sums
 #define TEAM_BYTES 0
 #endif
-// A tile's depth is divided in CLASSES, the same for any number of rows; a SET of warps has one warp of each.
-constexpr int WARPS = 8, CLASSES = 4, SETS = WARPS / CLASSES;
-constexpr int MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
+constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS, CHAIN_THREADS = MULTIPLIERS + 32;
 constexpr int PAIR_BYTES = 1024, SLOT_PAIRS = 16, SLOT_BYTES = SLOT_PAIRS * PAIR_BYTES;
 constexpr int ROUND = 4;                            // tiles whose sums are added at once
 constexpr int HALF_WORDS = ORDERED ? 64 : 65;       // 64 sums of 8 columns
 constexpr int TILE_WORDS = ORDERED ? 129 : 130;     // 128 sums, padded against bank conflicts
-constexpr int PARTS = SLOT_PAIRS / CLASSES;         // a class's pairs of a slot
-constexpr int CLASS_WORDS = ROUND * TILE_WORDS;
+constexpr int PARTS = SLOT_PAIRS / WARPS;           // a warp's pairs of a slot
+constexpr int WARP_WORDS = ROUND * TILE_WORDS;
 constexpr int GROUPS = (TILES + ROUND - 1) / ROUND, ROUNDS = ROW_TILES * GROUPS;
-constexpr int CLASS_BYTES = PARTS * ROW_TILES * 512;  // of x for one slot
-constexpr int X_BYTES = CLASSES * CLASS_BYTES, ROUND_BYTES = 4 * CLASSES * CLASS_WORDS;
+constexpr int LANE_BYTES = PARTS * ROW_TILES * 16;  // bytes of x for one slot
+constexpr int X_BYTES = LANE_BYTES * MULTIPLIERS, ROUND_BYTES = 4 * WARPS * WARP_WORDS;
 constexpr int COLUMNS_AT = SLOTS * SLOT_BYTES;
 constexpr int SUMS_AT = COLUMNS_AT + AHEAD * X_BYTES;
 constexpr int SUMS_END = SUMS_AT + SHARED_ROUNDS * ROUND_BYTES, TEAM_END = COLUMNS_AT + TEAM_BYTES;
@@ -31,7 +29,6 @@ constexpr int BARRIERS_AT = SUMS_END > TEAM_END ? SUMS_END : TEAM_END;
 constexpr int FACTORS_BARRIERS = BARRIERS_AT + 2 * SLOTS * 8, PEERS_AT = FACTORS_BARRIERS + 2 * 8 * ORDERED;
 constexpr int CHAIN_BYTES = PEERS_AT + (int)sizeof(Peers);
 static_assert(FLYING <= SLOTS, "a block cannot wait for a slot that was not filled");
-static_assert(TILES <= SLOTS, "a set of warps cannot tell a slot of its own from the other's, a round before");
 static_assert(CHAIN_BYTES <= 227 << 10, "more shared memory than a block can have");
 
 struct Product {

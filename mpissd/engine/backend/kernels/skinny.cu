@@ -2,8 +2,8 @@
 //
 // The weight is in the order of chain.cu: [tile of 16 columns][pair of 16 rows][2][lane][8]. A block
 // has TILES tiles of columns and ROW_TILES tiles of 8 rows. Of each 16 pairs of the depth, warp w
-// multiplies 4 w and the next three, in rising order, and the block adds the sums of its warps in rising order;
-// so each output is the same sum for any number of rows, any row, and any TILES and ROW_TILES.
+// multiplies 2 w and the next, in rising order, and the block adds the sums of its warps two by two, the pairs in
+// rising order; so each output is the same sum for any number of rows, any row, and any TILES and ROW_TILES.
 //
 // Every lane copies its own part of the weights and of x into STAGES places in shared memory, which
 // no other lane reads: nothing waits but for its own copies. Weights do not depend on what kernels
@@ -11,7 +11,7 @@
 //
 // grid: (blocks of columns) x (groups of 8 ROW_TILES rows), the groups of one block side by side,
 // so that they find the weights in the cache.
-constexpr int SKINNY_WARPS = 4, WARP_PAIRS = 16 / SKINNY_WARPS, SKINNY_THREADS = 32 * SKINNY_WARPS;
+constexpr int SKINNY_WARPS = 8, SKINNY_THREADS = 32 * SKINNY_WARPS;
 constexpr int PAIR_BYTES = 1024;
 constexpr int TILE_BYTES = 32 * SKINNY_THREADS;  // the warps' pairs of one tile
 constexpr int ROWS_BYTES = 16 * SKINNY_THREADS;  // the warps' parts of one tile of rows
@@ -28,7 +28,7 @@ struct Depth {  // this warp's pairs
   u32 memory;
   int warp, lane;
 
-  __device__ __forceinline__ int pair(int i) const { return i / WARP_PAIRS * 16 + WARP_PAIRS * warp + i % WARP_PAIRS; }
+  __device__ __forceinline__ int pair(int i) const { return i / 2 * (2 * SKINNY_WARPS) + 2 * warp + i % 2; }
 
   __device__ __forceinline__ void copy_weights(int i, int place) const {
     const bool wanted = pair(i) < pairs;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply_stage(Sums& sums, const Depth& depth, i
 }
 
 __device__ __forceinline__ void multiply(Sums& sums, const Depth& depth) {
-  const int steps = WARP_PAIRS * ((depth.pairs + 15) / 16);
+  const int steps = 2 * ((depth.pairs + 2 * SKINNY_WARPS - 1) / (2 * SKINNY_WARPS));
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) depth.copy_weights(i, i);
   wait_for_last();
@@ -104,9 +104,9 @@ __device__ __forceinline__ Both sum_of_warps(const float* words, int tile, int m
   const float* from = words + (tile * ROW_TILES + m) * 128 + 32 * (row % 2) + 4 * c + row / 2;
   Both sum = {0, 0};
 #pragma unroll
-  for (int w = 0; w < SKINNY_WARPS; ++w) {
-    sum.a += from[w * SUM_WORDS];
-    sum.b += from[w * SUM_WORDS + 64];
+  for (int w = 0; w < SKINNY_WARPS * SUM_WORDS; w += 2 * SUM_WORDS) {
+    sum.a += from[w] + from[w + SUM_WORDS];
+    sum.b += from[w + 64] + from[w + SUM_WORDS + 64];
   }
   return sum;
 }

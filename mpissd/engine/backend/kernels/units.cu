@@ -3,7 +3,7 @@
 __device__ __forceinline__ void make_ring(u32 memory) {
   for (int slot = 0; slot < SLOTS; ++slot) {
     barrier_make(memory + BARRIERS_AT + 8 * slot, 1);
-    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), CLASSES);
+    barrier_make(memory + BARRIERS_AT + 8 * (SLOTS + slot), WARPS);
   }
   barriers_made();
 }
@@ -39,18 +39,17 @@ __device__ void read_weights(const Table* products, int count, u32 memory) {
   }
 }
 
-// Of the tiles that this warp's set has of a unit: every SETS-th.
-typedef float Sums[(TILES + SETS - 1) / SETS][ROW_TILES][4];
+typedef float Sums[TILES][ROW_TILES][4];
 
 // A lane's part of a slot's weights: the two steps of each of its warp's pairs.
 typedef uint4 Part[PARTS][2];
 
 __device__ __forceinline__ bool has_pair(int p, int pairs, const Place& at) {
-  return PARTS * at.of_depth() + p < pairs;
+  return PARTS * at.warp + p < pairs;
 }
 
 __device__ __forceinline__ void load_part(Part& part, int p, u32 slot, const Place& at) {
-  const u32 from = slot + (PARTS * at.of_depth() + p) * PAIR_BYTES + 16 * at.lane;
+  const u32 from = slot + (PARTS * at.warp + p) * PAIR_BYTES + 16 * at.lane;
   part[p][0] = load_shared(from);
   part[p][1] = load_shared(from + PAIR_BYTES / 2);
 }
@@ -65,7 +64,7 @@ __device__ __forceinline__ void multiply_pair(float (&sums)[ROW_TILES][4], const
 
 __device__ __forceinline__ void set_zero(Sums& sums) {
 #pragma unroll
-  for (int t = 0; t < (TILES + SETS - 1) / SETS; ++t)
+  for (int t = 0; t < TILES; ++t)
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -83,18 +82,16 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       if (t >= tiles) break;
-      if (t % SETS == at.set()) {
-        barrier_wait(ring.full(), ring.turn());
+      barrier_wait(ring.full(), ring.turn());
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-          if (has_pair(p, pairs, at)) {
-            Part part;
-            load_part(part, p, ring.slot(), at);
-            multiply_pair(sums[t / SETS], x, part, p);
-          }
-        sync_lanes();
-        if (at.lane == 0) barrier_arrive(ring.empty());
-      }
+      for (int p = 0; p < PARTS; ++p)
+        if (has_pair(p, pairs, at)) {
+          Part part;
+          load_part(part, p, ring.slot(), at);
+          multiply_pair(sums[t], x, part, p);
+        }
+      sync_lanes();
+      if (at.lane == 0) barrier_arrive(ring.empty());
       ring.next();
     }
   }
@@ -106,17 +103,18 @@ __device__ __forceinline__ int word_of(int tile, int j, int lane) {
   return tile * TILE_WORDS + j / 2 * HALF_WORDS + j % 2 * 32 + lane;
 }
 
-// Adds the sums of all classes for two columns of tile lane / 8 in row `warp`: 2 (lane % 8) and the next,
+// Adds the sums of all warps for two columns of tile lane / 8 in row `warp`: 2 (lane % 8) and the next,
 // or if ORDERED lane % 8 and that 8 behind it.
-__device__ __forceinline__ Both sum_of_classes(const float* sums, const Place& at) {
+__device__ __forceinline__ Both sum_of_warps(const float* sums, const Place& at) {
   const int column = ORDERED ? at.lane % 8 : 2 * (at.lane % 8);
   const float* from = sums + word_of(at.lane / 8, column / 8 * 2 + at.warp % 2,
                                      column % 8 * 4 + at.warp / 2);
   Both both = {0, 0};
+  constexpr int NEXT = ORDERED ? HALF_WORDS : 4;  // to the other column
 #pragma unroll
-  for (int c = 0; c < CLASSES; ++c) {
-    both.a += from[c * CLASS_WORDS];
-    both.b += from[c * CLASS_WORDS + (ORDERED ? HALF_WORDS : 4)];
+  for (int w = 0; w < WARPS * WARP_WORDS; w += 2 * WARP_WORDS) {  // two by two, as a block of wide.cu has two
+    both.a += from[w] + from[w + WARP_WORDS];
+    both.b += from[w + NEXT] + from[w + WARP_WORDS + NEXT];
   }
   return both;
 }
@@ -129,13 +127,13 @@ __device__ __forceinline__ float* round_sums(int r) {
 // Brings a round's sums to shared memory: those of row tile r / GROUPS, and of ROUND tiles from
 // r % GROUPS * ROUND on.
 __device__ __forceinline__ void share_round(const Sums& sums, int r, int tiles, const Place& at) {
-  float* memory = round_sums(r) + at.of_depth() * CLASS_WORDS;
+  float* memory = round_sums(r) + at.warp * WARP_WORDS;
   const int m = r / GROUPS, t = r % GROUPS * ROUND;
 #pragma unroll
   for (int u = 0; u < ROUND; ++u)
-    if (t + u < TILES && t + u < tiles && (t + u) % SETS == at.set())
+    if (t + u < TILES && t + u < tiles)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) memory[word_of(u, j, at.lane)] = sums[(t + u) / SETS][m][j];
+      for (int j = 0; j < 4; ++j) memory[word_of(u, j, at.lane)] = sums[t + u][m][j];
 }
 
 // Adds each round's sums.
@@ -148,7 +146,7 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
       sync_some(MULTIPLIERS);  // wait until the sums of the round before were read
       share_round(sums, r, tiles, at);
       sync_some(MULTIPLIERS);
-      both[r] = sum_of_classes(round_sums(r), at);
+      both[r] = sum_of_warps(round_sums(r), at);
     }
   }
 }

@@ -1,4 +1,4 @@
-"""One persistent kernel (a megakernel) for all layers and the LM head of up to 32 rows.
+"""One persistent kernel (a megakernel) for all layers and the LM head of up to 24 rows.
 
 The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0, a model
 on one GPU, and no norm of q and k. RMSNorm is split in two: a product's input is multiplied by the
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpissd.engine.backend import kernels
-from mpissd.engine.backend.chain_plan import MAX_ROWS, PAIR, PRODUCT, ROW_TILE, THREADS
+from mpissd.engine.backend.chain_plan import PAIR, PRODUCT, ROW_TILE, THREADS
 from mpissd.engine.model.transformer.cache import CacheSizes, RowPlaces
 from mpissd.engine.model.transformer.checkpoint import Part
 from mpissd.engine.model.transformer.config import TransformerConfig
@@ -55,7 +55,7 @@ MODEL = np.dtype(  # struct Model
 )
 _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
-_SUM_BYTES = 4 * 4 * 129 * 4
+_SUM_BYTES = 8 * 4 * 129 * 4
 _ROW_BYTES = 32
 _ITEM_BYTES = 16 * 48
 _HELPERS = 3  # warps beside those that multiply and the one that reads weights
@@ -64,7 +64,7 @@ _THREADS = THREADS + 32 * _HELPERS
 
 # By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies, tiles
 # whose sums are finished at once). More rows need more teams; each takes two slots of weights.
-_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3), 4: (2, 2, 4, 4)}
+_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3)}
 
 
 class MegakernelGeometry(NamedTuple):
@@ -166,11 +166,12 @@ class MegakernelCache(GpuCache):
 class MegakernelOps(CupyOps):
     """A transformer's operations on one GPU (compute capability 9.0 or more), with one kernel for
     all layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
-    megakernel, because its blocks all wait for one another five times a layer."""
+    megakernel, because its blocks all wait for one another five times a layer. most_rows: above it,
+    separate kernels are faster (wide.cu)."""
 
     kernel = "whole"
     least_hidden = 2048
-    most_rows = MAX_ROWS
+    most_rows = 24
 
     @classmethod
     def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:

@@ -31,18 +31,20 @@ TILE = 16
 PAIR = 32
 ROW_TILE = 8
 _FEW_ROW_TILES = 4  # the most tiles of 8 rows in a thread block, except in _LARGE
-_THREADS = 128
+_THREADS = 256
 _STAGES = {  # weight copies in flight of a thread block, by its (tiles of columns, tiles of rows)
-    (1, 1): 12, (1, 2): 10, (1, 3): 8, (1, 4): 8, (2, 1): 10, (2, 2): 8, (2, 3): 6, (2, 4): 6,
+    (1, 1): 6, (1, 2): 5, (1, 3): 4, (1, 4): 4, (2, 1): 5, (2, 2): 4, (2, 3): 3, (2, 4): 3,
 }  # fmt: skip
 _WIDE_TILES = 1024  # From so many column tiles on, a block computes two, which halves reads of x.
 # Blocks for more than 32 rows: (tiles of columns, tiles of rows, copies in flight).
 # Large blocks save L2 bandwidth: they load (columns + rows) data for (columns · rows) work.
-_LARGE = ((4, 8, 6), (2, 8, 8))
+_LARGE = ((4, 8, 3), (2, 8, 4))
 _MIN_BLOCKS = 96  # With fewer large blocks, small ones are used, to keep the GPU busy.
 _CLUSTER = 4  # thread blocks of wide.cu that share a product's depth
-_WIDE_THREADS = 352
-_WIDE_ROW_TILES = 16  # the most tiles of 8 rows in a cluster
+_WIDE_THREADS = 320
+_WIDE_ROWS = 25  # the fewest for clusters
+# By tiles of 8 rows: (tiles of columns of a warp, slots of weights, steps of x loaded ahead).
+_WIDE = {4: (4, 8, 3), 6: (4, 8, 3), 8: (3, 10, 3)}
 _WIDE_DEPTH = 1024  # the least depth for clusters, four steps
 _PAGE = 256
 _NORM_THREADS = 512
@@ -121,8 +123,8 @@ def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: i
     kind = "gated" if weight.gated else out.dtype
     source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
     to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
-    if rows > ROW_TILE * _FEW_ROW_TILES and weight.depth >= _WIDE_DEPTH:
-        groups = ceil_div(rows, ROW_TILE * _WIDE_ROW_TILES)
+    if rows >= _WIDE_ROWS and weight.depth >= _WIDE_DEPTH:
+        groups = ceil_div(rows, ROW_TILE * max(_WIDE))
         macros, shared = _wide_geometry(ceil_div(rows, ROW_TILE * groups))
         name = f"wide_{kind}"
         how = _CLUSTER, _WIDE_THREADS, shared, macros
@@ -152,9 +154,8 @@ def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: i
 def _wide_geometry(row_tiles: int) -> tuple[tuple[tuple[str, int], ...], int]:
     """Returns the macros of wide.cu and its bytes of shared memory, for so many tiles of 8 rows in
     a cluster."""
-    row_tiles += row_tiles % 2
-    is_few = row_tiles <= 8
-    tiles, slots, stages = (4, 8, 3) if is_few else (3, 10, 2)
+    row_tiles = max(min(_WIDE), row_tiles + row_tiles % 2)
+    tiles, slots, stages = _WIDE[row_tiles]
     half_stage = 4 * row_tiles * 256 + 64
     sums = 8 * 3 * tiles * 512
     barriers = 8 * 2 * (slots + stages + 8)
