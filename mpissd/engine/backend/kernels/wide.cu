@@ -1,10 +1,10 @@
 // out = x @ weight for many rows of x, with the bits of skinny.cu, by clusters of four blocks.
 //
 // A cluster computes some columns, in units of up to 4 TILES tiles, for ROW_TILES tiles of rows. Its block r has
-// the depth of warps 2 r and 2 r + 1 of skinny.cu, so that four times as many columns share what a block reads of x. Of a
-// block's eight multiplying warps each has every fourth tile and half of the rows. One more warp reads weights,
-// one reads x: 16 bytes a lane, as a bulk copy of a row's 256 bytes takes 65 cycles to start (H200). At the end
-// of a unit a warp sends its sums to the same warp of the other blocks: block r adds up row tile r of each half,
+// the depth of warps 2 r and 2 r + 1 of skinny.cu, so that four times as many columns share what a block reads of
+// x. Of a block's eight multiplying warps each has every fourth tile and half of the rows. One more warp reads
+// weights, one reads x: 16 bytes a lane, as a bulk copy of a row's 256 bytes takes 65 cycles to start (H200). At the
+// end of a unit a warp sends its sums to the same warp of the other blocks: block r adds up row tile r of each half,
 // in the order of the depth.
 //
 // Groups of rows that do not fit in a cluster are divided among neighbouring clusters, which find each other's
@@ -21,7 +21,9 @@ constexpr int STAGES_AT = SLOTS * SLOT_BYTES, SENT_AT = STAGES_AT + STAGES * STA
 constexpr int BARRIERS_AT = SENT_AT + WARPS * WARP_BYTES;
 constexpr int WIDE_BYTES = BARRIERS_AT + 16 * (SLOTS + STAGES + WARPS);
 static_assert(ROW_TILES % 2 == 0 && HALF <= CLUSTER, "a block adds up at most one row tile of each half");
-static_assert(SLOTS >= 2 * COLUMN_SETS, "a warp cannot tell its slot from one that it skipped a round before");
+// A warp waits only for slots of its set. That of the round before in the same place has to be full by then, or it
+// would be taken for its own: all warps have read it, as the warp has x of a step, STAGES after the slot's.
+static_assert(SLOTS >= COLUMN_SETS * STAGES, "a warp cannot tell its slot from one that it skipped");
 static_assert(WIDE_BYTES <= 227 << 10, "more shared memory than a block can have");
 
 // Places that are filled and emptied in turn, each with two barriers.

@@ -44,7 +44,7 @@ _CLUSTER = 4  # thread blocks of wide.cu that share a product's depth
 _WIDE_THREADS = 320
 _WIDE_ROWS = 25  # the fewest for clusters
 # By tiles of 8 rows: (tiles of columns of a warp, slots of weights, steps of x loaded ahead).
-_WIDE = {4: (4, 8, 3), 6: (4, 8, 3), 8: (3, 10, 3)}
+_WIDE = {4: (4, 8, 2), 6: (4, 8, 2), 8: (3, 10, 2)}
 _WIDE_DEPTH = 1024  # the least depth for clusters, four steps
 _PAGE = 256
 _NORM_THREADS = 512
