@@ -6,8 +6,6 @@ draft on hidden states takes a chain of steps after each answered position. A pa
 computes mask tokens there, and chains and trees are made of their distributions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ connects to the front's local socket in a private folder. Ctrl-C in the terminal
 front.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

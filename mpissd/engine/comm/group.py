@@ -3,8 +3,6 @@
 `SoloGroup` serves a single rank; mpi_group.py implements the interface for several.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -10,8 +10,6 @@ mpi_link.py connects two ranks, `queue_link` two threads of one process, and pee
 another inference engine.
 """
 
-from __future__ import annotations
-
 import queue
 from abc import ABC, abstractmethod
 from collections import deque

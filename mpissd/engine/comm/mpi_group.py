@@ -15,8 +15,6 @@ by MPI.Abort. Device memory is freed last, because freeing it waits for the devi
 device pointer: a library that cannot read device memory crashes on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter

@@ -6,8 +6,6 @@ The receive for the next message is posted as soon as the last message was read,
 is needed, so that MPI can deliver at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI

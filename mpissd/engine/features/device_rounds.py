@@ -10,8 +10,6 @@ If several ranks share the target, rank 0's START message tells each of them to 
 round; the round's drafted tokens and the last outcome are sent later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from typing import Any

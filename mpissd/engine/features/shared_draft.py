@@ -4,8 +4,6 @@ Rank 0 drafts as if the draft were its own; before each forward it tells the oth
 In rounds that the device decides (device_rounds.py), each rank launches its own part.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpissd.common.wait import Waiter

@@ -6,8 +6,6 @@ token); or, after a cache miss, it continues the committed tokens. Each forward 
 adds one level to all branches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

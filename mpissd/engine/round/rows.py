@@ -7,8 +7,6 @@ loops of the rounds use a model only through a worker, which sends no messages. 
 decides tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 

@@ -10,8 +10,6 @@ emitted. The tokens stay the same at temperature 0, because forwards are batch-i
 bit.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence

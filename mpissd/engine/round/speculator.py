@@ -5,8 +5,6 @@ A round passes its speculator the outcome of the last round (the number of accep
 bonus token of each sequence), and then receives the answer: the drafted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

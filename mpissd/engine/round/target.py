@@ -6,8 +6,6 @@ forwards on the other target ranks. AR, SD and SSD differ only in the Speculator
 drafted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter

@@ -7,8 +7,6 @@ over how many target ranks T a model can be divided, and how long forwards and h
 fan-out (candidates for the next token at each position). `weigh` simulates them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

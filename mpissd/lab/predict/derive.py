@@ -6,8 +6,6 @@ several batch sizes, each duration is interpolated linearly over the batch size;
 choose candidates for the next token (`keys`) depends on the branches of the whole batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress
