@@ -18,7 +18,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Speculation
-from mpissd.common.trace import DraftPhase
+from mpissd.common.trace import UNKNOWN, DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Shape
@@ -145,12 +145,12 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.log.mark(DraftPhase.WAIT)
         sheet = self._forwards.sheet
         is_model = sheet.copying is None
-        drafter.log.drafted(self._forwards.draft_s(speculation.round) if is_model else None)
+        drafter.log.draft_s = self._forwards.draft_s(speculation.round) if is_model else UNKNOWN
         if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
             batch = drafter.batch
-            batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
+            batch.filled[batch.slots] = batch.last() + np.maximum(accepted, 0)
         drafter.start_round(speculation)
-        drafter.close_round(speculation)
+        drafter.log.close_round(speculation.round)
 
 
 class DeviceTarget(TargetWorker):
@@ -359,7 +359,7 @@ def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
     last = batch.last()
     lag = 1 + (len(batch.placement.masks) if batch.placement else 0)
     assert (batch.filled[batch.slots] >= last - lag).all(), "tokens after some that are missing"
-    batch.fill(batch.slots, last + count)
+    batch.filled[batch.slots] = last + count
     if isinstance(batch, TreeBatch):
         batch.leave_moves(has_leaves=has_leaves)
 

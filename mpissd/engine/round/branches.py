@@ -94,10 +94,6 @@ class Branches:
         column = self.shape.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
-    def begin(self, first: Ints) -> None:
-        """Sets the token that each branch continues, int32 [n], once the GPU has chosen it."""
-        self.first = first
-
     def advance(self, levels: int = 1) -> None:
         """Counts `levels` more levels as drafted; the attribute `tokens` already holds them."""
         self.steps += levels

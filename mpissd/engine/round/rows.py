@@ -86,7 +86,7 @@ class Worker(Generic[AnyOracle]):
                     for sequence in change.placed
                 }
                 for sequence in change.placed:
-                    batch.fill(sequence.slot, self.adopted[sequence.request.request_id])
+                    batch.filled[sequence.slot] = self.adopted[sequence.request.request_id]
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
@@ -303,5 +303,5 @@ class DraftWorker(Worker[DraftOracle]):
     def forget(self, batch: Batch) -> None:
         """Marks the K and V of all tokens as invalid, because the weights have changed. Committed
         tokens are computed again before the next forward that attends to them."""
-        batch.fill(slice(None), 0)
+        batch.filled[:] = 0
         self.oracle.forget()

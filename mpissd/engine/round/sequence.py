@@ -115,10 +115,6 @@ class LiveSequence:
         tree."""
         return [self.served[column] for column in columns]
 
-    def serve(self, tokens: list[int]) -> None:
-        """Sets the drafted tokens that the target verifies now."""
-        self.served = tokens
-
     def commit(self, columns: Sequence[int], bonus: int) -> None:
         """Appends the accepted tokens (the drafted ones at `columns`) and the bonus token."""
         self.tokens += self.path(columns)
@@ -356,7 +352,7 @@ class Batch:
             return
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
         for sequence, (tokens, count) in zip(self.sequences, served, strict=True):
-            sequence.serve(tokens[:count])
+            sequence.served = tokens[:count]
 
     def committed(self, gap: Gap) -> Ints:
         """Returns the committed tokens at the positions of `gap`, int32. Returns zeros if the
@@ -418,10 +414,6 @@ class Batch:
         for gap in gaps:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
-
-    def fill(self, slots: Index | int | slice, stored: Index | int) -> None:
-        """Sets how many positions of the KV cache slots `slots` count as stored and valid."""
-        self.filled[slots] = stored
 
     def trunk(self, num_draft: Ints) -> Places:
         """Returns where the forward that verifies (or, on the draft, scores) drafted tokens stores
