@@ -35,8 +35,6 @@ from mpissd.engine.comm.topology import agreed
 from mpissd.engine.features.pool import GroupForwards
 from mpissd.engine.job import Job
 from mpissd.engine.law.acceptance import AcceptanceLaw
-from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.round.sequence import trunk_places
 from mpissd.engine.round.target import TargetLoop
@@ -153,24 +151,19 @@ def forwards(
     is requested. Its inputs are uploaded each time, because other forwards may run in between.
     sequences: batch size. lists: whether it also selects the top k tokens of each row."""
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
-    places = _timed_places(rows, sequences, stepper.options)
+    places = None
+    options = stepper.options
+    if options.capacity:  # The rows come after the configured context.
+        # Consecutive rows belong to one sequence, as in a verification: they read the same K and V.
+        number = np.arange(rows)
+        slots = number * min(sequences, rows) // rows
+        later = number - np.searchsorted(slots, slots)
+        places = trunk_places(slots, np.minimum(options.context + later, options.capacity - 1))
     while True:
         stepper.upload(rows, tokens, places, lists=lists)
         stepper.launch()
         stepper.wait(waiter)
         yield stepper.elapsed_s()
-
-
-def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns KV cache positions for the `rows` rows of a timed forward, after the configured
-    context; None if the model has no cache. Consecutive rows belong to one sequence, as in a
-    verification, so that they read the same keys and values. sequences: batch size."""
-    if not options.capacity:
-        return None
-    number = np.arange(rows)
-    slots = number * min(sequences, rows) // rows
-    later = number - np.searchsorted(slots, slots)
-    return trunk_places(slots, np.minimum(options.context + later, options.capacity - 1))
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
