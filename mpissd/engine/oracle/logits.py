@@ -109,8 +109,6 @@ class LogitsTarget(SampledTarget):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Verifies the drafted tokens of `speculation`, greedily or by rejection sampling. Returns
-        (the number of accepted tokens, the bonus token), int32 [b], of each sequence."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         results = self._stepper.results()
@@ -120,9 +118,8 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns (number of accepted tokens, bonus token) of a greedy sequence, without reading
-        logits. Returns None if the sequence is sampled, or its logits are adjusted or masked.
-        start: the row of the forward that read the sequence's last token."""
+        """Decides a greedy sequence whose logits are neither adjusted nor masked, without reading
+        them."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
@@ -143,8 +140,6 @@ class LogitsTarget(SampledTarget):
         return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the emitted tokens under softmax(logits)
-        of the target, without temperature and top_p."""
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
@@ -577,20 +572,16 @@ class TextWorkload(Workload):
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
 
-    def request(self, request_id: int, tokens: Sequence[int]) -> Request:
-        """Returns the request that continues the prompt `tokens`, sampled as the flags say."""
-        config = self.job.config
-        settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
-        return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
-
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns the requests with the `count` ids from first_id on. Ids beyond the number of
         prompts get the beginning of a prompt, which is decoded only for warm-up."""
+        config = self.job.config
+        settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
         size = len(self.prompts)
         requests = []
         for n in range(first_id, first_id + count):
-            tokens = self.prompts[n % size].tokens
-            requests.append(self.request(n, tokens if n < size else tokens[:WARM_TOKENS]))
+            tokens = tuple(self.prompts[n % size].tokens[: None if n < size else WARM_TOKENS])
+            requests.append(Request(n, tokens[-1], 0, tokens, settings))
         return requests
 
     def tabulated(self, group: int = 0) -> list[Request]:

@@ -7,6 +7,7 @@ adds one level to all branches.
 """
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ class BranchPlaces(NamedTuple):
         return bool(len(self.lanes)) and self.lanes[0] == TRUNK
 
 
+@dataclass(eq=False)
 class Branches:
     """n branches (drafts of sequences) that grow together; row i of every array is branch i.
 
@@ -56,31 +58,21 @@ class Branches:
     their nodes, int32 [n, N] each.
     """
 
+    rows: Index
+    nodes: Ints
+    ranks: Ints
+    first: Ints
+    tokens: Ints
+    _: KW_ONLY
+    shape: Shape = CHAIN
+    places: BranchPlaces | None = None
+    states: list[Any] | None = None
     trees: tuple[Ints, Ints] | None = None
 
-    def __init__(
-        self,
-        rows: Index,
-        nodes: Ints,
-        ranks: Ints,
-        first: Ints,
-        tokens: Ints,
-        *,
-        shape: Shape = CHAIN,
-        places: BranchPlaces | None = None,
-        states: list[Any] | None = None,
-    ) -> None:
-        self.rows = rows
-        self.nodes = nodes
-        self.ranks = ranks
-        self.first = first
-        self.tokens = tokens
-        self.shape = shape
-        self.places = places
-        self.states = states
+    def __post_init__(self) -> None:
         self.steps = 0
-        self.q = None if states is None else np.ones(tokens.shape)
-        self.drawn_from: list[list[Distribution | None]] = [[] for _ in states or ()]
+        self.q = None if self.states is None else np.ones(self.tokens.shape)
+        self.drawn_from: list[list[Distribution | None]] = [[] for _ in self.states or ()]
 
     def __len__(self) -> int:
         return len(self.first)

@@ -111,8 +111,7 @@ class RowTable:
     """Seconds of a forward as a function of its row count, interpolated linearly between measured
     points. Below the first point the time is constant, because such forwards are memory-bound.
     After the last point the slope of the last two points continues, if it is positive. few: the
-    table of another kernel, which runs if no forward of a configuration has more than `few_rows`
-    rows (None: no such kernel)."""
+    table of a kernel for configurations without forwards of more than `few_rows` rows."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -176,9 +175,8 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the durations from {row count: seconds} of target forwards (verify) and draft
-        forwards. lists: {k: {row count: seconds}} of draft forwards that select the top k tokens.
-        """
+        """Makes the durations from {row count: seconds} of target (verify) and draft forwards.
+        lists: {k: {row count: seconds}} of draft forwards that select the top k tokens."""
         drafts = None if draft is None else RowTable.of(draft)
         tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
         return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))

@@ -246,8 +246,7 @@ def _column(values: Iterable[int]) -> Ints:
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns the lists of row counts of all configurations as one array [G, n]. Shorter lists
-    repeat their last element."""
+    """Returns all configurations' row counts, [G, n]. Shorter lists repeat their last element."""
     longest = max(map(len, lists))
     return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
 
@@ -479,9 +478,8 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Expected:
-    """Long-run means of G configurations, each [G]: tokens/s, seconds of a round, tokens emitted in
-    a round, hit rate of cache lookups, and seconds that rank 0 waits for draft tokens in a round.
-    """
+    """Long-run means of G configurations, each [G]: tokens/s; seconds and emitted tokens of a
+    round; hit rate of cache lookups; and seconds that rank 0 waits for draft tokens in a round."""
 
     tok_per_s: Floats
     round_s: Floats
@@ -562,8 +560,7 @@ def is_predictable(job: Job) -> bool:
 
 def is_followable(job: Job) -> bool:
     """Returns whether the duration of each round of this job can be predicted from recorded
-    accepted tokens and cache hits. This needs no acceptance model, so jobs on text and on
-    recordings are included."""
+    accepted tokens and cache hits, for which jobs need no acceptance model."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)
