@@ -227,8 +227,7 @@ def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
 
 
 def _rounds(runs: Sequence[int]) -> list[int]:
-    """Returns the numbers of tokens of the rounds that decode an answer. runs: for each position,
-    how many drafted tokens a round that starts there accepts."""
+    """Returns what chain_rounds does. runs: how many tokens a round accepts, by its position."""
     return [min(k + 1, len(runs) - start) for start, k in rounds(runs)]
 
 

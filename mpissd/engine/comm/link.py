@@ -205,8 +205,7 @@ class LeadEnd:
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions from which the draft sampled the tokens of round
-        `round_`, and drops them unread."""
+        """Waits for what `proposals` would return, and drops it unread."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
@@ -240,8 +239,7 @@ class LeadEnd:
 
 class DraftEnd:
     """The draft's end of the link to the target's rank 0: it receives outcomes, and sends drafted
-    tokens. waiter: waits for messages with a deadline. outbox, inbox: functions that make the
-    sender and the receiver of one kind of message."""
+    tokens. It is made as a LeadEnd is."""
 
     _branches: Outbox | None = None
 

@@ -105,8 +105,7 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the collectives of the target ranks of `comm`, which have a GPU each. Collective.
-    choice: the value of --all_reduce. Raises ConfigError if the devices cannot do it."""
+    """Opens the collectives of target ranks that have a GPU each, as open_group does."""
     device: Any = backend
     info = backend.info
     has_nccl = False

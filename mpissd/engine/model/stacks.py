@@ -266,10 +266,9 @@ class GemmWeights:
 
 
 class GemmStack(Stack):
-    """A model of bare matrix products on one rank: weights, buffers, and the forward `body(rows)`.
-    buffers.tokens: a forward's input tokens, int32 [max_rows] on the host. The other buffers are on
-    the device, [max_rows, width], or None if the model has no such part: entry (the joined inputs
-    of an EAGLE or MTP draft), hidden, qkv, middle (after o), gate_up, states (outputs of a draft's
+    """A model of bare matrix products on one rank. The buffers besides the tokens are on the
+    device, [max_rows, width], or None if the model has no such part: entry (the joined inputs of an
+    EAGLE or MTP draft), hidden, qkv, middle (after o), gate_up, states (outputs of a draft's
     heads), logits (of one LM head after another)."""
 
     def __init__(
@@ -320,9 +319,7 @@ class GemmStack(Stack):
         return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that enqueues one forward of `rows` rows. k: candidates read out per
-        row (None: ForwardOptions.top_k). Without an LM head, the candidates are the columns of the
-        largest values in the hidden vector."""
+        """Without an LM head, candidates are the columns of the hidden vector's largest values."""
         k = k or self.options.top_k
         backend = self.backend
         weights = self.weights

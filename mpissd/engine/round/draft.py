@@ -423,8 +423,7 @@ class Drafter:
     # ── forwards ──
 
     def _catch_up(self, rows: Sequence[int], spare: int = 0) -> int:
-        """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns how many tokens were stored."""
+        """Stores committed tokens as DraftWorker.catch_up does, and returns their number."""
         if stored := self.worker.catch_up(self.batch, rows, self.waiter, spare):
             self.log.mark(DraftPhase.PREFILL)
         return stored

@@ -306,9 +306,8 @@ class Machine:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to a job. The smallest memory of any target rank, and of any
-        draft rank, limits it, so that all ranks get the same job. serving: a server's settings
-        (None: no server). Raises ConfigError if the job is impossible."""
+        """Resolves a configuration to a job, as job.resolve does. The smallest memory of any target
+        rank, and of any draft rank, limits it, so that all ranks get the same job."""
         target, draft = self.memory
         return resolve(
             config,

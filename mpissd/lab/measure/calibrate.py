@@ -353,11 +353,10 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The timed phases of n warm-up rounds, on rank 0 or on a draft rank. ledger: int64 [n, 2 +
-    phases]: number of the round, its duration in ns, and ns of each phase. On rank 0: num_rows [n],
-    rows of each verification; accepted [n], tokens accepted in the round before. On a draft:
-    rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median seconds of a step that
-    grows branches (None: no branch grew)."""
+    """The timed phases of n warm-up rounds, on rank 0 or on a draft rank. ledger: see Ledger.table.
+    On rank 0: num_rows [n], rows of each verification; accepted [n], tokens accepted in the round
+    before. On a draft: rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median
+    seconds of a step that grows branches (None: no branch grew)."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None

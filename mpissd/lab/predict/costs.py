@@ -149,17 +149,15 @@ class DeviceCosts:
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns the seconds of draft forwards with `rows` rows, in the shape of `rows`.
-        most_rows: row count of the configuration's largest forward, which decides the kernel."""
+        """Returns the seconds of draft forwards, as RowTable does."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
     def glue_s(
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
-        """Returns the seconds of draft forwards with `rows` rows that also select the top
-        `candidates` tokens of each row (linear between measured numbers of candidates). most_rows:
-        row count of the configuration's largest forward, which decides the kernel."""
+        """Returns the seconds of draft forwards that also select the top `candidates` tokens of
+        each row (linear between measured numbers of candidates)."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]

@@ -224,10 +224,9 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns the probability that the speculation cache holds drafts for the target's next token
-    after a path of accepted tokens that ends at level d of a draft tree, [2, 2, K+1]. The indices:
-    whether the tokens came from a cache hit, whether all were accepted (without effect here), and
-    d. The mean over a level's nodes is exact, because later rounds do not depend on the node."""
+    """Returns what _hit_chances does for a draft tree, where k is the level at which the path of
+    accepted tokens ends; whether all were accepted has no effect. The mean over a level's nodes is
+    exact, because later rounds do not depend on the node."""
     tree = job.shape
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))

@@ -175,8 +175,7 @@ class Part:
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Returns the key and the ranges from which a device generates this part's random weights;
-        None if the weights are not random."""
+        """Returns how a device generates the part's random weights, as Tensor.recipe does."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
