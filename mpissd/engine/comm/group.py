@@ -38,8 +38,7 @@ class Group(ABC):
 
 
 class SoloGroup(Group):
-    """The collectives of a single rank, or of emulated ranks: all_reduce and all_gather do
-    nothing."""
+    """The collectives of a single rank, or of emulated ranks, which do nothing."""
 
     name = "solo"
 

@@ -131,8 +131,7 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
 
 
 class MpiGroup(Group):
-    """Collectives of host arrays by nonblocking MPI; waits for them have a deadline and can
-    sleep."""
+    """Collectives of host arrays by nonblocking MPI; waits have a deadline and can sleep."""
 
     name = "mpi"
     capturable = False

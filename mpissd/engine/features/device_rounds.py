@@ -297,8 +297,7 @@ class DeviceTarget(TargetWorker):
 
     def _state(self, batch: Batch) -> Ints:
         """Returns the input of a round that the host begins, int32 [b, columns]: the KV cache slot,
-        the last token's position, this token, and the earlier tokens that the draft's cache lacks.
-        """
+        the last token's position, this token, and earlier tokens that the draft's cache lacks."""
         state = np.full(self._forwards.sheet.state.shape, NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
@@ -332,8 +331,7 @@ class DeviceTarget(TargetWorker):
 
     def _next_branches(self) -> Branches | None:
         """Returns the drafts of the next round if their tokens are imposed (synthetic or recorded),
-        else None. The oracles, which decide tokens, begin the round here, and again when it begins.
-        """
+        else None. The oracles, which decide tokens, begin the round here, and again later."""
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)

@@ -91,8 +91,7 @@ class Branches:
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Appends one greedy token to each of n branches that are chains. level: the tokens, int32
-        [n]."""
+        """Appends one greedy token to each of n chains. level: the tokens, int32 [n]."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 

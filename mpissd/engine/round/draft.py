@@ -239,8 +239,7 @@ class Drafter:
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
         """Returns new branches for batch rows `rows`, whose outcomes missed the speculation cache.
-        They have their tokens already if the fast backup drafts, and none if the draft model
-        drafts."""
+        They have their tokens already if the fast backup drafts, else none."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:

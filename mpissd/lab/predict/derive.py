@@ -313,11 +313,10 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
-    """Returns the flags that a run needs so that a profile covers it, as {flag: value}: `pair`, and
-    either `fuse` and `lm_head`, or `forward`. They apply where the user sets no flag. A flag is
-    included if all measured forwards have one value of it, but `pair` not if the profile is valid
-    for any models. forward: the kind of forwards that count, "gemm" or "transformer" (None: both).
-    """
+    """Returns the flags with which a profile covers a run, as {flag: value}: `pair`, and either
+    `fuse` and `lm_head`, or `forward`. They apply where the user sets no flag. A flag is included
+    if all measured forwards have one value of it, but `pair` not if the profile is valid for any
+    models. forward: the kind of forwards that count, "gemm" or "transformer" (None: both)."""
     measured = [
         key
         for key, kernels in profile.forwards.items()
