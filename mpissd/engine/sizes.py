@@ -245,8 +245,7 @@ class Sizes:
 
     @property
     def draft_lanes(self) -> int:
-        """The number of lanes (scratch KV memory of one branch, or of one path of a tree) that a
-        draft has for a target group."""
+        """The number of lanes of a branch, or of a tree's path, that a draft has for a group."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
         if self.masks and not self.fan_out:

@@ -43,8 +43,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts to send the first `size` int32 of `message` (None: as many as messages of this
-        kind usually have)."""
+        """Starts to send the first `size` int32 of `message` (None: the usual number)."""
 
     def close(self) -> None:  # noqa: B027
         """Finishes a send that is still in progress."""

@@ -304,8 +304,7 @@ def read_branches(message: Message) -> tuple[ReadyBranches, bool]:
 
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
-    """Returns a copy of the received plan: (outcome of round_ - 1, tokens drafted for round_,
-    whether to stop)."""
+    """Returns (outcome of round_ - 1, tokens drafted for round_, whether to stop), as received."""
     header, shape = message.header(round_ - 1), message.shape
     body, end = message.body(header), header.rows * Outcome.WIDTH
     rows = body[:end].reshape(header.rows, Outcome.WIDTH)

@@ -83,8 +83,7 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
-    """Returns whether the worker's device can choose tokens without the host. anywhere: True if
-    CPUs count as such devices, too."""
+    """Returns whether a device, if `anywhere` also a CPU, can choose tokens without the host."""
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False

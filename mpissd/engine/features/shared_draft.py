@@ -23,8 +23,7 @@ class SharedDraft:
             stepper.tell = self.tell
 
     def tell(self, method: str, *args: Any, **options: Any) -> None:
-        """On rank 0, makes the other ranks call a method of their steppers, and waits until the
-        message has left."""
+        """On rank 0, makes the other ranks call a method; returns when the message has left."""
         message = method, args, options
         sent = [self._comm.isend(message, rank) for rank in range(1, self._comm.size)]
         self._waiter.until(lambda: all(one.Test() for one in sent), "the draft's other ranks")

@@ -262,9 +262,8 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _power_law(*by_end: Sequence[float]) -> HitLaw:
-    """Returns the model in which F candidates miss the bonus token with probability min(1, floor +
-    A·F^{−r}), for one or two triples (A, r, floor). The second triple holds after rounds that
-    accepted all drafted tokens."""
+    """Returns the hit model of one or two triples (A, r, floor); see MissLaw. The second one holds
+    after rounds that accepted all drafted tokens."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
     laws = tuple(MissLaw(*numbers) for numbers in by_end)

@@ -189,8 +189,7 @@ class LogitsTarget(SampledTarget):
 
     def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
         """Returns the target's logits [V] after node `node` of the draft (0: the last committed
-        token), with −inf for tokens that the grammar forbids. start: the row of the forward that
-        read the last committed token."""
+        token), with −inf for tokens that the grammar forbids. start: the row of node 0."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
         grammar = self._grammars.of(sequence)

@@ -67,8 +67,7 @@ class Worker(Generic[AnyOracle]):
 
     def enter(self, batch: Batch, change: Change) -> None:
         """Begins a round: frees the KV caches of sequences that left, and lets new sequences share
-        pages in which other sequences have stored the same tokens. change: the sequences that left
-        or joined with the last outcome."""
+        pages in which other sequences have stored the same tokens. change: made by the outcome."""
         if self.adopted:
             self.adopted = {}
         for lane, gap in change.moves:
@@ -112,8 +111,7 @@ class Worker(Generic[AnyOracle]):
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
         """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns the number of stored tokens. Called by all of a
-        model's ranks."""
+        `rows` that lacks more than `spare`. Returns their number. Collective."""
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 

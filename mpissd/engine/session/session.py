@@ -249,8 +249,7 @@ class Session:
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Returns the worker that runs verifications on this rank. stepper: runs the forwards of
-        this rank's part of the target."""
+        """Returns the worker of verifications. stepper: runs this rank's part of the target."""
 
         def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
