@@ -209,7 +209,6 @@ async def ended(ranks: asyncio.subprocess.Process) -> int:
 
 def _note(line: str) -> None:
     sys.stderr.write(f"mpissd: serve: {line}\n")
-    sys.stderr.flush()
 
 
 @contextmanager

@@ -503,4 +503,3 @@ def tell_doubt(job: Job) -> None:
 @cache
 def _tell(line: str) -> None:
     sys.stderr.write(f"mpissd: {line}\n")
-    sys.stderr.flush()
