@@ -191,8 +191,7 @@ class MethodFlags(Checked):
 
     @property
     def is_lookup(self) -> bool:
-        """Whether all draft tokens are copied from earlier text (mode=sd with backup=fast), so that
-        no draft model is needed."""
+        """Whether all draft tokens are copied from earlier text, without a draft model."""
         return self.mode == "sd" and self.backup == "fast"
 
     def effective(self, name: str) -> Any:

@@ -164,8 +164,7 @@ def _connect() -> socket.socket | None:
 
 
 def _at_exception(kind: type[BaseException], error: BaseException, where: Any) -> None:
-    """Has the watchdog print an uncaught exception. It is set as sys.excepthook; afterwards
-    mpi4py.run aborts the job."""
+    """Has the watchdog print an uncaught exception, after which mpi4py.run aborts the job."""
     failed(f"{kind.__name__}: {error}".splitlines()[0])
     sys.__excepthook__(kind, error, where)
 

@@ -106,8 +106,7 @@ def files_of(text: str) -> Path | None:
 
 
 def has_weights(text: str) -> bool:
-    """Returns whether a model's name is that of files with weights. Raises ConfigError for an
-    unknown name or missing files."""
+    """Returns whether a name is that of files with weights. Raises ConfigError as files_of does."""
     path = files_of(text)
     return path is not None and model_files.has_files(path)
 

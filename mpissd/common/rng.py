@@ -36,8 +36,7 @@ def uniforms(
 
 
 def stream(seed: int, word: int, start: int, count: int) -> NDArray[np.float64]:
-    """Returns `count` random numbers in [0, 1), from number `start` on, of the random stream that
-    the key (seed, word) selects."""
+    """Returns `count` random numbers in [0, 1) of stream (seed, word), from number `start` on."""
     first = start // _WORDS
     bits = np.random.Philox(key=np.array([seed, word], dtype=np.uint64), counter=first)
     skip = start - first * _WORDS

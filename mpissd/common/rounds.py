@@ -276,8 +276,7 @@ class Speculation:
         """Takes one round's draft tokens. version: the version of the draft's weights, 0 for those
         that were loaded. is_lost: whether the distributions from which tokens with q < 1 were drawn
         are lost, so that these tokens cannot be verified. drawn_from: {row of the batch: its
-        tokens' distributions over the vocabulary} on the rank that drafted. The class explains
-        `rows` and `sampled`."""
+        tokens' distributions over the vocabulary} on the rank that drafted."""
         self.round = round_
         self.rows = rows
         self.sampled = sampled

@@ -58,9 +58,8 @@ _OTHER_KEYS = {  # types of values that are read but are no fields of Row, by ke
 
 
 def key(meaning: str, unit: str = "", *, is_set: bool = False) -> Any:
-    """Makes a dataclass field for one key of the result row. meaning: its description in
-    docs/row.md. unit: such as "µs". is_set: whether flags set the value; a line then has it in the
-    object `configuration`."""
+    """Makes a dataclass field for a key of the row. meaning: its text in docs/row.md. unit: such as
+    "µs". is_set: whether flags set the value; a line then has it in the object `configuration`."""
     return field(default=None, metadata={"meaning": meaning, "unit": unit, "is_set": is_set})
 
 

@@ -7,7 +7,7 @@ duration. `mark(phase)` ends `phase`, which began at the previous mark. A mark o
 
 from array import array
 from enum import IntEnum
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mpissd.common.stage import DOING, OWN, Doing
 
 Int64s = NDArray[np.int64]
-_UNKNOWN = float("nan")
+UNKNOWN = float("nan")
 
 
 class LeadPhase(IntEnum):
@@ -150,15 +150,17 @@ class NullLedger(Ledger):
 
 
 class DraftLog:
-    """Records each round of a draft rank: the times of its phases, its drafting times and counts.
-    ranks: an object that counts whether the bonus token was the draft's first, second, … candidate
-    (features.ranks.RankCounts), or None. stored_s: the seconds of the last round in which the draft
-    computed tokens that its KV cache lacked."""
+    """Records each round of a draft rank: the times of its phases, and these numbers.
 
-    # t_draft_s: seconds to draft after the acceptance results, NaN if a sequence hit the cache.
-    # t_growth_s: seconds to draft all branches ahead, NaN if the next results came earlier.
-    # num_jit: the number of sequences that missed the cache and got a draft of the draft model.
-    # steps_ready: tokens that a cached draft had when the target's acceptance results hit it.
+    draft_s: seconds to draft after the acceptance results, UNKNOWN if a sequence hit the cache.
+    growth_s: seconds to draft all branches ahead, UNKNOWN if the next results came earlier.
+    num_jit: the number of sequences that missed the cache and got a draft of the draft model.
+    steps_ready: tokens that a cached draft had when the target's acceptance results hit it.
+    stored_s: seconds in which the draft computed tokens that its KV cache lacked. ranks: an object
+    that counts whether the bonus token was the draft's first, second, … candidate
+    (features.ranks.RankCounts), or None.
+    """
+
     COLUMNS = ("round", "t_draft_s", "t_growth_s", "num_jit", "steps_ready")
 
     def __init__(self, *, kept: bool = True, ranks: Any = None) -> None:
@@ -168,46 +170,23 @@ class DraftLog:
         self.ledger: Ledger = DraftLedger() if kept else NullLedger(DraftPhase)
         self.mark = self.ledger.mark
         self.ranks = ranks
+        self.draft_s = UNKNOWN
+        self.growth_s = UNKNOWN
+        self.num_jit = 0
+        self.steps_ready = 0
         self.stored_s = 0.0
         self._rounds: array[float] | None = array("d") if kept else None  # rows of COLUMNS
-        self._growth_start = 0.0
-        self._draft_s = _UNKNOWN
-        self._growth_s = _UNKNOWN
-        self._num_jit = 0
-        self._steps_ready = 0
-
-    def hit(self, steps: int) -> None:
-        """Stores how many tokens the drafts in the speculation cache had when the target's
-        acceptance results were found there."""
-        self._steps_ready = steps
-
-    def missed(self, num_jit: int, stored_s: float) -> None:
-        """Stores two numbers of this round. num_jit: for how many sequences the draft model drafts
-        because they missed the speculation cache. stored_s: seconds in which the draft computed
-        tokens that its KV cache lacked."""
-        self._num_jit = num_jit
-        self.stored_s = stored_s
-
-    def drafted(self, seconds: float | None) -> None:
-        """Stores the seconds of drafting this round's tokens; None if a cache hit supplied some."""
-        self._draft_s = _UNKNOWN if seconds is None else seconds
-
-    def growth_begins(self) -> None:
-        self._growth_start = perf_counter()
-
-    def growth_ends(self) -> None:
-        self._growth_s = perf_counter() - self._growth_start
 
     def close_round(self, round_: int) -> None:
         if self._rounds is not None:
             add = self._rounds.append  # five calls take less time than one extend()
             add(round_)
-            add(self._draft_s)
-            add(self._growth_s)
-            add(self._num_jit)
-            add(self._steps_ready)
-        self._growth_s = _UNKNOWN
-        self._steps_ready = 0
+            add(self.draft_s)
+            add(self.growth_s)
+            add(self.num_jit)
+            add(self.steps_ready)
+        self.growth_s = UNKNOWN
+        self.steps_ready = 0
         self.ledger.close_round(round_, DraftPhase.RECORD)
 
     def table(self, first_round: int, last_round: int) -> NDArray[Any]:

@@ -8,21 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpissd.common.config import RunConfig
-    from mpissd.common.workloads import register
-    from mpissd.engine.in_process import Decoder, generate
-    from mpissd.engine.oracle.workload import Workload
-    from mpissd.engine.round.oracle import DraftOracle, TargetOracle
-
-__all__ = [
-    "Decoder",
-    "DraftOracle",
-    "RunConfig",
-    "TargetOracle",
-    "Workload",
-    "generate",
-    "register",
-]
+    from mpissd.common.config import RunConfig as RunConfig
+    from mpissd.common.workloads import register as register
+    from mpissd.engine.in_process import Decoder as Decoder
+    from mpissd.engine.in_process import generate as generate
+    from mpissd.engine.oracle.workload import Workload as Workload
+    from mpissd.engine.round.oracle import DraftOracle as DraftOracle
+    from mpissd.engine.round.oracle import TargetOracle as TargetOracle
 
 _HOMES = {
     "Decoder": "mpissd.engine.in_process",
@@ -33,6 +25,7 @@ _HOMES = {
     "generate": "mpissd.engine.in_process",
     "register": "mpissd.common.workloads",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

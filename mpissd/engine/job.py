@@ -331,9 +331,8 @@ def _with_fan_outs(job: Job) -> Job:
 
 
 def _fan_out(job: Job, text: str, served: int, hazards: Sequence[float]) -> tuple[int, ...]:
-    """Returns (F_0, …, F_K), where F_k is the number of bonus candidates after k accepted tokens.
-    text: the value of --fan_out. served: the number of drafted tokens that a round verifies.
-    hazards: the acceptance rates of the K tokens, each given that the ones before were accepted."""
+    """Resolves `text`, a value of --fan_out, as resolve_fan_out does. served: the number of drafted
+    tokens that a round verifies. hazards: the acceptance rates of the K tokens."""
     powers = job.hit_law.powers(job.lookahead, served)
     minimum = 1 if job.hit_law.p_hit else 0
     fan_out = resolve_fan_out(text, job.lookahead, hazards, *powers, minimum=minimum)

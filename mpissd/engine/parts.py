@@ -1,5 +1,4 @@
-"""Makes what a job's rounds need: the limits of messages, and a draft's objects for each group of
-target ranks that it serves."""
+"""Makes what a job's rounds need: the limits of messages, and a draft's objects for each group."""
 
 from collections.abc import Sequence
 

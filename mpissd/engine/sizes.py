@@ -71,11 +71,7 @@ class Sizes:
     @cached_property
     def target_shard(self) -> AnyShard:
         """The part of the target model that rank 0 holds."""
-        return self.shard(self.tp)
-
-    def shard(self, tp: int) -> AnyShard:
-        """Returns the part of the target that rank 0 holds if tp ranks share the model."""
-        return shard_of(self.config, self.target, self.target_where, tp)
+        return shard_of(self.config, self.target, self.target_where, self.tp)
 
     @cached_property
     def draft_shard(self) -> AnyShard | None:
@@ -97,11 +93,6 @@ class Sizes:
     def drafts_by_transformer(self) -> bool:
         """Whether the draft is a transformer, and not bare matrix products or a prompt lookup."""
         return self.config.is_transformer and self.draft is not None and self.draft.head is None
-
-    @property
-    def shares_draft(self) -> bool:
-        """Whether several target ranks share the draft."""
-        return self.config.shard_draft and self.tp > 1
 
     @property
     def inline(self) -> bool:
@@ -254,8 +245,7 @@ class Sizes:
 
     @property
     def draft_lanes(self) -> int:
-        """The number of lanes (scratch KV memory of one branch, or of one path of a tree) that a
-        draft has for a target group."""
+        """The number of lanes of a branch, or of a tree's path, that a draft has for a group."""
         if self.layout is not None:
             return self.config.batch_size * self.layout.num_lanes
         if self.masks and not self.fan_out:

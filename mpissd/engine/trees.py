@@ -47,7 +47,7 @@ class TreeBatch(Batch):
                 gap = Gap(slot, last + int(nodes.forks[node]), stop)
                 if not self._moves_itself:
                     moves.append((slot * nodes.num_lanes + int(nodes.lanes[node]), gap))
-                self.fill(slot, stop)
+                self.filled[slot] = stop
         return moves
 
     def trunk(self, num_draft: Ints) -> Places:
@@ -67,7 +67,7 @@ class TreeBatch(Batch):
         lanes = found.lanes[nodes]
         positions = last + found.depths[nodes]
         in_trunk = lanes < 0
-        self.fill(slots[in_trunk], positions[in_trunk] + 1)  # later rows are deeper
+        self.filled[slots[in_trunk]] = positions[in_trunk] + 1  # later rows are deeper
         ids = slots * found.num_lanes + lanes + SPAN * (found.spans[nodes] - 1)
         lanes = np.where(in_trunk, TRUNK, ids)
         return int32_places(slots, positions, lanes, last + found.forks[nodes])

@@ -76,34 +76,6 @@ class Facts:
         column: NDArray[Any] = rows[:, self.rounds["draft_columns"].tolist().index(name)]
         return column
 
-    @property
-    def has_draft(self) -> NDArray[np.bool_]:
-        """For each row of the array `sequences` (one sequence in one round), whether the round came
-        before the loss of a draft rank, bool [n]; all True if none was lost."""
-        round_ = self.array("sequences")[:, 0]
-        lost = self.get("draft_lost_round")
-        return np.full(len(round_), True) if lost is None else round_ < lost
-
-    @property
-    def is_full(self) -> NDArray[np.bool_]:
-        """Whether each round verified K drafted tokens of every sequence of the batch, [rounds]."""
-        rows = self.array("sequences")
-        count = len(self.array("t_target_s"))
-        verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=count)
-        return np.asarray(verified == self["batch_size"] * (self["lookahead"] + 1))
-
-    @property
-    def emitted(self) -> int:
-        """The number of emitted tokens. In a round, a sequence emits k + 1: k accepted drafted
-        tokens and the token that the target adds."""
-        counts = np.asarray(self.row.accept_histogram, np.int64)
-        return int(counts @ np.arange(1, len(counts) + 1))
-
-    @property
-    def explained(self) -> tuple[Floats, Floats]:
-        """(sum of rank 0's timed phases, wall time) of each round in s, as two arrays [rounds]."""
-        return self.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9, self.array("round_s")
-
 
 def _finite(facts: Facts) -> Faults:
     """Yields a fault for each NaN or infinity, except NaN ("not measured") in `draft_rounds`."""
@@ -230,7 +202,10 @@ def _device(facts: Facts) -> Faults:
             f"{host[n] * 1e6:.1f} µs"
         )
     t_target = facts["t_target_s"]
-    walls = ledger[facts.is_full, 1] * 1e-9
+    rows = facts.array("sequences")
+    verified = np.bincount(rows[:, 0], weights=rows[:, 7] + 1, minlength=len(took))
+    is_full = verified == facts["batch_size"] * (facts["lookahead"] + 1)
+    walls = ledger[is_full, 1] * 1e-9
     if len(walls) and t_target > (p50 := float(np.median(walls))) * _AT_MOST + _EVENTS_S:
         yield f"t_target_s is {t_target * 1e6:.1f} µs, p50 of its rounds {p50 * 1e6:.1f} µs"
 
@@ -258,7 +233,8 @@ def _tokens(facts: Facts) -> Faults:
     row = facts.row
     rows = facts.rounds.get("sequences")
     histogram = np.asarray(row.accept_histogram, np.int64)
-    emitted = facts.emitted
+    # In a round, a sequence emits its accepted tokens and the token that the target adds.
+    emitted = int(histogram @ np.arange(1, len(histogram) + 1))
     outcomes = int(histogram.sum())
     if len(histogram) != row.lookahead + 1 or (histogram < 0).any():
         yield f"accept_histogram is {histogram.tolist()}, lookahead is {row.lookahead}"
@@ -289,7 +265,8 @@ def _decisions(facts: Facts) -> Faults:
     rows = facts.array("sequences")
     lookahead = int(row.lookahead)
     round_, _, _, accepted, _, source, hit, drafted = rows.T
-    asked = facts.has_draft
+    lost = facts.get("draft_lost_round")
+    asked = np.full(len(round_), True) if lost is None else round_ < lost
     wanted = facts.get("backup_lookahead")
     is_backup = asked & (source != Source.CACHE)
     is_outside = (accepted < 0) | (accepted > drafted) | (drafted > lookahead)
@@ -314,7 +291,8 @@ def _ledger(facts: Facts) -> Faults:
     """Yields a fault if rank 0's timed phases do not add up to the wall time of the rounds, within
     1%. If the OS preempts the rank between reading the two timers, time moves to a neighbouring
     round; so a round also passes if its sum with a neighbour does."""
-    spent, took = facts.explained
+    spent = facts.array("lead_ledger_ns")[:, 2:].sum(axis=1) * 1e-9
+    took = facts.array("round_s")
     if spent.sum() > took.sum() * _AT_MOST + _CLOCKS_S:
         yield f"lead_ledger_ns adds up to {spent.sum():.6g} s, round_s to {took.sum():.6g} s"
     if (facts.get("round_us.p50") or 0.0) > _REALISTIC_US:

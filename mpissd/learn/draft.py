@@ -58,11 +58,10 @@ DECAY = 0.01  # weight decay of AdamW and of Muon
 
 
 class Losses(NamedTuple):
-    """The losses of a training step, means over rows. tv: total variation. agreement: the share of
-    rows at which draft and target have the same likeliest token. state_error: the relative error of
+    """A training step's losses, means over rows. tv: total variation. agreement: the share of rows
+    at which draft and target have the same likeliest token. state_error: the relative error of
     predicted hidden states (StateDraft). by_depth: tv and agreement at the tokens of the sequence,
-    then at each of the J mask tokens by which a parallel draft drafts several tokens, [2, J + 1].
-    """
+    then at each of the J mask tokens of a parallel draft, [2, J + 1]."""
 
     cross_entropy: Tensor
     tv: Tensor

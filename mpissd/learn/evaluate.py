@@ -6,8 +6,6 @@ draft on hidden states takes a chain of steps after each answered position. A pa
 computes mask tokens there, and chains and trees are made of their distributions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -229,8 +227,7 @@ def chain_rounds(answer: Sequence[Sequence[bool]], lookahead: int) -> list[int]:
 
 
 def _rounds(runs: Sequence[int]) -> list[int]:
-    """Returns the numbers of tokens of the rounds that decode an answer. runs: for each position,
-    how many drafted tokens a round that starts there accepts."""
+    """Returns what chain_rounds does. runs: how many tokens a round accepts, by its position."""
     return [min(k + 1, len(runs) - start) for start, k in rounds(runs)]
 
 

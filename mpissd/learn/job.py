@@ -34,12 +34,13 @@ from mpissd.learn.draft import (
 )
 from mpissd.learn.evaluate import LOOKAHEADS, figures
 from mpissd.learn.llama import angles, blocks_of, compiled, load, trained
-from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank
+from mpissd.learn.sample import ANSWER, USER, Sampler, Samples, blank, only_first
 from mpissd.learn.source import Inputs, Openings, Prompts
 from mpissd.learn.train import ProcessGroup, learn
 
 # Sampling temperatures by who writes, used equally often; at 1 small models write odd prompts.
 WARMTHS = {"user": (0.5, 0.65, 0.8, 0.9), "answer": (1.0, 0.7, 0.0, 0.0)}
+OWN_WARMTH = 0.7  # of the users' messages that the target writes for an evaluation
 SAMPLING = 0.4  # largest share of the command's time for samples
 EVALUATING = 0.2  # largest share of the command's time for a draft's evaluation
 SAVING = 0.05
@@ -193,8 +194,8 @@ class Distillation:
         self.log(f"{self.num_answered:,} answered tokens")
 
     def _answered(self, prompts: Prompts | None, deadline: float) -> Samples:
-        """Returns the target's answers at temperature 0, cut at the deadline. prompts: None for
-        prompts that the target writes itself."""
+        """Returns the target's first answers at temperature 0, cut at the deadline. prompts: None
+        for prompts that the target writes itself, at temperature OWN_WARMTH."""
         config = self.config
         template = self.source.template
         starts: Any = prompts
@@ -204,7 +205,11 @@ class Distillation:
             first = USER
         length = config.length if prompts is None else max(map(len, prompts)) + config.answer
         sampler = Sampler(self.target, self.blocks, self.table, False)
-        return sampler.first_answers(starts, length, template, first, config.answer, deadline)
+        given = blank(starts, length, self.table[0].device)
+        cold = torch.zeros(len(starts), device=given.device)
+        warmth = cold + OWN_WARMTH, cold
+        written = sampler.write(given, template, first, warmth, deadline=deadline)
+        return only_first(written, template.end, config.answer)
 
     def _drafts(self) -> Iterator[Result]:
         """Trains the drafts one after another; yields the Result of each once it is trained."""

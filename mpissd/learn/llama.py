@@ -4,8 +4,6 @@ Functions over plain tensors rather than modules: the same layer serves whole se
 and one position at a time (sampling), and each part can be compiled by itself.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple

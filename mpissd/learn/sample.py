@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from mpissd.learn.llama import Blocks, Llama, Tensor
 from mpissd.learn.source import TemplateParts
 
-OWN_WARMTH = 0.7  # temperature of the users' messages that the target writes
 USER, OPENING, ANSWER, REOPENING = range(4)  # the parts of a conversation, in order
 
 
@@ -108,24 +107,6 @@ class Sampler:
                 tokens = turns.next(at + 1, picked)
                 done = at + 2
         return Samples(turns.tokens, turns.answered, *kept).take((slice(None), slice(done)))
-
-    def first_answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        length: int,
-        template: TemplateParts,
-        first: int,
-        limit: int,
-        deadline: float,
-    ) -> Samples:
-        """Returns conversations that begin with these prompts, answered at temperature 0; only each
-        first answer, of at most `limit` tokens, is marked. first: ANSWER, or USER if the target
-        continues the prompts, at temperature OWN_WARMTH."""
-        given = blank(prompts, length, self.table[0].device)
-        cold = torch.zeros(len(prompts), device=given.device)
-        warm = cold + OWN_WARMTH
-        written = self.write(given, template, first, (warm, cold), deadline=deadline)
-        return only_first(written, template.end, limit)
 
 
 def only_first(samples: Samples, end: int, limit: int) -> Samples:

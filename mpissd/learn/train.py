@@ -4,8 +4,6 @@ The loss is the Kullback-Leibler divergence first; then mostly total variation, 
 decides acceptance: a token is accepted with probability 1 − TV (2211.17192, corollary 3.6).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ ones, which no version was trained on. One in forty versions without a real gain
 (docs/online.md).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import queue

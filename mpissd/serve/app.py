@@ -1,7 +1,5 @@
 """The server's HTTP endpoints: an ASGI application, which starts no process and opens no port."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """The flags of the commands `serve`, `chat` (a client of `serve`) and `replicas`."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

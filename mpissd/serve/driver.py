@@ -1,7 +1,5 @@
 """Runs decoding rounds on the target's rank 0 (the lead) while requests join and leave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from time import monotonic
 

@@ -6,8 +6,6 @@ field is refused, as OpenAI does; vLLM ignores it, and a mistyped name with it. 
 field. `deadline_s`, `mode`, `speculation` and stream_options.include_sources are this server's own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

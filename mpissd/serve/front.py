@@ -5,8 +5,6 @@ connects to the front's local socket in a private folder. Ctrl-C in the terminal
 front.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -211,7 +209,6 @@ async def ended(ranks: asyncio.subprocess.Process) -> int:
 
 def _note(line: str) -> None:
     sys.stderr.write(f"mpissd: serve: {line}\n")
-    sys.stderr.flush()
 
 
 @contextmanager

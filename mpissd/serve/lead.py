@@ -5,8 +5,6 @@ number of requests that the lead has not ended yet. A request counts until the l
 its client has left, so that the lead's memory is bounded too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ front closes the socket, the job ends. A message is a struct; its line has the s
 `op`. Only the front handles text and checks requests; the lead gets token ids.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ passes the lead (the target's first rank) waits for requests, and other ranks wa
 rank spins. A pass without a round ends the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

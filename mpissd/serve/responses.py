@@ -1,8 +1,6 @@
 """/v1/responses of OpenAI's API, without state: a body becomes a chat's, and its answer an object
 with `output` items. A conversation is sent whole each time; nothing is stored."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -12,12 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mpissd.common.errors import ConfigError
+from mpissd.common.real_pairs import MissLaw
 from mpissd.common.theory import expected_tokens, power_law_miss
 from mpissd.engine.law.acceptance import (
     NEVER,
     AcceptanceLaw,
     HitLaw,
-    Power,
     hazards_of_counts,
     named_hit_law,
     resolve_acceptance,
@@ -130,7 +130,7 @@ def drawn(a: float, r: float, count: int, seed: int) -> tuple[np.ndarray, np.nda
     """(ranks, limits) drawn from a hit model, with limits of several sizes."""
     rng = np.random.default_rng([SEED, seed])
     limits = rng.choice([0, 1, 2, 3, 4, 8], count).astype(np.int32)
-    ranks = HitLaw("", None, (Power(a, r),)).ranks(rng.random(count))
+    ranks = HitLaw("", None, (MissLaw(a, r),)).ranks(rng.random(count))
     return np.where(ranks <= limits, ranks, 0), limits
 
 

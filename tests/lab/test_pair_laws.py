@@ -109,7 +109,7 @@ def test_laws_impose_the_acceptance_and_hits_at_the_run_s_own_k(file: Path) -> N
     law = made.hit_law
     for end, fit in ((False, at.rejected), (True, at.complete)):
         for width in (1, 3, 9):
-            miss = min(1, fit.floor + fit.hit_a * width**-fit.hit_r)
+            miss = min(1, fit.floor + fit.A * width**-fit.r)
             assert 1 - law.hit_probability(width, end) == pytest.approx(miss, abs=2e-3)
     assert named_hit_law(law.label) == law  # the row's text names the same model
     fast = next(law for source, law in made.acceptance.items() if source.name == "FAST")

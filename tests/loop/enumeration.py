@@ -197,7 +197,7 @@ class Decoding(RemoteSpeculator):
             if self.case.pushes and ready is not None:
                 self._end.send_branches(ready)
                 self.drafter._pushed = self.drafter.cache
-            self.drafter.close_round(self._previous)
+            self.drafter.log.close_round(self._previous.round)
         super().ask(outcome)
 
     def answer(self, round_: int, count: int) -> Speculation:

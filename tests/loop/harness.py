@@ -357,7 +357,7 @@ class SteppedSpeculator(Speculator):
                 if drafter.growing:
                     drafter.grow_step()
         self.grown.append(log[before:])
-        drafter.close_round(speculation)
+        drafter.log.close_round(speculation.round)
         return speculation
 
     def stop(self, outcome: Outcome) -> None:

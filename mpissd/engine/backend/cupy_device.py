@@ -1,7 +1,5 @@
 """One GPU through CuPy: its identity and memory, kernel launches, and captured programs."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -160,8 +160,7 @@ def forwards_of(entries: Iterable[Mapping[str, Any]]) -> dict[ForwardKey, tuple[
 
 
 def _number(value: Any, *, is_rate: bool = False) -> float:
-    """Returns `value` as a float. Raises ValueError unless it is finite and at least 0 (seconds),
-    or positive if is_rate is set."""
+    """Returns seconds, or a rate above 0, as a float; raises ValueError for another value."""
     if not 0 <= float(value) < math.inf or (is_rate and not float(value)):
         allowed = "rates must be positive" if is_rate else "seconds, at least 0"
         raise ValueError(f"{value!r}: allowed: {allowed}")

@@ -3,8 +3,6 @@
 `SoloGroup` serves a single rank; mpi_group.py implements the interface for several.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -40,8 +38,7 @@ class Group(ABC):
 
 
 class SoloGroup(Group):
-    """The collectives of a single rank, or of emulated ranks: all_reduce and all_gather do
-    nothing."""
+    """The collectives of a single rank, or of emulated ranks, which do nothing."""
 
     name = "solo"
 

@@ -10,8 +10,6 @@ mpi_link.py connects two ranks, `queue_link` two threads of one process, and pee
 another inference engine.
 """
 
-from __future__ import annotations
-
 import queue
 from abc import ABC, abstractmethod
 from collections import deque
@@ -45,8 +43,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def send(self, size: int | None = None) -> None:
-        """Starts to send the first `size` int32 of `message` (None: as many as messages of this
-        kind usually have)."""
+        """Starts to send the first `size` int32 of `message` (None: the usual number)."""
 
     def close(self) -> None:  # noqa: B027
         """Finishes a send that is still in progress."""
@@ -207,8 +204,7 @@ class LeadEnd:
         return rows
 
     def skip_proposals(self, round_: int, count: int) -> None:
-        """Waits for the `count` distributions from which the draft sampled the tokens of round
-        `round_`, and drops them unread."""
+        """Waits for what `proposals` would return, and drops it unread."""
         inbox = self.wait_for_proposals()
         inbox.message.header(round_, count)
         self._release_proposals(inbox, count)
@@ -242,8 +238,7 @@ class LeadEnd:
 
 class DraftEnd:
     """The draft's end of the link to the target's rank 0: it receives outcomes, and sends drafted
-    tokens. waiter: waits for messages with a deadline. outbox, inbox: functions that make the
-    sender and the receiver of one kind of message."""
+    tokens. It is made as a LeadEnd is."""
 
     _branches: Outbox | None = None
 

@@ -15,8 +15,6 @@ by MPI.Abort. Device memory is freed last, because freeing it waits for the devi
 device pointer: a library that cannot read device memory crashes on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
@@ -107,8 +105,7 @@ def open_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) ->
 
 
 def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Waiter) -> Group:
-    """Opens the collectives of the target ranks of `comm`, which have a GPU each. Collective.
-    choice: the value of --all_reduce. Raises ConfigError if the devices cannot do it."""
+    """Opens the collectives of target ranks that have a GPU each, as open_group does."""
     device: Any = backend
     info = backend.info
     has_nccl = False
@@ -134,8 +131,7 @@ def open_device_group(backend: Backend, comm: MPI.Comm, choice: str, waiter: Wai
 
 
 class MpiGroup(Group):
-    """Collectives of host arrays by nonblocking MPI; waits for them have a deadline and can
-    sleep."""
+    """Collectives of host arrays by nonblocking MPI; waits have a deadline and can sleep."""
 
     name = "mpi"
     capturable = False

@@ -5,8 +5,6 @@ The learner, the last rank of MPI's world, is split off before the other ranks o
 collectives of these ranks never wait for it. They do not wait for its messages either.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

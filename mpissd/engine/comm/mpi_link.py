@@ -6,8 +6,6 @@ The receive for the next message is posted as soon as the last message was read,
 is needed, so that MPI can deliver at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
@@ -24,8 +22,7 @@ _VERIFY = int(Doing.VERIFY)
 
 
 class MpiOutbox(Outbox):
-    """Sends a message to the ranks `peers`. Messages of the usual size use persistent requests;
-    others use new requests."""
+    """Sends messages to the ranks `peers`, those of the usual size by persistent requests."""
 
     def __init__(
         self, comm: MPI.Comm, peers: Sequence[int], message: Message, waiter: Waiter
@@ -79,8 +76,7 @@ class MpiInbox(Inbox):
 
 
 def mpi_boxes(comm: MPI.Comm, peer: int, waiter: Waiter) -> tuple[MakeOutbox, MakeInbox]:
-    """Returns functions that make the senders (outboxes) and the receivers (inboxes) of messages to
-    and from rank `peer` of `comm`."""
+    """Returns functions that make outboxes to, and inboxes from, rank `peer` of `comm`."""
     return (
         lambda message: MpiOutbox(comm, [peer], message, waiter),
         lambda message: MpiInbox(comm, peer, message),
@@ -144,8 +140,7 @@ class PlanSender:
 
 
 class PlanReceiver:
-    """Receives plans (what to verify next) from rank 0 of `comm`, the target group's communicator,
-    on another rank of this group."""
+    """Receives plans (what to verify next) from rank 0 of `comm`, on another rank of its group."""
 
     def __init__(self, comm: MPI.Comm, shape: LinkShape, waiter: Waiter) -> None:
         self._waiter = waiter

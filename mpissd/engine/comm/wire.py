@@ -120,9 +120,8 @@ class LinkShape:
         return ReadyBranches.KEY + self.speculation_width
 
     def capacity(self, kind: Kind) -> int:
-        """Returns the size in int32 of this kind's largest body, without tokens that grammars
-        force. An outcome has a row for each of up to `batch` sequences that leave and as many that
-        join."""
+        """Returns the size in int32 of this kind's largest body, without forced tokens. An
+        outcome has a row for each of up to `batch` sequences that leave and as many that join."""
         outcome = 2 * Outcome.WIDTH
         each = {
             Kind.OUTCOME: outcome,
@@ -288,8 +287,7 @@ def read_speculation(message: Message, round_: int, count: int) -> Speculation:
 
 
 def write_branches(message: Message, ready: ReadyBranches, *, stop: bool = False) -> int:
-    """Writes ready branches into the message; stop: whether no more follow. Returns its size in
-    int32."""
+    """Writes ready branches, the last ones if `stop`; returns the message's size in int32."""
     control = Control(ready.levels)
     count = len(ready.rows)
     parts = [ready.rows]
@@ -306,8 +304,7 @@ def read_branches(message: Message) -> tuple[ReadyBranches, bool]:
 
 
 def read_plan(message: Message, round_: int) -> tuple[Outcome, Speculation, bool]:
-    """Returns a copy of the received plan: (outcome of round_ - 1, tokens drafted for round_,
-    whether to stop)."""
+    """Returns (outcome of round_ - 1, tokens drafted for round_, whether to stop), as received."""
     header, shape = message.header(round_ - 1), message.shape
     body, end = message.body(header), header.rows * Outcome.WIDTH
     rows = body[:end].reshape(header.rows, Outcome.WIDTH)
@@ -326,8 +323,7 @@ def write_proposals(message: Message, round_: int, rows: Sequence[NDArray[np.flo
 
 
 def read_proposals(message: Message, round_: int, count: int) -> NDArray[np.float32]:
-    """Returns a copy of the `count` distributions received in round `round_`, float32 [count,
-    V]."""
+    """Returns a copy of the `count` distributions of round `round_`, float32 [count, V]."""
     return message.body(message.header(round_, count), message.shape.vocab).view(np.float32)
 
 

@@ -10,8 +10,6 @@ If several ranks share the target, rank 0's START message tells each of them to 
 round; the round's drafted tokens and the last outcome are sent later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 
 from mpissd.common.errors import ConfigError, FaultError
 from mpissd.common.rounds import Ints, Speculation
-from mpissd.common.trace import DraftPhase
+from mpissd.common.trace import UNKNOWN, DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.job import Job
 from mpissd.engine.law.tree import Shape
@@ -85,8 +83,7 @@ def _can_chain(job: Job, target: TargetWorker, draft: DraftWorker | None) -> boo
 
 
 def device_decides(worker: DraftWorker | TargetWorker, anywhere: bool = False) -> bool:
-    """Returns whether the worker's device can choose tokens without the host. anywhere: True if
-    CPUs count as such devices, too."""
+    """Returns whether a device, if `anywhere` also a CPU, can choose tokens without the host."""
     stepper = worker.stepper
     if not (worker.oracle.chains and isinstance(stepper, Stepper)):
         return False
@@ -147,12 +144,12 @@ class DeviceSpeculator(InlineSpeculator):
         drafter.log.mark(DraftPhase.WAIT)
         sheet = self._forwards.sheet
         is_model = sheet.copying is None
-        drafter.log.drafted(self._forwards.draft_s(speculation.round) if is_model else None)
+        drafter.log.draft_s = self._forwards.draft_s(speculation.round) if is_model else UNKNOWN
         if sheet.dynamic and not sheet.masks:  # the draft may lack the last accepted token
             batch = drafter.batch
-            batch.fill(batch.slots, batch.last() + np.maximum(accepted, 0))
+            batch.filled[batch.slots] = batch.last() + np.maximum(accepted, 0)
         drafter.start_round(speculation)
-        drafter.close_round(speculation)
+        drafter.log.close_round(speculation.round)
 
 
 class DeviceTarget(TargetWorker):
@@ -299,8 +296,7 @@ class DeviceTarget(TargetWorker):
 
     def _state(self, batch: Batch) -> Ints:
         """Returns the input of a round that the host begins, int32 [b, columns]: the KV cache slot,
-        the last token's position, this token, and the earlier tokens that the draft's cache lacks.
-        """
+        the last token's position, this token, and earlier tokens that the draft's cache lacks."""
         state = np.full(self._forwards.sheet.state.shape, NOBODY, np.int64)
         state[:, 0] = batch.slots
         state[:, 1] = batch.last()
@@ -334,8 +330,7 @@ class DeviceTarget(TargetWorker):
 
     def _next_branches(self) -> Branches | None:
         """Returns the drafts of the next round if their tokens are imposed (synthetic or recorded),
-        else None. The oracles, which decide tokens, begin the round here, and again when it begins.
-        """
+        else None. The oracles, which decide tokens, begin the round here, and again later."""
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)
@@ -361,7 +356,7 @@ def _count_stored(batch: Batch, count: int, *, has_leaves: bool) -> None:
     last = batch.last()
     lag = 1 + (len(batch.placement.masks) if batch.placement else 0)
     assert (batch.filled[batch.slots] >= last - lag).all(), "tokens after some that are missing"
-    batch.fill(batch.slots, last + count)
+    batch.filled[batch.slots] = last + count
     if isinstance(batch, TreeBatch):
         batch.leave_moves(has_leaves=has_leaves)
 

@@ -149,4 +149,3 @@ def _serve(job: Job, worker: DraftWorker, client: Connection, key: bytes | None)
 
 def _tell(line: str) -> None:
     sys.stderr.write(f"mpissd: draft: {line}\n")
-    sys.stderr.flush()

@@ -248,9 +248,8 @@ class ByLoad:
             self._means[step] = median(recent)
 
     def at(self, load: int, otherwise: float) -> float:
-        """Returns the mean seconds with `load` sequences. If it is unknown, returns that of the
-        nearest larger known load, in proportion, else of the nearest smaller one, or `otherwise`.
-        """
+        """Returns the mean seconds with `load` sequences. If unknown, returns that of the nearest
+        larger known load, in proportion, else of the nearest smaller one, or `otherwise`."""
         step = load.bit_length()
         means = self._means
         if step in means:

@@ -4,8 +4,6 @@ Rank 0 drafts as if the draft were its own; before each forward it tells the oth
 In rounds that the device decides (device_rounds.py), each rank launches its own part.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpissd.common.wait import Waiter
@@ -25,8 +23,7 @@ class SharedDraft:
             stepper.tell = self.tell
 
     def tell(self, method: str, *args: Any, **options: Any) -> None:
-        """On rank 0, makes the other ranks call a method of their steppers, and waits until the
-        message has left."""
+        """On rank 0, makes the other ranks call a method; returns when the message has left."""
         message = method, args, options
         sent = [self._comm.isend(message, rank) for rank in range(1, self._comm.size)]
         self._waiter.until(lambda: all(one.Test() for one in sent), "the draft's other ranks")

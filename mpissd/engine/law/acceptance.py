@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from mpissd.common.config import WorkloadFlags
 from mpissd.common.errors import ConfigError, unknown
 from mpissd.common.files import read_file
-from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED
+from mpissd.common.real_pairs import ASSUMED, DEFAULT, NAMED, MissLaw
 from mpissd.common.rounds import Ints
 from mpissd.common.theory import accept_probabilities, power_law_miss
 from mpissd.common.workloads import LOOKUPS
@@ -157,15 +157,6 @@ def count_accepted(drafts: Ints, stream: Ints, num_draft: Ints) -> Ints:
     return np.minimum(run, num_draft)
 
 
-class Power(NamedTuple):
-    """The parameters of miss(F) = min(1, floor + A·F^−r), the probability that the bonus token is
-    not among the draft's F likeliest candidates."""
-
-    hit_a: float = ASSUMED[0].A
-    hit_r: float = ASSUMED[0].r
-    floor: float = 0.0
-
-
 @dataclass(frozen=True)
 class HitLaw:
     """A model of cache hits: the distribution of the rank, from 1, that the target's bonus token
@@ -179,7 +170,7 @@ class HitLaw:
 
     label: str
     p_hit: float | None = None
-    by_end: tuple[Power, ...] = (Power(),)
+    by_end: tuple[MissLaw, ...] = ASSUMED[:1]
 
     def __post_init__(self) -> None:
         if self.p_hit is not None:
@@ -271,13 +262,12 @@ def named_hit_law(text: str, lookahead: int = 1) -> HitLaw:
 
 
 def _power_law(*by_end: Sequence[float]) -> HitLaw:
-    """Returns the model in which F candidates miss the bonus token with probability min(1, floor +
-    A·F^{−r}), for one or two triples (A, r, floor). The second triple holds after rounds that
-    accepted all drafted tokens."""
+    """Returns the hit model of one or two triples (A, r, floor); see MissLaw. The second one holds
+    after rounds that accepted all drafted tokens."""
     parts = ["/".join(map(str, numbers)) for numbers in zip(*by_end, strict=True)]
     floors = f",floor={parts[2]}" if any(floor for _, _, floor in by_end) else ""
-    powers = tuple(Power(*numbers) for numbers in by_end)
-    return HitLaw(f"power:A={parts[0]},r={parts[1]}{floors}", None, powers)
+    laws = tuple(MissLaw(*numbers) for numbers in by_end)
+    return HitLaw(f"power:A={parts[0]},r={parts[1]}{floors}", None, laws)
 
 
 def _number(what: str, value: str) -> float:
@@ -307,8 +297,8 @@ class LawsAt:
     lookahead: int
     accepted: tuple[int, ...]
     fast: Mapping[str, tuple[int, ...]]
-    rejected: Power | None
-    complete: Power | None
+    rejected: MissLaw | None
+    complete: MissLaw | None
     levels: tuple[tuple[float, ...], ...] = ()
 
 
@@ -395,7 +385,7 @@ def _laws_at(read: Mapping[str, Any]) -> LawsAt:
     fast = {name: checked(counts) for name, counts in read["fast"].items()}
     fits = [read[end]["fit"] for end in ("rejected", "complete")]
     rejected, complete = (
-        None if fit is None else Power(*(float(fit[name]) for name in ("A", "r", "floor")))
+        None if fit is None else MissLaw(*(float(fit[name]) for name in MissLaw._fields))
         for fit in fits
     )
     counts = np.array(read.get("levels") or np.zeros((0, 2)), np.float64)

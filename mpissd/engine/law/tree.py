@@ -112,8 +112,7 @@ class Shape:
 
     def rates(self, law: NDArray[np.float64]) -> tuple[float, ...]:
         """Returns, for each level, P(a token of the level is accepted, given that one of the level
-        before was). law[d, r]: P(the child of rank r at level d + 1 is the target's token, given
-        that its parent is accepted)."""
+        before was). law: as for `chances`."""
         reached = np.bincount(self.depths, self.chances(law)).tolist()
         return tuple(after / before if before else 0.0 for before, after in pairwise(reached))
 

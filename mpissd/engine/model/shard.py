@@ -42,8 +42,7 @@ class ForwardOptions:
 
 
 class _Costs:
-    """Base class that derives the cost of a forward from the counts (weights, flops, KV bytes) that
-    a subclass gives for one rank."""
+    """Derives the cost of a forward from the counts that a subclass gives for one rank."""
 
     def cost(
         self: Any,
@@ -84,8 +83,7 @@ class _Costs:
         return int(self.shape.num_layers)
 
     def kv_bytes(self: Any, context: int, sequences: int, itemsize: int = 2) -> int:
-        """Returns the bytes on this rank of the keys and values of `sequences` sequences, each of
-        which has `context` tokens."""
+        """Returns the bytes on this rank of the K and V of sequences of `context` tokens each."""
         return int(sequences * context * self.kv_layers * 2 * self.kv_width * itemsize)
 
     def weight_bytes(self: Any, options: ForwardOptions, itemsize: int) -> int:
@@ -145,8 +143,7 @@ class Shard(_Costs):
         return layer * self.shape.num_layers + around
 
     def before_layers(self) -> list[tuple[int, int]]:
-        """Returns a list with the (in, out) size of the product that joins an EAGLE or MTP draft's
-        inputs; empty for other models."""
+        """Returns the (in, out) size of the product, if any, that joins a draft's inputs."""
         return [(self.shape.fused_width, self.shape.hidden)] * (self.shape.fused_width > 0)
 
     def behind_layers(self) -> list[tuple[int, int]]:

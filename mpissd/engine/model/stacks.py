@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,7 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.transformer.cache import PageTable
-
-if TYPE_CHECKING:
-    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
+from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
 Find = Callable[[int, Any, Any], None]  # find(k, ids, values) writes each row's k likeliest tokens
@@ -266,10 +264,9 @@ class GemmWeights:
 
 
 class GemmStack(Stack):
-    """A model of bare matrix products on one rank: weights, buffers, and the forward `body(rows)`.
-    buffers.tokens: a forward's input tokens, int32 [max_rows] on the host. The other buffers are on
-    the device, [max_rows, width], or None if the model has no such part: entry (the joined inputs
-    of an EAGLE or MTP draft), hidden, qkv, middle (after o), gate_up, states (outputs of a draft's
+    """A model of bare matrix products on one rank. The buffers besides the tokens are on the
+    device, [max_rows, width], or None if the model has no such part: entry (the joined inputs of an
+    EAGLE or MTP draft), hidden, qkv, middle (after o), gate_up, states (outputs of a draft's
     heads), logits (of one LM head after another)."""
 
     def __init__(
@@ -320,9 +317,7 @@ class GemmStack(Stack):
         return read // max(1, len(self.weights.layers))
 
     def body(self, rows: int, k: int | None = None) -> Callable[[], None]:
-        """Returns a function that enqueues one forward of `rows` rows. k: candidates read out per
-        row (None: ForwardOptions.top_k). Without an LM head, the candidates are the columns of the
-        largest values in the hidden vector."""
+        """Without an LM head, candidates are the columns of the hidden vector's largest values."""
         k = k or self.options.top_k
         backend = self.backend
         weights = self.weights

@@ -69,12 +69,10 @@ _PRODUCTS = ModelSource()
 
 
 class Stepper(Forwards):
-    """Runs one model's forwards on one rank, asynchronously and one at a time. Programs (such as
-    CUDA graphs) are compiled for some row counts, the *buckets*; a forward is padded to the next
-    one. buckets: the row counts, rising. pages: the page table of the KV cache; None without a
-    cache. draws: samples tokens from the last forward's logits on the device; None if the host
-    samples. current: the program that the next `launch` starts and `wait` waits for. tell: tells
-    other ranks, which share the model, to call the method of this name with these arguments."""
+    """Runs one model's forwards on one rank, asynchronously and one at a time, each padded to the
+    next bucket. buckets: the row counts, rising. pages, draws: those of the Stack. current: the
+    program that the next `launch` starts and `wait` waits for. tell: tells other ranks, which share
+    the model, to call the method of this name with these arguments."""
 
     tell: Callable[..., None] | None = None
 
@@ -218,8 +216,7 @@ class Stepper(Forwards):
         return self.stack.logits(rows)
 
     def reload(self, arrays: Arrays | None) -> Iterator[None]:
-        """Replaces a transformer's weights in place. arrays: new tensors by name; None: those of
-        the model's files. Yields between layers, so that the caller may do other work meanwhile."""
+        """Replaces a transformer's weights in place, as TransformerStack.reload does."""
         assert isinstance(self.stack, TransformerStack), "new weights of a stack of products"
         return self.stack.reload(arrays)
 

@@ -1,12 +1,10 @@
 """The `text` workload: a target and a draft transformer answer prompts by their logits."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from zlib import crc32
 
 import numpy as np
@@ -22,6 +20,7 @@ from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
+from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.oracle.sampled import (
     Case,
@@ -45,9 +44,6 @@ from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
 from mpissd.engine.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 
 class LogitsTarget(SampledTarget):
@@ -109,8 +105,6 @@ class LogitsTarget(SampledTarget):
     def judge(
         self, batch: Batch, speculation: Speculation, proposals: Proposals
     ) -> tuple[Ints, Ints]:
-        """Verifies the drafted tokens of `speculation`, greedily or by rejection sampling. Returns
-        (the number of accepted tokens, the bonus token), int32 [b], of each sequence."""
         if not len(batch):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         results = self._stepper.results()
@@ -120,9 +114,8 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Returns (number of accepted tokens, bonus token) of a greedy sequence, without reading
-        logits. Returns None if the sequence is sampled, or its logits are adjusted or masked.
-        start: the row of the forward that read the sequence's last token."""
+        """Decides a greedy sequence whose logits are neither adjusted nor masked, without reading
+        them."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None
@@ -143,8 +136,6 @@ class LogitsTarget(SampledTarget):
         return [next(verdicts) if is_on else self._judge_one(case) for case, is_on in pairs]
 
     def logprobs(self, batch: Batch, accepted: Ints, bonus: Ints) -> Mapping[int, list[Logprob]]:
-        """Returns, by batch row, the log-probabilities of the emitted tokens under softmax(logits)
-        of the target, without temperature and top_p."""
         logprobs = dict[int, list[Logprob]]()
         start = 0
         for row, sequence in enumerate(batch.sequences):
@@ -194,8 +185,7 @@ class LogitsTarget(SampledTarget):
 
     def _masked(self, sequence: LiveSequence, start: int, node: int) -> Logits:
         """Returns the target's logits [V] after node `node` of the draft (0: the last committed
-        token), with −inf for tokens that the grammar forbids. start: the row of the forward that
-        read the last committed token."""
+        token), with −inf for tokens that the grammar forbids. start: the row of node 0."""
         logits = self.logits_of(start + node)
         check_finite(logits, "target")
         grammar = self._grammars.of(sequence)
@@ -577,20 +567,16 @@ class TextWorkload(Workload):
             grammars=GrammarStates(lambda: self.grammars, forces=self.forces),
         )
 
-    def request(self, request_id: int, tokens: Sequence[int]) -> Request:
-        """Returns the request that continues the prompt `tokens`, sampled as the flags say."""
-        config = self.job.config
-        settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
-        return Request(request_id, tokens[-1], 0, tuple(tokens), settings)
-
     def requests(self, first_id: int, count: int) -> list[Request]:
         """Returns the requests with the `count` ids from first_id on. Ids beyond the number of
         prompts get the beginning of a prompt, which is decoded only for warm-up."""
+        config = self.job.config
+        settings = Sampling(config.temperature, config.top_p, grammar=self.grammar)
         size = len(self.prompts)
         requests = []
         for n in range(first_id, first_id + count):
-            tokens = self.prompts[n % size].tokens
-            requests.append(self.request(n, tokens if n < size else tokens[:WARM_TOKENS]))
+            tokens = tuple(self.prompts[n % size].tokens[: None if n < size else WARM_TOKENS])
+            requests.append(Request(n, tokens[-1], 0, tokens, settings))
         return requests
 
     def tabulated(self, group: int = 0) -> list[Request]:

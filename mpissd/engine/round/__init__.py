@@ -14,7 +14,7 @@ these interfaces extend it:
 
 - A TargetOracle or DraftOracle decides tokens. A law.lookup.Lookup drafts without a model.
 - A Speculator obtains the drafted tokens (features.device_rounds, features.draft_loss), and
-  `Placement.batches` stores them in the KV cache (features.trees).
+  `Placement.batches` stores them in the KV cache (engine.trees).
 - A worker launches forwards (features.device_rounds, features.joined_growth), and Forwards compute
   them (features.pool).
 - A RoundObserver reads each judged round and works while the target verifies (features.learning,

@@ -6,9 +6,8 @@ token); or, after a cache miss, it continues the committed tokens. Each forward 
 adds one level to all branches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +41,7 @@ class BranchPlaces(NamedTuple):
         return bool(len(self.lanes)) and self.lanes[0] == TRUNK
 
 
+@dataclass(eq=False)
 class Branches:
     """n branches (drafts of sequences) that grow together; row i of every array is branch i.
 
@@ -58,31 +58,21 @@ class Branches:
     their nodes, int32 [n, N] each.
     """
 
+    rows: Index
+    nodes: Ints
+    ranks: Ints
+    first: Ints
+    tokens: Ints
+    _: KW_ONLY
+    shape: Shape = CHAIN
+    places: BranchPlaces | None = None
+    states: list[Any] | None = None
     trees: tuple[Ints, Ints] | None = None
 
-    def __init__(
-        self,
-        rows: Index,
-        nodes: Ints,
-        ranks: Ints,
-        first: Ints,
-        tokens: Ints,
-        *,
-        shape: Shape = CHAIN,
-        places: BranchPlaces | None = None,
-        states: list[Any] | None = None,
-    ) -> None:
-        self.rows = rows
-        self.nodes = nodes
-        self.ranks = ranks
-        self.first = first
-        self.tokens = tokens
-        self.shape = shape
-        self.places = places
-        self.states = states
+    def __post_init__(self) -> None:
         self.steps = 0
-        self.q = None if states is None else np.ones(tokens.shape)
-        self.drawn_from: list[list[Distribution | None]] = [[] for _ in states or ()]
+        self.q = None if self.states is None else np.ones(self.tokens.shape)
+        self.drawn_from: list[list[Distribution | None]] = [[] for _ in self.states or ()]
 
     def __len__(self) -> int:
         return len(self.first)
@@ -96,17 +86,12 @@ class Branches:
         column = self.shape.reads[self.steps]
         return self.tokens[:, column] if type(column) is int else self.tokens[:, column].reshape(-1)
 
-    def begin(self, first: Ints) -> None:
-        """Sets the token that each branch continues, int32 [n], once the GPU has chosen it."""
-        self.first = first
-
     def advance(self, levels: int = 1) -> None:
         """Counts `levels` more levels as drafted; the attribute `tokens` already holds them."""
         self.steps += levels
 
     def append(self, level: Ints) -> None:
-        """Appends one greedy token to each of n branches that are chains. level: the tokens, int32
-        [n]."""
+        """Appends one greedy token to each of n chains. level: the tokens, int32 [n]."""
         self.tokens[:, self.steps] = level
         self.steps += 1
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.errors import DivergedError, ProtocolError
 from mpissd.common.rounds import Control, Outcome, ReadyBranches, Source, Speculation
-from mpissd.common.trace import DraftLog, DraftPhase
+from mpissd.common.trace import UNKNOWN, DraftLog, DraftPhase
 from mpissd.common.wait import Waiter
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.law.fanout import FanOuts
@@ -51,7 +51,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
             return
         # Answers by the branch grown for the outcome (a hit), or after a miss by a new draft.
         answer = drafter.answer(outcome)
-        if drafter.is_asked:
+        if drafter.levels:  # With K = 0 the target waits for no drafted tokens.
             if outcome.taken is None:
                 link.send_speculation(answer)
             if rows := proposals(answer):
@@ -60,7 +60,7 @@ def serve(link: DraftEnd, drafter: Drafter, refresh: Callable[[], bool] | None =
         # While the target verifies the answer, drafts ahead for its possible outcomes.
         drafter.start_round(answer)
         drafter.grow(answer, link.outcome_arrived, link.send_branches if link.pushes else None)
-        drafter.close_round(answer)
+        log.close_round(answer.round)
         while refresh is not None and refresh() and not link.outcome_arrived():
             continue
 
@@ -135,6 +135,7 @@ class Drafter:
         self.version = 0
         self.divergence: str | None = None
         self._control = Control()  # limits of the coming round, set by the target's rank 0
+        self._growth_start = 0.0  # time.perf_counter() when the branches began to grow
         self._due = 0  # how many tokens of prompts the target has stored and the draft has not
 
     @property
@@ -143,11 +144,6 @@ class Drafter:
         if the target's rank 0 has limited this round."""
         limit = self._control.lookahead
         return self.policy.lookahead if limit is None else min(limit, self.policy.lookahead)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the target waits for drafted tokens. It does not if it has set K = 0."""
-        return self.levels > 0
 
     # ── answer ──
 
@@ -212,10 +208,12 @@ class Drafter:
         a hit, backup_lookahead after a miss. Hits and misses share forwards. found: by batch row,
         the index of the branch that was hit, or None (a miss)."""
         parts = list[AnswerPart]()
-        self.log.missed(0, 0.0)
+        log = self.log
+        log.num_jit = 0
+        log.stored_s = 0.0
         if self.levels:
             if (hits := self.cache.keep(found)) is not None:
-                self.log.hit(hits.steps)
+                log.steps_ready = hits.steps
                 parts.append(AnswerPart(hits, Source.CACHE, self.levels))
             sequences = self.batch.sequences
             if misses := [
@@ -230,8 +228,7 @@ class Drafter:
             if self.divergence is not None:
                 for part in parts:
                     part.branches.pad(part.levels)
-        seconds = perf_counter() - start
-        self.log.drafted(seconds if self._is_whole_draft(parts) else None)
+        log.draft_s = perf_counter() - start if self._is_whole_draft(parts) else UNKNOWN
         return parts
 
     def _is_whole_draft(self, parts: Sequence[AnswerPart]) -> bool:
@@ -242,8 +239,7 @@ class Drafter:
 
     def restarted(self, rows: Sequence[int]) -> AnswerPart:
         """Returns new branches for batch rows `rows`, whose outcomes missed the speculation cache.
-        They have their tokens already if the fast backup drafts, and none if the draft model
-        drafts."""
+        They have their tokens already if the fast backup drafts, else none."""
         policy = self.policy
         levels = min(policy.backup_lookahead, self.levels)
         if policy.backup == Source.JIT:
@@ -254,7 +250,8 @@ class Drafter:
             room = self.worker.stepper.most_rows - a_step if forced else 0
             spare = max(1 + masks, room // len(rows))  # lacking tokens that the step itself stores
             stored = self._catch_up(rows, spare)
-            self.log.missed(len(rows), perf_counter() - start if stored else 0.0)
+            self.log.num_jit = len(rows)
+            self.log.stored_s = perf_counter() - start if stored else 0.0
         branches = self.worker.oracle.restart(self.batch, rows, policy.backup)
         if policy.backup == Source.FAST:  # these tokens cost no draft step
             branches.advance(levels)
@@ -362,7 +359,7 @@ class Drafter:
         trunk_rows = len(rows) * (ends[policy.lookahead] + 1)
         if not self.batch.forced or self.worker.is_short(self.batch, trunk_rows):
             self._catch_up(rows)  # else the scoring forward itself stores lacking tokens
-        self.log.growth_begins()
+        self._growth_start = perf_counter()
         self.worker.launch_scoring(self.batch, speculation, fan_outs, self.levels)
         self.worker.wait(self.waiter)
         self.log.mark(DraftPhase.GLUE)
@@ -384,7 +381,7 @@ class Drafter:
         if self.divergence is not None:
             self.cache.clear()
         if not self.growing:
-            self.log.growth_ends()
+            self.log.growth_s = perf_counter() - self._growth_start
         self.log.mark(DraftPhase.GROW)
 
     def _ready(self, round_: int) -> ReadyBranches | None:
@@ -417,10 +414,6 @@ class Drafter:
             if self.worker.store_opened(self.batch, rows, self.waiter):
                 self.log.mark(DraftPhase.PREFILL)
 
-    def close_round(self, speculation: Speculation) -> None:
-        """Ends the draft's round and records its times. speculation: the round's drafted tokens."""
-        self.log.close_round(speculation.round)
-
     def leave(self) -> None:
         """Frees the KV caches of all sequences when the loop ends."""
         self._settle()
@@ -429,8 +422,7 @@ class Drafter:
     # ── forwards ──
 
     def _catch_up(self, rows: Sequence[int], spare: int = 0) -> int:
-        """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns how many tokens were stored."""
+        """Stores committed tokens as DraftWorker.catch_up does, and returns their number."""
         if stored := self.worker.catch_up(self.batch, rows, self.waiter, spare):
             self.log.mark(DraftPhase.PREFILL)
         return stored

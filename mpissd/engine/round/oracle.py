@@ -7,8 +7,6 @@ The oracles of all ranks see equal sequences, because every rank applies the sam
 verifications, so that they decide alike.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar

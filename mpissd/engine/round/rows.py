@@ -7,8 +7,6 @@ loops of the rounds use a model only through a worker, which sends no messages. 
 decides tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -69,8 +67,7 @@ class Worker(Generic[AnyOracle]):
 
     def enter(self, batch: Batch, change: Change) -> None:
         """Begins a round: frees the KV caches of sequences that left, and lets new sequences share
-        pages in which other sequences have stored the same tokens. change: the sequences that left
-        or joined with the last outcome."""
+        pages in which other sequences have stored the same tokens. change: made by the outcome."""
         if self.adopted:
             self.adopted = {}
         for lane, gap in change.moves:
@@ -88,7 +85,7 @@ class Worker(Generic[AnyOracle]):
                     for sequence in change.placed
                 }
                 for sequence in change.placed:
-                    batch.fill(sequence.slot, self.adopted[sequence.request.request_id])
+                    batch.filled[sequence.slot] = self.adopted[sequence.request.request_id]
         self.oracle.begin_round(batch, change.started)
 
     def leave(self, batch: Batch) -> None:
@@ -114,8 +111,7 @@ class Worker(Generic[AnyOracle]):
 
     def catch_up(self, batch: Batch, rows: Sequence[int], waiter: Waiter, spare: int = 0) -> int:
         """Stores K and V of the committed tokens that the KV cache lacks, for each batch row of
-        `rows` that lacks more than `spare`. Returns the number of stored tokens. Called by all of a
-        model's ranks."""
+        `rows` that lacks more than `spare`. Returns their number. Collective."""
         lag = 0 if self.placement is None else self.placement.lag
         return self._store(batch, batch.gaps(rows, max(spare, lag)), waiter)
 
@@ -305,5 +301,5 @@ class DraftWorker(Worker[DraftOracle]):
     def forget(self, batch: Batch) -> None:
         """Marks the K and V of all tokens as invalid, because the weights have changed. Committed
         tokens are computed again before the next forward that attends to them."""
-        batch.fill(slice(None), 0)
+        batch.filled[:] = 0
         self.oracle.forget()

@@ -10,8 +10,6 @@ emitted. The tokens stay the same at temperature 0, because forwards are batch-i
 bit.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -127,25 +125,6 @@ class Task:
         self.rejected += is_judged and accepted < drafted
         self.hits += hit
 
-    def emit(self, tokens: Sequence[int], forced: int) -> None:
-        """Appends a round's tokens to the answer. A grammar forced the last `forced` of them."""
-        self.tokens += tokens
-        self.forced += forced
-
-    def preempt(self) -> None:
-        """Counts a preemption: the sequence has lost its KV pages and will be computed again."""
-        self.epoch += 1
-
-    def reuse(self, count: int) -> None:
-        """Records that other sequences had stored `count` tokens of the prompt in the KV cache,
-        except after a preemption, when these may be the request's own."""
-        if not self.epoch:
-            self.cached = count
-
-    def limit(self, most: int) -> None:
-        """Lets the request emit at most `most` tokens."""
-        self.max_tokens = min(self.max_tokens, most)
-
     def admitted(self) -> Request:
         """Returns the request as it is passed to the loop. After a preemption its prompt is
         followed by the tokens that it had emitted, which are computed again as a prompt."""
@@ -232,7 +211,7 @@ class Scheduler:
             )
         if task.max_tokens < 1:
             raise ConfigError(f"max_tokens={task.max_tokens}: allowed: 1 or more")
-        task.limit(room.context - count)
+        task.max_tokens = min(task.max_tokens, room.context - count)
         if room.pages_of(count + task.max_tokens) > room.pages:
             most = room.pages * room.page - room.ahead
             raise ConfigError(
@@ -279,7 +258,7 @@ class Scheduler:
             last = max(self._running.values(), key=_ORDER)
             del self._running[last.request_id]
             self._leaving.append(last.request_id)
-            last.preempt()
+            last.epoch += 1
             insort(self._waiting, last, key=_ORDER)
             self.num_preempted += 1
         if self.num_preempted == before:
@@ -300,8 +279,9 @@ class Scheduler:
         """Adds a round's result to the requests that ran in it, and returns what each emitted."""
         self.num_rounds += 1
         for request_id, count in result.adopted.items():
-            if (task := self._running.get(request_id)) is not None:
-                task.reuse(count)
+            task = self._running.get(request_id)
+            if task is not None and not task.epoch:  # after a preemption they may be its own
+                task.cached = count
         speculation = result.speculation
         rows = zip(result.outcome.rows.tolist(), speculation.rows.tolist(), strict=True)
         emitted = list[Emitted]()
@@ -325,7 +305,8 @@ class Scheduler:
                 kept = left
                 reason = "length"
             tokens = tokens[:kept]
-            task.emit(tokens, max(0, len(tokens) - accepted - 1))
+            task.tokens += tokens
+            task.forced += max(0, len(tokens) - accepted - 1)
             if reason is not None:
                 del self._running[request_id]
                 self._leaving.append(request_id)

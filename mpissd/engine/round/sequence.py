@@ -111,13 +111,8 @@ class LiveSequence:
         return self.request.sampling.prompt_logprobs is not None
 
     def path(self, columns: Sequence[int]) -> list[int]:
-        """Returns the tokens under verification with the indices `columns`, a path of the chain or
-        tree."""
+        """Returns the tokens under verification at `columns`, a path of the chain or tree."""
         return [self.served[column] for column in columns]
-
-    def serve(self, tokens: list[int]) -> None:
-        """Sets the drafted tokens that the target verifies now."""
-        self.served = tokens
 
     def commit(self, columns: Sequence[int], bonus: int) -> None:
         """Appends the accepted tokens (the drafted ones at `columns`) and the bonus token."""
@@ -243,16 +238,14 @@ class Batch:
         return change._replace(moves=moves) if moves else change
 
     def _commit(self, sequences: Sequence[LiveSequence], rows: Ints) -> None:
-        """Appends the accepted and bonus tokens in the outcome's `rows`, if this batch keeps
-        tokens."""
+        """Appends the accepted and bonus tokens in an outcome's `rows`, if tokens are kept."""
         if self._prompt is not None:
             paths = self.shape.paths
             for sequence, row in zip(sequences, rows.tolist(), strict=True):
                 sequence.commit(paths[row[3]], row[4])
 
     def _force(self, outcome: Outcome) -> None:
-        """Appends the tokens that grammars forced after bonus tokens. The outcome lists each in a
-        row."""
+        """Appends the tokens, one a row of the outcome, that grammars forced after bonus tokens."""
         names = self.identity[:, :2].tolist()
         for request_id, epoch, event, _, token in outcome.rows.tolist():
             if event == Event.FORCED:
@@ -266,8 +259,7 @@ class Batch:
 
     def _moves(self, outcome: Outcome) -> Sequence[tuple[int, Gap]]:
         """Returns the copies from scratch memory to slots that the accepted paths of draft trees
-        need, and counts the copied tokens as stored. This class drafts chains, which need no copy.
-        """
+        need, and counts the copied tokens as stored. This class drafts chains, which need none."""
         return ()
 
     def _apply_changes(self, outcome: Outcome) -> Change:
@@ -356,12 +348,11 @@ class Batch:
             return
         served = zip(speculation.tokens.tolist(), speculation.num_draft.tolist(), strict=True)
         for sequence, (tokens, count) in zip(self.sequences, served, strict=True):
-            sequence.serve(tokens[:count])
+            sequence.served = tokens[:count]
 
     def committed(self, gap: Gap) -> Ints:
         """Returns the committed tokens at the positions of `gap`, int32. Returns zeros if the
-        sequence has no prompt or if this batch keeps no tokens: no decision depends on tokens then.
-        """
+        sequence has no prompt or this batch keeps no tokens: nothing depends on them then."""
         sequence = self._by_slot[gap.slot]
         if not sequence.tokens or not sequence.request.prompt:
             return np.zeros(gap.size, np.int32)
@@ -419,10 +410,6 @@ class Batch:
             self.filled[gap.slot] = gap.stop
         return places_of(gaps)
 
-    def fill(self, slots: Index | int | slice, stored: Index | int) -> None:
-        """Sets how many positions of the KV cache slots `slots` count as stored and valid."""
-        self.filled[slots] = stored
-
     def trunk(self, num_draft: Ints) -> Places:
         """Returns where the forward that verifies (or, on the draft, scores) drafted tokens stores
         its rows in the KV cache, and counts them as stored. The rows are each sequence's last token
@@ -445,9 +432,8 @@ class Batch:
         return trunk_places(slots, positions)
 
     def _trunk_of_one(self, count: int) -> Places:
-        """Returns what `trunk` returns, for a batch of one sequence and `count` rows. A separate
-        method, because every round waits for this, and it takes a third of the general case's time.
-        """
+        """Returns what `trunk` returns, for a batch of one sequence and `count` rows, in a third of
+        the time, for which every round waits."""
         assert self.placement is not None, "a trunk without a cache"
         slot = int(self.slots[0])
         later = int(self.lengths[0]) - 1

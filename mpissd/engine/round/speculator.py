@@ -5,8 +5,6 @@ A round passes its speculator the outcome of the last round (the number of accep
 bonus token of each sequence), and then receives the answer: the drafted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -100,7 +98,7 @@ class InlineSpeculator(Speculator):
         self._answer = drafter.answer(self._outcome)
         self.stored_s = drafter.log.stored_s
         drafter.start_round(self._answer)
-        drafter.close_round(self._answer)
+        drafter.log.close_round(self._answer.round)
         return self._answer
 
     def proposal(self, row: int, index: int) -> NDArray[np.float32]:

@@ -6,8 +6,6 @@ forwards on the other target ranks. AR, SD and SSD differ only in the Speculator
 drafted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -98,8 +96,7 @@ class TargetLoop:
     ) -> None:
         """Opens an empty batch. worker: runs the target's forwards. speculator: gets drafted
         tokens. publish: sends each round to the other target ranks (None: there are none).
-        capacity: the most sequences that are live at once. waiter: waits with a deadline. ledger:
-        times phases."""
+        capacity: the most live sequences. waiter: waits with a deadline. ledger: times phases."""
         self.batch = worker.open_batch(capacity)
         self.round = 0
         self.prefill_s = 0.0
@@ -119,8 +116,7 @@ class TargetLoop:
 
     def step(self) -> RoundResult:
         """Runs the next round r, and returns what it decided: sends outcome r−1 (accepted and bonus
-        tokens) to the draft, receives the drafted tokens of round r, verifies them, and decides
-        outcome r."""
+        tokens) to the draft, receives the drafted tokens of round r, and verifies them."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator
@@ -194,8 +190,7 @@ class TargetLoop:
         return speculation if self._speculator.confirm(speculation) else speculation.lost()
 
     def _outcome(self) -> Outcome:
-        """Returns the last round's outcome: accepted and bonus tokens, and sequences that join or
-        leave."""
+        """Returns the last round's outcome, with the sequences that join or leave."""
         joining = self._joining
         if not (joining or self._new or self._leaving or any(self._forced.values())):
             return Outcome(self.round - 1, self._decided, control=self.control)
@@ -275,8 +270,7 @@ class TargetLoop:
 
     def tell(self) -> None:
         """Passes the accepted and bonus tokens of the last round to the observers, once. Each step
-        calls this before its forward overwrites the logits; the loop's caller does so after the
-        last step."""
+        calls this before its forward overwrites the logits; the caller does after the last."""
         judged = self._unobserved
         self._unobserved = None
         if judged is not None:

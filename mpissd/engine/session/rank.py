@@ -53,7 +53,7 @@ class Rank:
         self.drafts = [] if draft is None else draft_workers(job, draft)
         self.device_rounds = chained_forwards(job, self.target, self.draft, topology.group.bcast)
         self._shared: SharedDraft | None = None
-        if draft is not None and job.shares_draft:
+        if draft is not None and job.config.shard_draft and job.tp > 1:
             self._shared = SharedDraft(topology.group.Dup(), draft, waiter)
             self.drafts = self.drafts if topology.leads_group else []
         self._draft_waiters = group_waiters(job, waiter) if self.drafts else []

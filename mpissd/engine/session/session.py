@@ -249,8 +249,7 @@ class Session:
         return self.job.workload
 
     def target_worker(self, stepper: Stepper) -> TargetWorker:
-        """Returns the worker that runs verifications on this rank. stepper: runs the forwards of
-        this rank's part of the target."""
+        """Returns the worker of verifications. stepper: runs this rank's part of the target."""
 
         def open_gather() -> LogitsGather:
             comm = self.topology.group.Dup()
@@ -306,9 +305,8 @@ class Machine:
             self.parts[count] = part_of(self.topology, count)
 
     def resolve(self, config: RunConfig, serving: Serving | None = None) -> Job:
-        """Resolves a configuration to a job. The smallest memory of any target rank, and of any
-        draft rank, limits it, so that all ranks get the same job. serving: a server's settings
-        (None: no server). Raises ConfigError if the job is impossible."""
+        """Resolves a configuration to a job, as job.resolve does. The smallest memory of any target
+        rank, and of any draft rank, limits it, so that all ranks get the same job."""
         target, draft = self.memory
         return resolve(
             config,
@@ -505,4 +503,3 @@ def tell_doubt(job: Job) -> None:
 @cache
 def _tell(line: str) -> None:
     sys.stderr.write(f"mpissd: {line}\n")
-    sys.stderr.flush()

@@ -35,8 +35,6 @@ from mpissd.engine.comm.topology import agreed
 from mpissd.engine.features.pool import GroupForwards
 from mpissd.engine.job import Job
 from mpissd.engine.law.acceptance import AcceptanceLaw
-from mpissd.engine.model.forwards import Places
-from mpissd.engine.model.shard import ForwardOptions
 from mpissd.engine.model.stepper import Stepper
 from mpissd.engine.round.sequence import trunk_places
 from mpissd.engine.round.target import TargetLoop
@@ -153,24 +151,19 @@ def forwards(
     is requested. Its inputs are uploaded each time, because other forwards may run in between.
     sequences: batch size. lists: whether it also selects the top k tokens of each row."""
     tokens = np.arange(rows, dtype=np.int32) % stepper.shard.shape.vocab_size
-    places = _timed_places(rows, sequences, stepper.options)
+    places = None
+    options = stepper.options
+    if options.capacity:  # The rows come after the configured context.
+        # Consecutive rows belong to one sequence, as in a verification: they read the same K and V.
+        number = np.arange(rows)
+        slots = number * min(sequences, rows) // rows
+        later = number - np.searchsorted(slots, slots)
+        places = trunk_places(slots, np.minimum(options.context + later, options.capacity - 1))
     while True:
         stepper.upload(rows, tokens, places, lists=lists)
         stepper.launch()
         stepper.wait(waiter)
         yield stepper.elapsed_s()
-
-
-def _timed_places(rows: int, sequences: int, options: ForwardOptions) -> Places | None:
-    """Returns KV cache positions for the `rows` rows of a timed forward, after the configured
-    context; None if the model has no cache. Consecutive rows belong to one sequence, as in a
-    verification, so that they read the same keys and values. sequences: batch size."""
-    if not options.capacity:
-        return None
-    number = np.arange(rows)
-    slots = number * min(sequences, rows) // rows
-    later = number - np.searchsorted(slots, slots)
-    return trunk_places(slots, np.minimum(options.context + later, options.capacity - 1))
 
 
 def _time(stepper: Stepper, rows: int, session: Session, *, lists: bool, is_brief: bool) -> float:
@@ -360,11 +353,10 @@ def _all_reduce_s(session: Session, stepper: Stepper) -> float | None:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The timed phases of n warm-up rounds, on rank 0 or on a draft rank. ledger: int64 [n, 2 +
-    phases]: number of the round, its duration in ns, and ns of each phase. On rank 0: num_rows [n],
-    rows of each verification; accepted [n], tokens accepted in the round before. On a draft:
-    rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median seconds of a step that
-    grows branches (None: no branch grew)."""
+    """The timed phases of n warm-up rounds, on rank 0 or on a draft rank. ledger: see Ledger.table.
+    On rank 0: num_rows [n], rows of each verification; accepted [n], tokens accepted in the round
+    before. On a draft: rounds, a table with the columns DraftLog.COLUMNS; grow_s, the median
+    seconds of a step that grows branches (None: no branch grew)."""
 
     ledger: NDArray[np.int64]
     num_rows: NDArray[np.int64] | None = None

@@ -44,8 +44,7 @@ _FEWEST_WARM = 8  # With fewer warm-up rounds than this, the row has no predicti
 @dataclass(frozen=True)
 class LeadReport:
     """What the first rank of a target group (the ranks that share one target model) reports on the
-    measured rounds, whose numbers are first_round … last_round − 1. ledger: int64 [rounds, 2 +
-    phases]: number of the round, its duration in ns, and ns of each phase."""
+    measured rounds, whose numbers are first_round … last_round − 1. ledger: see Ledger.table."""
 
     records: RoundRecords
     first_round: int
@@ -66,8 +65,7 @@ class LeadReport:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What a draft rank reports on the measured rounds. ledger: int64 [rounds, 2 + phases]: number
-    of the round, its duration in ns, and ns of each phase."""
+    """What a draft rank reports on the measured rounds. ledger: see Ledger.table."""
 
     rounds: NDArray[Any]  # table with a line for each round and the columns DraftLog.COLUMNS
     ledger: NDArray[np.int64]

@@ -135,9 +135,9 @@ def measure(
 
 
 def _passes(rank: Rank, sweep: dict[str, Any] | None, *, is_brief: bool) -> Row | None:
-    """Times the forwards, decodes warm-up and measured rounds, and writes the result row; returns
-    the row on rank 0, None elsewhere. All ranks must call this. Raises GateError on every rank if
-    the row contradicts itself, and UnwrittenError if it cannot be written."""
+    """Times the forwards, decodes warm-up and measured rounds, and writes the result row, as
+    `measure` does. Raises GateError on every rank if the row contradicts itself, and UnwrittenError
+    if it cannot be written."""
     session = rank.session
     topology = session.topology
     config = session.job.config

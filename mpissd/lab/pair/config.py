@@ -49,8 +49,7 @@ class PairConfig(Checked):
         return self.lookahead or (_RECORDED if self.sources is None else _PRINTED)
 
     def check(self) -> None:
-        """Raises ConfigError unless the flags name either a pair and prompts to record, or
-        recordings (sources) to evaluate."""
+        """Raises ConfigError unless the flags name a pair and prompts, or recordings (sources)."""
         super().check()
         run = self.run
         named = (run.target is not None) + (run.draft is not None)

@@ -69,13 +69,12 @@ class Ranks(NamedTuple):
 class Outcomes(NamedTuple):
     """Counts of the rounds in one recording or row with K drafted tokens. accepted: int64
     [sequences, K + 1], how many rounds of a sequence accepted 0 … K tokens. ranks: how high the
-    draft ranked the bonus token after a rejection, and after K accepted tokens ((): unknown).
-    fast: {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind
-    PARALLEL is a draft model that drafts all K tokens in one forward, and DYNAMIC + "N", only at
-    the recorded K, its tree of N nodes that changes shape each round. levels: for that model, int64
-    [sequences, K, R + 1], the rank of the target's token at each of the K positions among R
-    candidates, or beyond them; counted where all tokens before it are among the candidates.
-    """
+    draft ranked the bonus token after a rejection, and after K accepted tokens ((): unknown). fast:
+    {kind of lookup: the same table as `accepted` if only that lookup drafts}; the kind PARALLEL is
+    a draft model that drafts all K tokens in one forward, and DYNAMIC + "N", only at the recorded
+    K, its tree of N nodes that changes shape each round. levels: for that model, int64 [sequences,
+    K, R + 1], the rank of the target's token at each of the K positions among R candidates, or
+    beyond them, where all tokens before it are candidates."""
 
     accepted: Array
     ranks: tuple[Ranks, ...]
@@ -324,9 +323,8 @@ def _laws(lookahead: int, outcomes: Sequence[Outcomes]) -> dict[str, Any]:
 
 def _hits(tables: Sequence[Ranks]) -> dict[str, Any]:
     """Returns, as JSON, how often the bonus token had each rank among the draft's candidates, the
-    measured and the fitted miss rate by number F of candidates, and the fitted parameters of
-    miss(F) = floor + A·F^−r. Tables with different numbers of candidates are cut to the smallest.
-    """
+    measured and the fitted miss rate by number F of candidates, and the parameters of miss(F) =
+    floor + A·F^−r. Tables with different numbers of candidates are cut to the smallest."""
     if not tables:
         return {"outcomes": 0, "fit": None}
     limit = min(table.counts.shape[1] for table in tables) - 2

@@ -126,8 +126,7 @@ def make(config: PairConfig) -> Recording:
 
 
 class Model:
-    """A whole model on one device, with a KV cache, for recording. A progress bar on stderr counts
-    the tokens in its forwards."""
+    """A whole model on one device, with a KV cache. A progress bar on stderr counts its tokens."""
 
     def __init__(
         self,

@@ -7,8 +7,6 @@ over how many target ranks T a model can be divided, and how long forwards and h
 fan-out (candidates for the next token at each position). `weigh` simulates them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -484,9 +482,8 @@ class Space:
 
 
 def _fan_outs(uniform: Iterable[int], budgets: Iterable[int]) -> tuple[str, ...]:
-    """Returns values of the flag --fan_out: "uniform:F" (F candidates at each position) for each F
-    in `uniform`, and "geometric:B" (B in all, more at likelier positions) for each B in `budgets`.
-    """
+    """Returns values of --fan_out: "uniform:F" (F candidates at each position) for each F in
+    `uniform`, and "geometric:B" (B in all, more at likelier positions) for each B in `budgets`."""
     return (*(f"uniform:{count}" for count in uniform), *(f"geometric:{b}" for b in budgets))
 
 

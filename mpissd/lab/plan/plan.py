@@ -121,9 +121,8 @@ def name_of(choice: Choice) -> str:
 
 
 class Question(NamedTuple):
-    """A question that `plan` answers: does something pay, for example a draft model? what: name of
-    that thing. use: the fastest configuration with it. other: the fastest configuration without it.
-    """
+    """A question that `plan` answers: does something pay, for example a draft model? what: its
+    name. use, other: the fastest configurations with it and without it."""
 
     what: str
     use: Choice
@@ -286,8 +285,7 @@ class Plan:
 
     def level(self, best: Choice) -> list[Choice]:
         """Returns `best` and those that may be as fast: the interval of the speedup over them
-        includes 1, or they were measured to be faster. Returns [] if `best` is surely the
-        fastest."""
+        includes 1, or they were measured to be faster. Returns [] if `best` surely is."""
         level = [
             choice
             for choice in self.judged

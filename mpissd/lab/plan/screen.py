@@ -288,8 +288,7 @@ class Screen:
         )
 
     def _limits(self) -> str:
-        """Returns sentences on the tensor-parallel degrees that are impossible, because memory or
-        KV heads are too few."""
+        """Returns sentences on tensor-parallel degrees for which memory or KV heads are too few."""
         run = self.survey.run
         memory = self.survey.profile.memory_bytes
         texts = []

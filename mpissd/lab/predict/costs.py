@@ -111,8 +111,7 @@ class RowTable:
     """Seconds of a forward as a function of its row count, interpolated linearly between measured
     points. Below the first point the time is constant, because such forwards are memory-bound.
     After the last point the slope of the last two points continues, if it is positive. few: the
-    table of another kernel, which runs if no forward of a configuration has more than `few_rows`
-    rows (None: no such kernel)."""
+    table of a kernel for configurations without forwards of more than `few_rows` rows."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -150,17 +149,15 @@ class DeviceCosts:
     lists: tuple[tuple[int, RowTable], ...] = ()
 
     def draft_s(self, rows: ArrayLike, most_rows: ArrayLike | None = None) -> Floats:
-        """Returns the seconds of draft forwards with `rows` rows, in the shape of `rows`.
-        most_rows: row count of the configuration's largest forward, which decides the kernel."""
+        """Returns the seconds of draft forwards, as RowTable does."""
         assert self.draft is not None, "forwards of a draft that AR lacks"
         return self.draft(rows, most_rows)
 
     def glue_s(
         self, rows: ArrayLike, candidates: ArrayLike, most_rows: ArrayLike | None = None
     ) -> Floats:
-        """Returns the seconds of draft forwards with `rows` rows that also select the top
-        `candidates` tokens of each row (linear between measured numbers of candidates). most_rows:
-        row count of the configuration's largest forward, which decides the kernel."""
+        """Returns the seconds of draft forwards that also select the top `candidates` tokens of
+        each row (linear between measured numbers of candidates)."""
         if not self.lists:
             return self.draft_s(rows, most_rows)
         counts = [count for count, _ in self.lists]
@@ -176,9 +173,8 @@ class DeviceCosts:
         draft: Mapping[Any, float] | None = None,
         lists: Mapping[Any, Mapping[Any, float]] | None = None,
     ) -> DeviceCosts:
-        """Makes the durations from {row count: seconds} of target forwards (verify) and draft
-        forwards. lists: {k: {row count: seconds}} of draft forwards that select the top k tokens.
-        """
+        """Makes the durations from {row count: seconds} of target (verify) and draft forwards.
+        lists: {k: {row count: seconds}} of draft forwards that select the top k tokens."""
         drafts = None if draft is None else RowTable.of(draft)
         tables = {int(k): RowTable.of(points) for k, points in (lists or {}).items()}
         return cls(RowTable.of(verify), drafts, tuple(sorted(tables.items())))

@@ -6,8 +6,6 @@ several batch sizes, each duration is interpolated linearly over the batch size;
 choose candidates for the next token (`keys`) depends on the branches of the whole batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -69,8 +67,7 @@ def _of_shares(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
     """Returns the forwards of a model shard, derived from measurements in which one rank computed
-    such a share alone, by adding the duration of the all-reduces; [] if the share was not measured.
-    sequences: batch size. options: the options of the forwards, such as the context length."""
+    such a share alone, by adding the duration of the all-reduces; [] if it was not measured."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
@@ -89,8 +86,7 @@ def _of_other_ranks(
     profile: Profile, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
     """Returns the forwards of a model shard, derived from those of the same model on the nearest
-    number of ranks that was measured; [] if there is none. sequences: batch size. options: the
-    options of the forwards, such as the context length."""
+    number of ranks that was measured; [] if there is none."""
     others = []
     for tp in sorted({measured.tp for measured in profile.forwards}):
         with suppress(ConfigError):  # The model may be too small for so many ranks.
@@ -154,8 +150,7 @@ def derive(
     profile: Profile, near: AnyShard, shard: AnyShard, sequences: int, options: ForwardOptions
 ) -> list[Forward]:
     """Returns the forwards of `shard`, one for each kernel, derived from the measured forwards of
-    `near`, which is the same model on another number of target ranks. sequences: batch size.
-    options: the options of the forwards, such as the context length. The rule for each duration:
+    `near`, which is the same model on another number of target ranks. The rule for each duration:
 
         derived = kept + (measured − kept − near's all-reduces) · bytes / near's bytes + all-reduces
 
@@ -318,11 +313,10 @@ def check_device(profile: Profile, job: Job, draft_profile: Profile | None = Non
 
 
 def covered(profile: Profile, forward: str | None = None) -> dict[str, Any]:
-    """Returns the flags that a run needs so that a profile covers it, as {flag: value}: `pair`, and
-    either `fuse` and `lm_head`, or `forward`. They apply where the user sets no flag. A flag is
-    included if all measured forwards have one value of it, but `pair` not if the profile is valid
-    for any models. forward: the kind of forwards that count, "gemm" or "transformer" (None: both).
-    """
+    """Returns the flags with which a profile covers a run, as {flag: value}: `pair`, and either
+    `fuse` and `lm_head`, or `forward`. They apply where the user sets no flag. A flag is included
+    if all measured forwards have one value of it, but `pair` not if the profile is valid for any
+    models. forward: the kind of forwards that count, "gemm" or "transformer" (None: both)."""
     measured = [
         key
         for key, kernels in profile.forwards.items()

@@ -4,8 +4,6 @@ One rank is beyond the link, all others are on one host: the draft rank or, with
 target rank. docs/predictions.md has the sources of the table.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

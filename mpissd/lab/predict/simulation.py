@@ -224,10 +224,9 @@ def _hit_chances(job: Job) -> Floats:
 
 
 def _level_chances(job: Job) -> Floats:
-    """Returns the probability that the speculation cache holds drafts for the target's next token
-    after a path of accepted tokens that ends at level d of a draft tree, [2, 2, K+1]. The indices:
-    whether the tokens came from a cache hit, whether all were accepted (without effect here), and
-    d. The mean over a level's nodes is exact, because later rounds do not depend on the node."""
+    """Returns what _hit_chances does for a draft tree, where k is the level at which the path of
+    accepted tokens ends; whether all were accepted has no effect. The mean over a level's nodes is
+    exact, because later rounds do not depend on the node."""
     tree = job.shape
     hazards = job.acceptance[Source.CACHE].hazards
     reached = np.bincount(tree.depths, tree.chances(positional(hazards, job.hit_law, tree.width)))
@@ -246,8 +245,7 @@ def _column(values: Iterable[int]) -> Ints:
 
 
 def _rows_of(lists: Sequence[tuple[int, ...]]) -> Ints:
-    """Returns the lists of row counts of all configurations as one array [G, n]. Shorter lists
-    repeat their last element."""
+    """Returns all configurations' row counts, [G, n]. Shorter lists repeat their last element."""
     longest = max(map(len, lists))
     return np.array([(*rows, *(rows[-1:] or (1,)) * (longest - len(rows))) for rows in lists])
 
@@ -479,9 +477,8 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Expected:
-    """Long-run means of G configurations, each [G]: tokens/s, seconds of a round, tokens emitted in
-    a round, hit rate of cache lookups, and seconds that rank 0 waits for draft tokens in a round.
-    """
+    """Long-run means of G configurations, each [G]: tokens/s; seconds and emitted tokens of a
+    round; hit rate of cache lookups; and seconds that rank 0 waits for draft tokens in a round."""
 
     tok_per_s: Floats
     round_s: Floats
@@ -562,8 +559,7 @@ def is_predictable(job: Job) -> bool:
 
 def is_followable(job: Job) -> bool:
     """Returns whether the duration of each round of this job can be predicted from recorded
-    accepted tokens and cache hits. This needs no acceptance model, so jobs on text and on
-    recordings are included."""
+    accepted tokens and cache hits, for which jobs need no acceptance model."""
     has_steps = job.draft is None or (job.draft.head is None and job.draft.num_tokens == 1)
     reports = job.workload.reports_outcomes and job.dynamic is None
     return is_predictable(job) or (reports and has_steps)

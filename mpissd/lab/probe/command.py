@@ -176,9 +176,8 @@ class Prober:
         """Measures the forwards of one model and adds them to the tables. need: the model's shard,
         options and row counts. Bare matrix products are measured with each of the backend's
         kernels; weights are made anew for each, because their layout differs. A transformer is
-        measured at several batch sizes. If there is only one target rank, it also measures the
-        share of the target that one of 2, 3 or 4 ranks would hold, without all-reduces, so that
-        `plan` can predict these."""
+        measured at several batch sizes. A lone target rank also measures, for `plan`, the share of
+        the target that one of 2, 3 or 4 ranks would hold, without all-reduces."""
         config = self._job.config
         shard = need.shard
         options = need.options

@@ -26,9 +26,8 @@ Tables = Mapping[str, Sequence[Entry]]
 
 
 def profile_name(job: Job, info: DeviceInfo) -> str:
-    """Returns the default name of a profile: device, target and draft models, and numbers of target
-    and draft ranks (T#D#), followed by "-transformer", "-fuse", "-head" and "-ctxCONTEXTxBATCH"
-    where they apply."""
+    """Returns a profile's default name: device, target and draft, numbers of their ranks (T#D#),
+    then "-transformer", "-fuse", "-head" and "-ctxCONTEXTxBATCH" where they apply."""
     config = job.config
     parts = [info.name, job.target.name, *([job.draft.name] if job.draft else [])]
     parts.append(f"T{job.tp}D{config.drafts}")

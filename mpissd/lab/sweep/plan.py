@@ -226,9 +226,8 @@ class SweepPlan:
 
 def planned(config: SweepConfig) -> SweepPlan:
     """Returns the configurations that a sweep measures, the same on every rank. A flag on the
-    command line holds where a block of the grid does not set it. Raises ConfigError if the grid is
-    wrong, needs more draft ranks than --num_drafts, has too many combinations, or leaves this shard
-    no configuration."""
+    command line holds where no block of the grid sets it. Raises ConfigError if the grid is wrong,
+    needs more draft ranks than --num_drafts, has too many combinations, or this shard none."""
     blocks = read_grid(str(config.grid))
     first, step = config.shard_of
     count = sum(math.prod(map(len, block.values())) for block in blocks)

@@ -149,8 +149,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a stored tensor. rows, columns: its ranges of outputs and inputs, slices with a
-    start and a stop."""
+    """A part of a stored tensor. rows, columns: slices of outputs and inputs with both ends."""
 
     tensor: Tensor
     rows: slice
@@ -175,8 +174,7 @@ class Part:
         return self.tensor.blocks(self.rows, self.columns)
 
     def recipe(self) -> WeightPart | None:
-        """Returns the key and the ranges from which a device generates this part's random weights;
-        None if the weights are not random."""
+        """Returns how a device generates the part's random weights, as Tensor.recipe does."""
         return self.tensor.recipe(self.rows, self.columns)
 
 
@@ -425,8 +423,7 @@ def digest(paths: Sequence[Path]) -> tuple[str, str]:
 @lru_cache(maxsize=256)
 def _digest_of(path: Path, mtime_ns: int, size: int) -> str:
     """Returns a file's SHA-256. Of a file of more than LARGEST bytes, the SHA-256 covers only the
-    size in decimal, the first bytes and sampled blocks. mtime_ns, size: make a cached result
-    invalid when the file changes."""
+    size in decimal, the first bytes and sampled blocks. mtime_ns: makes a cached digest invalid."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         if size <= LARGEST:

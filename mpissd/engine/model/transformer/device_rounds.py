@@ -369,13 +369,12 @@ class RoundStage:
 
 class DeviceRounds:
     """Runs rounds of greedy decoding (the draft's forwards, then the target's) on the GPU without
-    the host, by compiled programs. Two rounds may be under way, of which the second takes its state
-    from the first; meanwhile the steppers must not be used otherwise. is_on: whether the GPU runs
-    the present round. nodes: how many drafted tokens of a round the host sees. lookahead: the
-    number of levels of the draft's tree; both are 0 in AR. stored: how many drafted tokens the
-    target stores in the sequence's cache slot, not in scratch memory (a lane). goes_ahead: whether
-    a launch returns before its round is over. is_shared: whether the target ranks share the draft.
-    """
+    the host. Two rounds may be under way, of which the second takes its state from the
+    first; meanwhile the steppers must not be used otherwise. is_on: whether the GPU runs the
+    present round. nodes: how many drafted tokens of a round the host sees. lookahead: the number of
+    levels of the draft's tree; both are 0 in AR. stored: how many drafted tokens the target stores
+    in the sequence's cache slot, not in scratch memory (a lane). goes_ahead: whether a launch
+    returns before its round is over. is_shared: whether the target ranks share the draft."""
 
     is_on = False
 

@@ -136,7 +136,7 @@ class DeviceGrowth:
         if number:
             lanes.append(tokens)
         else:
-            lanes.begin(tokens.copy())
+            lanes.first = tokens.copy()
         self._collected += 1
         self.left -= 1
         if self.left:

@@ -90,8 +90,7 @@ class Ops(Protocol):
         """Sets all keys and values to 0: attention may multiply them by 0, and 0 · NaN is NaN."""
 
     def move(self, cache: Array, lane: int, slot: int, start: int, stop: int) -> None:
-        """Copies an accepted branch into its sequence: the first stop − start keys and values of a
-        lane (scratch memory), in all layers, become positions start … stop − 1 of a slot."""
+        """Copies an accepted branch into its sequence in all layers, as Forwards.move does."""
 
     def states(self, slots: int, positions: int) -> Array:
         """Allocates the hidden state before each position, as zeros [slots, positions, hidden]."""

@@ -319,8 +319,7 @@ class GgufTensor(Tensor):
 
 
 class GgufFiles:
-    """The tensors of a .gguf, which may be split into several files. unread: the names of tensors
-    that `get` has not returned yet."""
+    """The tensors of a .gguf, which may be split. unread: names of tensors not returned yet."""
 
     def __init__(self, path: Path, head_dim: int) -> None:
         """Reads the metadata; raises ConfigError if damaged. head_dim: the width of a head."""

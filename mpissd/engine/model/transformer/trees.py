@@ -69,8 +69,7 @@ def table_of(tree: Shape, masks: int = 0) -> Ints:
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of dynamic draft trees, whose shape changes each round: N = `nodes` drafted tokens in
-    at most K = `depth` levels."""
+    """Sizes of dynamic draft trees: N = `nodes` drafted tokens in at most K = `depth` levels."""
 
     nodes: int
     depth: int
@@ -224,8 +223,7 @@ def accepted(parents: Ints, tokens: Ints, true: NDArray[np.integer[Any]]) -> Ind
 
 
 def _logs(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the log softmax over each row's candidates, at most 0. logits: [rows, candidates],
-    the largest first."""
+    """Returns the log softmax, at most 0, of logits [rows, candidates], the largest first."""
     with np.errstate(invalid="ignore", over="ignore"):
         logs = logits - logits[:, :1]
         logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))

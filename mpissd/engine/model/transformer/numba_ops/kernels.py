@@ -139,8 +139,7 @@ def exp(x):
 
 @njit(**JIT)
 def keep(x, row_places, states, rows):
-    """Sets states[slot, position + 1] = x for each row that is stored in its slot (lane −1), so
-    that a draft can read the hidden state; see Ops.keep."""
+    """Stores hidden states as Ops.keep does."""
     for m in range(rows):
         slot = row_places[_SLOT, m]
         position = row_places[_POSITION, m] + 1
@@ -151,8 +150,7 @@ def keep(x, row_places, states, rows):
 
 @njit(**JIT)
 def recall(target, draft, row_places, hidden, rows):
-    """Sets hidden[m] to the hidden state before row m's position: from `target` up to the row's
-    trunk (the tokens before its branch), from `draft` after the trunk; zeros for padding."""
+    """Reads the last hidden states as Ops.recall does."""
     for m in range(rows):
         slot = row_places[_SLOT, m]
         position = row_places[_POSITION, m]

@@ -83,8 +83,7 @@ class NumbaOps(Ops):
         kv_heads: int,
         page: int | None = None,
     ) -> None:
-        """Makes a model's operations. heads, kv_heads: the query heads and KV heads on this rank.
-        page: positions of a KV page, a multiple of 16."""
+        """Makes a model's operations, as ops_of describes. page: a multiple of 16."""
         self.page = page or 64
         assert self.page % 16 == 0, f"a page of {self.page} positions"
         self._config = config
