@@ -15,13 +15,13 @@ import pytest
 from mpissd.common.rounds import Sampling
 from mpissd.lab.show import harmless
 from mpissd.serve.protocol import Cancel, PromptTokens, Stats, Submit
-from tests.loop.text_rig import logits_behind
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.mpi.test_faults import RECOVERING, is_open_mpi_5
 from tests.needs import lack
 from tests.scripts import python, until
 from tests.serve.front import serving
 from tests.serve.test_driver import alone as tokens_of
+from tests.serve.test_driver import check_scores
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -73,12 +73,9 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         server.ends([23, 24, 25])
         assert server.tokens(24) == [7] * 8
         parts = [one for one in server.heard if isinstance(one, PromptTokens)]
-        scores = [each.value for one in parts for each in one.logprobs]
-        for place, score in enumerate(scores, 1):
-            logits = logits_behind(str(pair.target), tuple(asked[8][1][:place]))
-            own = logits - np.log(np.exp(logits.astype(np.float64)).sum())
-            assert score == pytest.approx(own[asked[8][1][place]], abs=1e-4)
+        scores = [each for one in parts for each in one.logprobs]
         assert len(scores) == len(asked[8][1]) - 1
+        check_scores(pair, asked[8][1], 1, scores, top=1)
         stops = list(server.ready.stop_ids)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops), n
