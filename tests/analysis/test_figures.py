@@ -97,10 +97,6 @@ def rate(**values: object) -> float:
     return float(row["tok_per_s"])
 
 
-def legend(figure: Poster) -> list[str]:
-    return [text.get_text() for of in figure.legends for text in of.get_texts()]
-
-
 def series(name: str, label: str, panel: str = "") -> pd.DataFrame:
     numbers = poster(name).table()
     found = numbers[
@@ -152,7 +148,8 @@ def test_throughput() -> None:
     assert titles == ["α = 0.6", "α = 0.8", "each at its best K"]
     labels = {ax.get_ylabel() for ax in figure.axes}
     assert {"tok/s, all GPUs", "tok/s, per GPU"} <= labels
-    assert {"AR, 1 GPU", "AR, 2 GPUs", "SD", "SD inline", "SSD"} == set(legend(figure))
+    legend = {text.get_text() for of in figure.legends for text in of.get_texts()}
+    assert legend == {"AR, 1 GPU", "AR, 2 GPUs", "SD", "SD inline", "SSD"}
     ssd = series("throughput", "SSD", "α = 0.8, all GPUs")
     assert list(ssd["x"]) == [2, 4, 6, 8]
     assert (ssd["low"] <= ssd["y"]).all() and (ssd["y"] <= ssd["high"]).all()

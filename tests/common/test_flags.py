@@ -127,12 +127,9 @@ def test_a_flag_is_taken_with_what_it_needs_and_refused_without(name: str, text:
             told = {k: v for k, v in {**flags, need.name: value}.items() if v != "None"}
             said = refusal(RunConfig, told)
             assert need.name in said, (told, said)
+            values = {k: FLAGS[k].metadata["parse"](k, v) for k, v in told.items()}
             with pytest.raises(ConfigError):  # however it is made
-                dataclasses.replace(RunConfig(), **typed(told))
-
-
-def typed(flags: dict[str, str]) -> dict[str, Any]:
-    return {name: FLAGS[name].metadata["parse"](name, text) for name, text in flags.items()}
+                dataclasses.replace(RunConfig(), **values)
 
 
 @pytest.mark.parametrize(

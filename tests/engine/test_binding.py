@@ -84,7 +84,8 @@ def test_each_rank_takes_its_gpu_or_one_line_says_why_not(
     assert [of.uuid for of in bound if of.uuid] == [gpu(word, kind) for word in told.split()]
 
 
-def test_hosts_may_have_equal_gpus_and_ranks_that_share_one_divide_its_memory(bind: Bind) -> None:
+def test_ranks_that_share_a_gpu_or_a_host_divide_its_memory(bind: Bind) -> None:
+    """Hosts may have equal GPUs."""
     bound = bind("a. b.", "0", "0", "1")
     refuse_sharing([bound[0], None, bound[1]], ["n1", "n1", "n2"])
     infos = [DeviceInfo("GPU", "gpu", memory_bytes=90, binding=of) for of in bound]
@@ -92,3 +93,5 @@ def test_hosts_may_have_equal_gpus_and_ranks_that_share_one_divide_its_memory(bi
     infos[1] = replace(infos[1], kind="cpu", binding=None)
     assert memory_shares(infos, ["n1"] * 3) == [90, 30, 90]
     assert len({*distinct_gpus(infos, ["n1"] * 3)}) == 3
+    infos[2] = replace(infos[2], memory_bytes=None)
+    assert memory_shares(infos, ["n1", "n1", "n2"]) == [90, 45, None]

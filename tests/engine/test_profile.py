@@ -16,7 +16,7 @@ from mpissd.common.config import RunConfig
 from mpissd.common.errors import ConfigError
 from mpissd.common.presets import resolve_model
 from mpissd.common.wait import Waiter
-from mpissd.engine.backend.base import Binding, Cost, DeviceInfo
+from mpissd.engine.backend.base import Binding, Cost
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.backend.profile import EmulatedBackend, Profile, known_profiles, load_profile
 from mpissd.engine.backend.registry import choose, open_backend
@@ -289,13 +289,3 @@ def test_everything_else_stays_on_the_gpu_and_is_refused_there(
     flags: dict[str, Any], one_gpu: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert taken(2, **flags) == "cupy" and not capsys.readouterr().err
-
-
-def test_ranks_of_a_host_share_its_memory_and_a_gpu_is_its_rank_s_own() -> None:
-    def cpu(size: int | None) -> DeviceInfo:
-        return DeviceInfo("CPU", "cpu", memory_bytes=size)
-
-    infos = [cpu(900), cpu(900), cpu(400)]
-    assert module.memory_shares(infos, ["a", "a", "b"]) == [450, 450, 400]
-    infos = [DeviceInfo("GPU", "gpu", memory_bytes=80), cpu(None), cpu(90)]
-    assert module.memory_shares(infos, ["a", "a", "a"]) == [80, None, 30]

@@ -18,8 +18,8 @@ from mpi4py import MPI
 from mpissd.common.config import RunConfig
 from mpissd.engine.backend.numpy_backend import NumpyBackend
 from mpissd.engine.model.transformer.device_rounds import DeviceRounds
-from tests.gpu.test_chained import PROMPTS, counting, decode
-from tests.text.test_chained import PARALLEL, REPLAYS
+from tests.gpu.test_chained import PROMPTS, decode
+from tests.text.test_chained import PARALLEL, REPLAYS, counting
 from tests.text_config import finished
 from tests.tiny_pair import config, masked_pair, tiny_pair
 

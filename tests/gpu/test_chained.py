@@ -1,7 +1,6 @@
 """Chained rounds on a GPU: the tokens of the host's own loop."""
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.gpu.transformer_rig import (
     check_stages,
     use_megakernel,
 )
-from tests.text.test_chained import PARALLEL, imposed
+from tests.text.test_chained import PARALLEL, counting, imposed
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
 
@@ -49,18 +48,6 @@ def masked(gpu: None, tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a forward of few rows."""
     use_megakernel(monkeypatch, is_on=request.param == "one kernel")
-
-
-def counting(counts: Counter[str]) -> Callable[..., None]:
-    """DeviceRounds.launch that counts rounds, and those that began ahead of their outcome."""
-    launch = DeviceRounds.launch
-
-    def counted(self: DeviceRounds, round_: int, forced: Any) -> None:
-        counts["rounds"] += 1
-        counts["ahead"] += bool(self._flying)
-        launch(self, round_, forced)
-
-    return counted
 
 
 @pytest.fixture

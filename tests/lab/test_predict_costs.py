@@ -303,13 +303,6 @@ def test_has_the_keys_of_a_row_and_is_json() -> None:
     assert null["expected_tok_per_s"] is null["T_SD"] is None
 
 
-def row_like(name: str, **wanted: Any) -> dict[str, Any]:
-    for row in load_rows([RESULTS / name]):
-        if all(row.get(key) == value for key, value in wanted.items()):
-            return row
-    raise AssertionError(f"{name}: no row with {wanted}")
-
-
 @pytest.mark.parametrize("name", ["h200", "h200-tables"])
 def test_a_row_holds_its_whole_configuration(name: str) -> None:
     """With its own job's profile, the job that the row names has the mean that its run wrote."""
@@ -327,8 +320,9 @@ def test_a_row_holds_its_whole_configuration(name: str) -> None:
 
 
 def test_a_draft_on_another_device_needs_its_profile() -> None:
-    name = "emulated-sweep/runs_h100_drafts.jsonl"
-    row = row_like(name, mode="sd", draft_device_name="NVIDIA V100 32GB SXM2 (emulated)")
+    rows = load_rows([RESULTS / "emulated-sweep/runs_h100_drafts.jsonl"])
+    other = "NVIDIA V100 32GB SXM2 (emulated)"
+    row = next(row for row in rows if row.mode == "sd" and row.draft_device_name == other)
     target = load_profile("h100")
     assert "draft ran on NVIDIA V100" in (forecast_row(row, target).reason or "")
     slow = forecast_row(row, target, load_profile("v100-32")).tok_per_s

@@ -355,11 +355,6 @@ def test_a_mean_does_not_depend_on_the_others_in_the_grid() -> None:
         assert getattr(together, name).tolist() == [getattr(one, name)[0] for one in alone]
 
 
-def speedup_sd(tokens: float, ratio: float, t_draft: float) -> float:
-    """SD over AR [Leviathan, theorem 3.8, with r = t_target(b(K+1)) / t_target(1) for its 1]."""
-    return tokens / (ratio + t_draft)
-
-
 def speedup_ssd(
     p_hit: float, hit: float, miss: float, ratio: float, growth: float, backup: float, b: int = 1
 ) -> float:
@@ -375,11 +370,12 @@ def speedup_ssd(
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize(("alpha", "lookahead"), [(0.9, 2), (0.6, 5), (0.0, 3), (1.0, 4)])
 def test_sd_is_leviathan_s(alpha: float, lookahead: int, inline: bool) -> None:
+    """SD over AR [theorem 3.8, with r = t_target(b(K+1)) / t_target(1) for its 1]."""
     ratio, step = 1.05, 0.12
     device = DeviceCosts.from_points({1: 1.0, lookahead + 1: ratio}, {1: step})
     job = make_job(mode="sd", lookahead=lookahead, alpha=alpha, num_drafts=0 if inline else 1)
     tokens = theory.expected_tokens(alpha, lookahead)
-    speedup = speedup_sd(tokens, ratio, lookahead * step)
+    speedup = tokens / (ratio + lookahead * step)
     assert expected(job, device, FREE).tok_per_s[0] == pytest.approx(speedup, rel=EXACT)
 
 

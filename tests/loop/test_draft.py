@@ -17,7 +17,6 @@ from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.round.draft import serve
 from tests.loop.harness import (
     Forward,
-    Result,
     Rig,
     Scenario,
     check_against_the_law,
@@ -27,11 +26,6 @@ from tests.loop.harness import (
 
 K = 4
 MIXED = Scenario("ssd", batch=6, lookahead=K, p_hit=0.5, rounds=12, seed=5, fan_out=(2, 1, 3, 1, 2))
-
-
-def by_round(result: Result) -> list[list[list[int]]]:
-    rows = result.rows
-    return [rows[rows[:, 0] == r].tolist() for r in range(len(result.records))]
 
 
 def sizes(forwards: Iterable[tuple[int, list[int]]]) -> list[int]:
@@ -50,8 +44,10 @@ def test_an_answer_drafts_what_lacks(steps: int, backup: str, backup_lookahead: 
     grown, mixed = min(steps, K), 0
     glue, branches = MIXED.batch * (K + 1), MIXED.batch * sum(MIXED.fans)
     assert all(sizes(forwards) == [glue] + [branches] * grown for forwards in draft.grown)
-    for rows, forwards in zip(by_round(result), draft.answered, strict=True):
-        hits = sum(row[6] for row in rows)
+    assert len(draft.answered) == len(result.records)
+    for round_, forwards in enumerate(draft.answered):
+        rows = result.rows[result.rows[:, 0] == round_]
+        hits = int(rows[:, 6].sum())
         misses = len(rows) - hits
         mixed += 0 < hits < len(rows)
         late = K - grown

@@ -2,7 +2,6 @@
 
 import gc
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from mpissd.common.rounds import Request
 from mpissd.common.trace import DraftLog, LeadPhase, NullLedger
 from tests.loop.harness import Rig, Scenario, SteppedSpeculator
 from tests.needs import needs_linux
-from tests.scripts import python
+from tests.scripts import python, resident_bytes
 
 MOST_GROWTH = 1 << 20  # bytes, of all rounds after the first tenth
 MOST_A_ROUND = 1000  # bytes of a round's record, of both ranks
@@ -31,10 +30,6 @@ class Steps(SteppedSpeculator):
     def __init__(self, rig: Rig) -> None:
         super().__init__(rig, lambda round_: 3)
         self.grown, self.answered = Forgetful(), Forgetful()  # type: ignore[assignment]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def soak(num_rounds: int, is_kept: bool) -> None:

@@ -259,7 +259,8 @@ def test_weights_that_overflow_are_left_and_lose_nothing(tmp_path: Path) -> None
     made = tiny_pair(tmp_path, vocab=4, heads=2, kv_heads=1, hidden=32, noise=0.5, masks=0)
     base, config = drawing(made, 1000, **SAMPLED)
     good = [packed(between(made, share)) for share in (0.9, 0.3)]
-    huge = packed(overflowing(between(made, 0.5)))
+    arrays, norm = between(made, 0.5), "model.norm.weight"
+    huge = packed(arrays | {norm: np.full_like(arrays[norm], 3e38, np.float32)})
     order = [good[0], huge, good[1], huge, good[0], huge, *good * 20]
     found = decoded(
         config, lambda: (m for n, v in enumerate(order, 1) for m in pieces(n, v)), every=2
@@ -273,12 +274,6 @@ def test_weights_that_overflow_are_left_and_lose_nothing(tmp_path: Path) -> None
     assert found.records.sequences()[-40:, 7].sum() > 0  # the draft's own weights draft again
     law = joint_law(base, PROMPT, LENGTH)
     assert deviation(law, found.tokens.values()) < 5
-
-
-def overflowing(arrays: Arrays) -> Arrays:
-    """These tensors with a last norm that no product of float32 holds."""
-    name = "model.norm.weight"
-    return {**arrays, name: np.full_like(arrays[name], 3e38, np.float32)}
 
 
 class Recorded:

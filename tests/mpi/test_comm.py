@@ -20,6 +20,7 @@ from mpissd.engine.comm.link import DraftEnd, LeadEnd
 from mpissd.engine.comm.mpi_link import PlanReceiver, PlanSender, mpi_boxes
 from mpissd.engine.comm.wire import LinkShape
 from tests.mpi.harness import ended, needs_mpi, start
+from tests.scripts import resident_bytes
 
 pytestmark = needs_mpi
 WAITER = Waiter(60.0, spin=False)
@@ -68,7 +69,7 @@ def memory(world: Any) -> None:
             draft.send_speculation(Speculation.empty(round_, 1, 2, sampled=True))
             draft.send_proposals(round_, [row, row])
         if round_ in (rounds // 10, rounds - 1):
-            used.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+            used.append(resident_bytes())
     world.Barrier()
     for end in (lead, draft):
         if end is not None:

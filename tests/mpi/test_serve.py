@@ -15,13 +15,13 @@ import pytest
 from mpissd.common.rounds import Sampling
 from mpissd.lab.show import harmless
 from mpissd.serve.protocol import Cancel, PromptTokens, Stats, Submit
-from tests.loop.text_rig import logits_behind
 from tests.mpi.harness import ALWAYS, ROOT, needs_mpi
 from tests.mpi.test_faults import RECOVERING, is_open_mpi_5
 from tests.needs import lack
-from tests.scripts import python
-from tests.serve.front import pid_of, serving
+from tests.scripts import python, until
+from tests.serve.front import serving
 from tests.serve.test_driver import alone as tokens_of
+from tests.serve.test_driver import check_scores
 from tests.text import tiny
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -73,12 +73,9 @@ def test_requests_come_and_go(pair: TinyPair, tmp_path: Path, mode: str, ranks: 
         server.ends([23, 24, 25])
         assert server.tokens(24) == [7] * 8
         parts = [one for one in server.heard if isinstance(one, PromptTokens)]
-        scores = [each.value for one in parts for each in one.logprobs]
-        for place, score in enumerate(scores, 1):
-            logits = logits_behind(str(pair.target), tuple(asked[8][1][:place]))
-            own = logits - np.log(np.exp(logits.astype(np.float64)).sum())
-            assert score == pytest.approx(own[asked[8][1][place]], abs=1e-4)
+        scores = [each for one in parts for each in one.logprobs]
         assert len(scores) == len(asked[8][1]) - 1
+        check_scores(pair, asked[8][1], 1, scores, top=1)
         stops = list(server.ready.stop_ids)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops), n
@@ -101,7 +98,7 @@ def test_a_lost_draft_costs_the_speculation_alone(
     with serving(tmp_path, ranks, *flags, mpirun=RECOVERING) as server:
         server.send(Submit(9, [1, 2], 8))
         server.ends([9])
-        draft = pid_of(server.job, ranks - 1)
+        draft = server.job.rank(ranks - 1)
         server.send(*(Submit(*one) for one in asked))
         while len(server.tokens(0)) < 20:
             server.take()
@@ -110,9 +107,7 @@ def test_a_lost_draft_costs_the_speculation_alone(
         server.send(Submit(20, [3, 4], 12, Sampling(0.8)))
         assert server.ends([20])[20].drafted == 0
         stops = list(server.ready.stop_ids)
-        late = time.monotonic() + 20  # Stats are sent ten times a second
-        while server.wait_for(Stats).draft != "lost":
-            assert time.monotonic() < late
+        until(lambda: server.wait_for(Stats).draft == "lost", 20)
     for n, prompt, count in asked:
         assert server.tokens(n) == alone(pair, prompt, count, stops, context=512), n
     assert sum(end.rounds for end in ends.values()) > 0
@@ -124,7 +119,7 @@ def test_a_killed_target_ends_the_job_soon(pair: TinyPair, tmp_path: Path) -> No
         pytest.raises(AssertionError, match="the lead has left"),
         serving(tmp_path, 3, *flags, "--context=512") as server,
     ):
-        target = pid_of(server.job, 1)  # looked up early: the answer continues meanwhile
+        target = server.job.rank(1)  # looked up early: the answer continues meanwhile
         server.send(Submit(0, [5, 6, 7], 400))
         while len(server.tokens(0)) < 20:
             server.take()

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mpissd.common.row import flat
 from mpissd.engine.backend.profile import EmulatedBackend
 from mpissd.engine.law.acceptance import named_hit_law
 from tests.mpi.harness import Job, Started, ended, launch, needs_mpi, start
+from tests.scripts import until
 
 pytestmark = needs_mpi
 DEFAULT = named_hit_law("smollm2").label
@@ -104,9 +104,7 @@ def test_a_row_of_a_sweep_is_the_row_of_a_run(swept: Job, tmp_path: Path) -> Non
 def test_a_sweep_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = ["--grid=mode=sd,ssd; lookahead=1..4", *NULL, "--repeats=1", f"--out={tmp_path}"]
     with start(2, "mpissd", "sweep", *flags) as job:
-        patience = time.monotonic() + 60
-        while len(rows_in(tmp_path)) < 3 and time.monotonic() < patience:
-            time.sleep(0.02)
+        until(lambda: len(rows_in(tmp_path)) >= 3)
         os.kill(job.rank(0), 9)
         job.finish()
     before = tasks(tmp_path)

@@ -80,14 +80,3 @@ def serving(folder: Path, ranks: int, *flags: str, mpirun: str | None = None) ->
             server.leave()
             code, _, error = job.finish()
             assert code == 0, error
-
-
-def pid_of(job: Started, rank: int) -> int:
-    """The process of a rank of Open MPI."""
-    told = f"OMPI_COMM_WORLD_RANK={rank}".encode()
-    for pid in job.alive():
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if told in environ and b"mpissd\0serve" in command:
-            return pid
-    raise AssertionError(f"no rank {rank}")

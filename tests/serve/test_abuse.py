@@ -3,13 +3,11 @@
 import contextlib
 import gc
 import json
-import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from mpissd.common.rounds import Sampling
 from mpissd.engine.text.tokenizer import Tokenizer
 from mpissd.serve.protocol import Cancel, Line, Ready, Stats, Submit, pack, unpack
 from tests.needs import module, needs_linux
-from tests.scripts import until
+from tests.scripts import resident_bytes, until
 from tests.serve.fake_lead import Script
 from tests.text import tiny
 
@@ -342,11 +340,6 @@ def test_a_cancel_is_read_at_once() -> None:
         assert isinstance(line.take()[-1], Cancel)
 
 
-def resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @needs_linux
 def test_memory_does_not_grow_with_abuse(words: Tokenizer) -> None:
     """Bodies of 3 MB, broken ones, abandoned streams and half-open connections, 20 times over."""
@@ -372,8 +365,10 @@ def test_memory_does_not_grow_with_abuse(words: Tokenizer) -> None:
 
         for _ in range(5):
             abuse()
+        gc.collect()
         before = resident_bytes()
         for _ in range(15):
             abuse()
+        gc.collect()
         assert resident_bytes() - before < 8 << 20
         assert is_well(rig)

@@ -13,7 +13,7 @@ from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving
-from tests.serve.test_openai import QUESTION, STOP, TOOL, chat, client, completion
+from tests.serve.test_openai import QUESTION, STOP, TOOL, chat, completion
 from tests.text import tiny
 
 openai = module("openai", "the openai client")
@@ -263,12 +263,3 @@ def test_at_most_one_call(tmp_path: Path) -> None:
         for wanted, count in ((True, 2), (False, 1)):
             told = chat(rig, tools=[TOOL], parallel_tool_calls=wanted)
             assert len(told.choices[0].message.tool_calls) == count
-
-
-def test_the_client_library_s_own_parse(words: Tokenizer) -> None:
-    module("llguidance", "grammars")
-    kind = module("pydantic", "the openai client").create_model("Rain", mm=(int, ...))
-    with serving(words, Script([*words.encode('{"mm": 7}'), STOP])) as rig:
-        create = client(rig).chat.completions
-        told = create.parse(model="tiny", messages=QUESTION, response_format=kind)
-        assert told.choices[0].message.parsed == kind(mm=7)

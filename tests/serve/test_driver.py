@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpissd.common.config import RunConfig
-from mpissd.common.rounds import Sampling
+from mpissd.common.rounds import Logprob, Sampling
 from mpissd.engine.features.goodput import ForwardTimes, Goodput, Way
 from mpissd.engine.in_process import Loops, in_one_process
 from mpissd.engine.job import Serving
@@ -18,7 +18,8 @@ from mpissd.engine.round.scheduler import Capacity, Endings, Scheduler, Task
 from mpissd.serve.driver import Driver
 from mpissd.serve.protocol import Cancel, End, Message, PromptTokens, Submit, Tokens
 from mpissd.serve.ranks import warm
-from tests.loop.text_rig import logits_behind
+from tests.loop.recorded import greedy
+from tests.loop.text_rig import TextModel, logits_behind
 from tests.text_config import finished, text_config
 from tests.tiny_pair import TinyPair, tiny_pair
 
@@ -211,9 +212,9 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
     mine = [Submit(n, [4, 5, 6], 40, Sampling(0.9, 0.95, seed=7)) for n in (0, 40)]
     told = Sampling(0.9, 0.95)
     others = [Submit(n, prompt, 30, told) for n, prompt in enumerate(prompts(6), 1)]
-    greedy = Submit(50, [8, 9], 40)
+    plain = Submit(50, [8, 9], 40)
     mail = Script(
-        (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, greedy)
+        (0, mine[0]), *((n, one) for n, one in enumerate(others)), (9, mine[1]), (9, plain)
     )
     run(pair, mode, mail)
     tokens = mail.tokens()
@@ -222,48 +223,44 @@ def test_a_seed_gives_the_same_tokens_in_any_company(pair: TinyPair, mode: str) 
     assert len({tuple(tokens[n]) for n in (0, 1, 2)}) == 3
 
 
-def test_logprobs_are_those_of_the_targets_own_distribution(pair: TinyPair) -> None:
-    found = {}
-    for mode in ("ar", "ssd", "tree", "parallel ssd"):
-        mail = Script((0, Submit(0, [4, 5, 6], 20, Sampling(logprobs=3))), (0, Submit(1, [9], 20)))
-        run(pair, mode, mail)
-        sent = [m for m in mail.sent if isinstance(m, Tokens)]
-        assert all(m.logprobs is None for m in sent if m.id == 1)
-        found[mode] = [one for m in sent if m.id == 0 for one in m.logprobs or ()]
-    assert all(found["ar"] == own for own in found.values()) and len(found["ar"]) == 20
-    context = (4, 5, 6)
-    for token, told in zip(mail.tokens()[0], found["ar"], strict=True):
-        logits = logits_behind(str(pair.target), context).astype(np.float64)
+def check_scores(
+    pair: TinyPair, tokens: Sequence[int], first: int, scores: Sequence[Logprob], top: int
+) -> None:
+    """Log-probabilities of the tokens from a place on are the target's own, and so are the tops."""
+    for place, told in enumerate(scores, first):
+        logits = logits_behind(str(pair.target), tuple(tokens[:place])).astype(np.float64)
         own = logits - np.log(np.exp(logits).sum())
-        assert told.value == pytest.approx(own[token], abs=1e-4)
-        top = np.argsort(-own, kind="stable")[:3]
-        assert [n for n, _ in told.top] == top.tolist() and top[0] == token  # it is greedy
-        assert [value for _, value in told.top] == pytest.approx(own[top], abs=1e-4)
-        context = (*context, token)
+        assert told.value == pytest.approx(own[tokens[place]], abs=1e-4)
+        likeliest = np.argsort(-own, kind="stable")[:top]
+        assert [n for n, _ in told.top] == likeliest.tolist()
+        assert [value for _, value in told.top] == pytest.approx(own[likeliest], abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["ar", "inline", "ssd", "tree", "parallel ssd"])
-def test_logprobs_of_a_prompt_are_those_behind_its_tokens(pair: TinyPair, mode: str) -> None:
-    """Stored in parts, beside others, alone, and after a request with the same pages."""
+def test_logprobs_are_those_of_the_target_s_own_distribution(pair: TinyPair, mode: str) -> None:
+    """Of an answer and its prompt: stored in parts, beside others that ask for none, alone, and
+    after a request with the same pages."""
     prompt = tuple(n * 7 % 97 for n in range(70))
-    told = Sampling(logprobs=1, prompt_logprobs=2)
+    told = Sampling(logprobs=3, prompt_logprobs=2)
     mail = Script(
         (0, Submit(0, [5, 6, 7], 60)),
         (2, Submit(1, prompt, 4, told)),
-        (200, Submit(2, prompt, 4, told)),
+        (200, Submit(2, prompt, 20, told)),
     )
     run(pair, mode, mail, times=ThreeRows())
-    assert mail.tokens()[1] == alone(pair, [*prompt], 4) == mail.tokens()[2]
-    for request_id in (1, 2):
+    said = [m for m in mail.sent if isinstance(m, Tokens)]
+    assert all(m.logprobs is None for m in said if m.id == 0)
+    for request_id, count in ((1, 4), (2, 20)):
+        tokens = mail.tokens()[request_id]
+        assert tokens == alone(pair, [*prompt], count)
         parts = [m for m in mail.sent if isinstance(m, PromptTokens) and m.id == request_id]
         assert len(parts) > 1 or request_id == 2
-        found = {m.start + n: one for m in parts for n, one in enumerate(m.logprobs)}
-        assert [*found] == [*range(1, len(prompt))]
-        for place, one in found.items():
-            logits = logits_behind(str(pair.target), prompt[:place]).astype(np.float64)
-            own = logits - np.log(np.exp(logits).sum())
-            assert one.value == pytest.approx(own[prompt[place]], abs=1e-4)
-            assert [n for n, _ in one.top] == np.argsort(-own, kind="stable")[:2].tolist()
+        scores = {m.start + n: one for m in parts for n, one in enumerate(m.logprobs)}
+        assert [*scores] == [*range(1, len(prompt))]
+        check_scores(pair, prompt, 1, list(scores.values()), top=2)
+        answered = [one for m in said if m.id == request_id for one in m.logprobs or ()]
+        assert len(answered) == count
+        check_scores(pair, [*prompt, *tokens], len(prompt), answered, top=3)
         assert mail.ends()[request_id].cached == 0
 
 
@@ -289,28 +286,21 @@ def test_stop_ids_replace_the_model_s(pair: TinyPair) -> None:
 def test_adjusted_logits_give_the_same_tokens_in_every_mode(pair: TinyPair) -> None:
     """Greedy ones among others, some of them sampled; their definition decodes one by one."""
     every = [[5, 6, 7 + n] for n in range(4)]
-    greedy = Sampling(presence_penalty=0.8, frequency_penalty=0.5)
+    penalised = Sampling(presence_penalty=0.8, frequency_penalty=0.5)
     asked = [
-        Submit(0, every[0], 25, greedy),
+        Submit(0, every[0], 25, penalised),
         Submit(1, every[1], 25, Sampling(logit_bias=((7, 3.0), (8, -100.0)), logprobs=1)),
         Submit(2, every[2], 25),
-        Submit(3, every[3], 25, replace(greedy, temperature=0.9)),
+        Submit(3, every[3], 25, replace(penalised, temperature=0.9)),
         Submit(4, every[0], 25, Sampling(repetition_penalty=1.8, top_k=3, min_p=0.1)),
     ]
     want = {2: alone(pair, every[2], 25)}
     for one in (*asked[:2], asked[4]):
-        tokens, told = tuple(one.prompt), one.sampling
-        for _ in range(25):
-            logits, answer = logits_behind(str(pair.target), tokens), tokens[len(one.prompt) :]
-            counts = np.bincount(answer, minlength=len(logits)) if answer else 0
-            z = logits - told.presence_penalty * np.sign(counts) - told.frequency_penalty * counts
-            for token, addend in told.logit_bias:
-                z[token] += addend
-            for token in set(tokens):
-                factor = told.repetition_penalty
-                z[token] = z[token] / factor if z[token] > 0 else z[token] * factor
-            tokens = (*tokens, int(np.argmax(z)))
-        want[one.id] = list(tokens[len(one.prompt) :])
+        told = one.sampling
+        penalties = told.logit_bias, told.presence_penalty, told.frequency_penalty
+        rules = (("repetition_penalty", told.repetition_penalty),)
+        target = TextModel(str(pair.target), 1.0, 1.0, len(one.prompt), penalties, rules=rules)
+        want[one.id] = greedy(target, one.prompt, 25)
         assert want[one.id] != alone(pair, [*one.prompt], 25)
     drafted = "inline", "ssd", "tree", "branches of trees"
     for mode in ("ar", *drafted, *(f"parallel {mode}" for mode in drafted)):

@@ -1,6 +1,8 @@
 """Rounds that the device decides have the same outcomes as rounds that the host decides."""
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -57,10 +59,8 @@ def imposed(folder: Path, vocab: int = 49152) -> dict[str, Any]:
     return {"forward": "transformer", "context": 20, **models}
 
 
-@pytest.fixture
-def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Chains rounds on the CPU, and counts those that began ahead of their outcome."""
-    counts = {"rounds": 0, "ahead": 0}
+def counting(counts: Counter[str]) -> Callable[..., None]:
+    """DeviceRounds.launch that counts rounds, and those that began ahead of their outcome."""
     launch = DeviceRounds.launch
 
     def counted(self: DeviceRounds, round_: int, forced: Any) -> None:
@@ -68,13 +68,20 @@ def chained(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["ahead"] += bool(self._flying)
         launch(self, round_, forced)
 
+    return counted
+
+
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Chains rounds on the CPU, and counts those that began ahead of their outcome."""
+    counts = Counter[str]()
     monkeypatch.setattr(NumpyBackend, "chains", True)
-    monkeypatch.setattr(DeviceRounds, "launch", counted)
+    monkeypatch.setattr(DeviceRounds, "launch", counting(counts))
     return counts
 
 
 def test_a_row_has_the_time_that_chained_rounds_drafted(
-    pair: TinyPair, chained: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: TinyPair, chained: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is measured in every round, and no calibrated forward replaces it.
 
@@ -100,7 +107,7 @@ def test_a_row_has_the_time_that_chained_rounds_drafted(
     {"backup": "fast"}, {"backup": "fast", "lookahead": 7, "batch_size": 3},
 ], ids=str)  # fmt: skip
 def test_text_has_the_same_rounds(
-    pair: TinyPair, flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    pair: TinyPair, flags: dict[str, Any], chained: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = decode(**text(pair, **flags))
     assert chained["ahead"] > 0.6 * chained["rounds"] > 5
@@ -124,7 +131,7 @@ def test_text_has_the_same_rounds(
     {"workload": "replay", "recording": str(REPLAYS), "num_tokens": 90, "backup": "fast"},
 ], ids=str)  # fmt: skip
 def test_imposed_outcomes_stay(
-    flags: dict[str, Any], chained: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    flags: dict[str, Any], chained: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told, rounds = {**imposed(tmp_path), **flags}, 24
     found = decode(rounds, **told).records.sequences()
@@ -163,7 +170,7 @@ def test_chained_growth_has_the_rounds_of_stepwise_growth(
 
 
 def test_a_logit_that_is_not_finite_is_a_fault(
-    pair: TinyPair, chained: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    pair: TinyPair, chained: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = DeviceTarget.launch
 
@@ -185,7 +192,7 @@ def test_a_logit_that_is_not_finite_is_a_fault(
     {**PARALLEL, "tree": 9, "lookahead": 2},
 ], ids=str)  # fmt: skip
 def test_dynamic_trees_are_the_likeliest_nodes(
-    pair: TinyPair, flags: dict[str, Any], chained: dict[str, int]
+    pair: TinyPair, flags: dict[str, Any], chained: Counter[str]
 ) -> None:
     """Tokens are AR's, and each round accepts what an independent search for the tree finds."""
     found = decode(**text(pair, tree_shape="dynamic", **flags))
@@ -215,7 +222,7 @@ def test_dynamic_trees_are_the_likeliest_nodes(
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("tree", [4, 15, 31])
 def test_dynamic_trees_are_replayed(
-    pair: TinyPair, tree: int, batch_size: int, chained: dict[str, int], tmp_path: Path
+    pair: TinyPair, tree: int, batch_size: int, chained: Counter[str], tmp_path: Path
 ) -> None:
     """By the device in chained rounds, and by the host where nothing is computed."""
     flags = {**PARALLEL, "lookahead": 6, "tree": tree, "batch_size": batch_size}
@@ -226,7 +233,7 @@ def test_dynamic_trees_are_replayed(
     assert main(["pair", *(f"--{name}={value}" for name, value in made.items())]) == 0
     del flags["prompt_ids"]
     flags |= {"workload": "replay", "recording": str(made["out"]), "tree_shape": "dynamic"}
-    chained.update(rounds=0, ahead=0)
+    chained.clear()
     found = decode(**imposed(tmp_path, vocab=9), **flags)
     assert chained["ahead"] > 0.5 * chained["rounds"] > 2
     by_host = decode(pair="toy", **{**flags, "backend": "emulated", "device": "null"})
