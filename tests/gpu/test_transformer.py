@@ -85,10 +85,10 @@ WIDE = ["llama-3.2-1b@2L", "llama-3.1-8b@1L"]
 def test_a_row_at_full_width_is_the_same_in_any_forward(
     backend: Any, where: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one kernel for up to 32 rows, 128 are several."""
+    """Up to 24 rows are one kernel, up to 128 clusters', more those of single blocks."""
     use_megakernel(monkeypatch, is_on=is_on)
-    rig = Rig(backend, config_of(where), max_rows=128, num_lanes=0, page=None)
-    check_rows_alone(rig, 128, [*range(2, 33, 3), 32, 128])
+    rig = Rig(backend, config_of(where), max_rows=144, num_lanes=0, page=None)
+    check_rows_alone(rig, 144, [*range(2, 33, 3), 32, 40, 64, 72, 128, 144])
 
 
 @pytest.mark.parametrize("where", WIDE)
@@ -97,7 +97,7 @@ def test_the_megakernel_has_the_bits_of_separate_kernels(
 ) -> None:
     use_megakernel(monkeypatch, is_on=True)
     found = []
-    for most_rows in (0, 32):
+    for most_rows in (0, 24):
         monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
         rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
         ops = rig.stack.weights.ops

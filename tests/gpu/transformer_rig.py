@@ -57,7 +57,7 @@ UNEVEN = {  # (family, query heads, KV heads, head_dim, ffn)
 
 
 def use_megakernel(monkeypatch: pytest.MonkeyPatch, *, is_on: bool) -> None:
-    """Computes up to 32 rows of models of any width by the megakernel, or none."""
+    """Computes up to 24 rows of models of any width by the megakernel, or none."""
     monkeypatch.setattr(MegakernelOps, "suits", _SUITS if is_on else lambda *_, **__: False)
     monkeypatch.setattr(MegakernelOps, "least_hidden", 0)
 

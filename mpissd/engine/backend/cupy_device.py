@@ -191,7 +191,7 @@ class Launcher:
         macros: tuple[tuple[str, int], ...] = (),
     ) -> int:
         """Returns how many clusters of `size` blocks of this kernel the GPU runs at once, 0 for a
-        GPU without clusters, or without cuda-bindings."""
+        GPU without clusters, without cuda-bindings, or with a CUDA that cannot compile it."""
         driver = self._driver
         if driver is None or shared_mem > self.shared_bytes:
             return 0
@@ -204,10 +204,12 @@ class Launcher:
             value.clusterDim.y = 1
             value.clusterDim.z = 1
             cluster.value = value
-            function = self._function(name, files, macros, shared_mem)
-            config = self._config((size,), (threads,), shared_mem, [cluster])
-            error, count = driver.cuOccupancyMaxActiveClusters(function.kernel.ptr, config)
-            self._clusters[key] = 0 if int(error) else int(count)
+            self._clusters[key] = 0
+            with suppress(cupy.cuda.compiler.CompileException):
+                function = self._function(name, files, macros, shared_mem)
+                config = self._config((size,), (threads,), shared_mem, [cluster])
+                error, count = driver.cuOccupancyMaxActiveClusters(function.kernel.ptr, config)
+                self._clusters[key] = 0 if int(error) else int(count)
         return self._clusters[key]
 
     def _config(

@@ -1,9 +1,9 @@
 """CUDA sources of the cupy backend, one operation a file, compiled at run time by NVRTC.
 
 They include no header, and need CUDA 12 and compute capability 7.0 (V100); the transformer needs
-8.0, and the two persistent kernels, `chain` and `whole` (the megakernel), need 9.0. To check a file
-without a GPU, join the files of a tuple below that contains it, as `source` does, and compile them
-with nvcc -arch=sm_75 -cubin.
+8.0. `chain` and `whole` (the megakernel), two persistent kernels, and `wide` (CUDA 12.1) need 9.0.
+To check a file without a GPU, join the files of a tuple below that contains it, as `source` does,
+and compile them with nvcc -arch=sm_75 -cubin.
 """
 
 from pathlib import Path

@@ -42,10 +42,10 @@ _LARGE = ((4, 8, 3), (2, 8, 4))
 _MIN_BLOCKS = 96  # With fewer large blocks, small ones are used, to keep the GPU busy.
 _CLUSTER = 4  # thread blocks of wide.cu that share a product's depth
 _WIDE_THREADS = 320
-_WIDE_ROWS = 25  # the fewest for clusters
+_WIDE_ROWS = range(25, 129)  # for clusters; more were not measured
 # By tiles of 8 rows: (tiles of columns of a warp, slots of weights, steps of x loaded ahead).
 _WIDE = {4: (4, 8, 2), 6: (4, 8, 2), 8: (3, 10, 2)}
-_WIDE_DEPTH = 1024  # the least depth for clusters, four steps
+_WIDE_DEPTH = 1024  # the least depth for clusters, two steps
 _PAGE = 256
 _NORM_THREADS = 512
 _STAGE_THREADS = 128
@@ -123,7 +123,7 @@ def multiply(launcher: Launcher, x: Any, weight: PackedWeight, out: Any, rows: i
     kind = "gated" if weight.gated else out.dtype
     source = (x, np.int64(x.shape[1]), weight.values, np.int32(weight.depth // PAIR))
     to = (out, np.int64(out.shape[1]), np.int32(rows), np.int32(weight.columns), factors)
-    if rows >= _WIDE_ROWS and weight.depth >= _WIDE_DEPTH:
+    if rows in _WIDE_ROWS and weight.depth >= _WIDE_DEPTH:
         groups = ceil_div(rows, ROW_TILE * max(_WIDE))
         macros, shared = _wide_geometry(ceil_div(rows, ROW_TILE * groups))
         name = f"wide_{kind}"
