@@ -54,7 +54,7 @@ void launch(int blocks, int threads, u32 bytes, std::function<void()> body) {
   }
 }
 
-u32 late = 0;  // of seven places, the one whose copies arrive much later than those issued behind them
+u32 late = 0;  // of seven places, the one whose copies arrive much later than those issued after them
 void deliver(bool some) {
   for (Block* block : all_blocks)
     for (size_t i = 0; i < block->copies.size();) {

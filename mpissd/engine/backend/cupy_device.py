@@ -182,18 +182,12 @@ class Launcher:
             raise RuntimeError(f"cuLaunchKernelEx: {error}")
 
     def num_clusters(
-        self,
-        name: str,
-        files: tuple[str, ...],
-        size: int,
-        threads: int,
-        shared_mem: int,
-        macros: tuple[tuple[str, int], ...] = (),
+        self, name: str, files: tuple[str, ...], size: int, threads: int, shared: int, macros: Any
     ) -> int:
         """Returns how many clusters of `size` blocks of this kernel the GPU runs at once, 0 for a
         GPU without clusters, without cuda-bindings, or with a CUDA that cannot compile it."""
         driver = self._driver
-        if driver is None or shared_mem > self.shared_bytes:
+        if driver is None or shared > self.shared_bytes:
             return 0
         key = name, files, macros
         if key not in self._clusters:
@@ -206,8 +200,8 @@ class Launcher:
             cluster.value = value
             self._clusters[key] = 0
             with suppress(cupy.cuda.compiler.CompileException):
-                function = self._function(name, files, macros, shared_mem)
-                config = self._config((size,), (threads,), shared_mem, [cluster])
+                function = self._function(name, files, macros, shared)
+                config = self._config((size,), (threads,), shared, [cluster])
                 error, count = driver.cuOccupancyMaxActiveClusters(function.kernel.ptr, config)
                 self._clusters[key] = 0 if int(error) else int(count)
         return self._clusters[key]

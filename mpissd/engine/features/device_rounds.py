@@ -330,7 +330,7 @@ class DeviceTarget(TargetWorker):
 
     def _next_branches(self) -> Branches | None:
         """Returns the drafts of the next round if their tokens are imposed (synthetic or recorded),
-        else None. The oracles, which decide tokens, begin the round here, and again later."""
+        else None. The oracles, which decide tokens, begin the round here and when it begins."""
         if self._imposed is None:
             return None
         batch = _after(self._batch, *self._imposed)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,9 @@ from mpissd.engine.comm.group import Group, SoloGroup
 from mpissd.engine.model.forwards import Places
 from mpissd.engine.model.shard import ForwardOptions, Shard, TransformerShard
 from mpissd.engine.model.transformer.cache import PageTable
-from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 AnyShard = Shard | TransformerShard
 Find = Callable[[int, Any, Any], None]  # find(k, ids, values) writes each row's k likeliest tokens

@@ -1,10 +1,12 @@
 """The `text` workload: a target and a draft transformer answer prompts by their logits."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 import numpy as np
@@ -20,7 +22,6 @@ from mpissd.engine.law.lookup import LONGEST
 from mpissd.engine.law.tree import CHAIN, Shape
 from mpissd.engine.model.forwards import Drafting, Forwards, Judging
 from mpissd.engine.model.shard import StateShard, TransformerShard
-from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 from mpissd.engine.model.transformer.sources import config_of, known_ids, open_checkpoint
 from mpissd.engine.oracle.sampled import (
     Case,
@@ -44,6 +45,9 @@ from mpissd.engine.text.answer import AnswerText
 from mpissd.engine.text.grammar import Grammar, Grammars, read_grammar
 from mpissd.engine.text.prompts import Prompt, digest_of, read_prompts
 from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from mpissd.engine.model.transformer.cupy_ops.draws import CupyDraws
 
 
 class LogitsTarget(SampledTarget):
@@ -114,8 +118,8 @@ class LogitsTarget(SampledTarget):
         return super().judge(batch, speculation, proposals)
 
     def _certain(self, sequence: LiveSequence, start: int) -> tuple[int, int] | None:
-        """Decides a greedy sequence whose logits are neither adjusted nor masked, without reading
-        them."""
+        """Returns (number of accepted tokens, bonus token) of a greedy sequence, without reading
+        logits. Returns None if the sequence is sampled, or its logits are adjusted or masked."""
         settings = sequence.request.sampling
         if not settings.is_plain or (settings.temperature > 0 and self._draws_any):
             return None

@@ -116,7 +116,7 @@ class TargetLoop:
 
     def step(self) -> RoundResult:
         """Runs the next round r, and returns what it decided: sends outcome r−1 (accepted and bonus
-        tokens) to the draft, receives the drafted tokens of round r, and verifies them."""
+        tokens) to the draft, receives the drafts of round r, verifies them, decides outcome r."""
         mark = self.ledger.mark
         worker = self._worker
         speculator = self._speculator

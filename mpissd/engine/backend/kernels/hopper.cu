@@ -106,7 +106,7 @@ __device__ __forceinline__ void send_sums(const Far& to, const Far& barrier, con
                : "memory");
 }
 
-// Says that data were read; nothing has to be seen behind it.
+// Says that data were read; no later access depends on it.
 __device__ __forceinline__ void barrier_arrive(const Far& barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier.address) : "memory");
 }

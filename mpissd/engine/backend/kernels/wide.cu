@@ -100,7 +100,7 @@ struct Share {
 // The tiles of a unit of so many that a column set has.
 __device__ __forceinline__ int tiles_of(int set, int tiles) { return (tiles - set + COLUMN_SETS - 1) / COLUMN_SETS; }
 
-// By a warp, a lane a tile: a thread alone starts a bulk copy each 175 cycles (H200).
+// By a warp, a lane a tile: one thread starts a bulk copy each 175 cycles (H200).
 __device__ __forceinline__ void read_weights(const u16* weight, const Share& share, u32 memory) {
   Slots slots(memory);
   const u64 policy = read_once();
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_tiles(Sums& sums, int pairs, int tiles,
   if constexpr (COUNT > 1) {
     if (tiles < COUNT) return multiply_tiles<COUNT - 1>(sums, pairs, tiles, weights, x);
   }
-  if (pairs == OWN_PAIRS) {  // without a branch, so that loads are moved before the products of others
+  if (pairs == OWN_PAIRS) {  // without a branch, so that the compiler moves loads ahead
 #pragma unroll
     for (int p = 0; p < OWN_PAIRS; ++p) multiply_pair<COUNT>(sums[p / 2], weights + p * PAIR_BYTES, x + 64 * p);
   } else {
@@ -265,15 +265,9 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, const Share& share, in
   }
 }
 
-struct Output {
-  void* out;
-  long long step;
-  int columns;
-  const float* factors;
-};
-
 template <class Out>
-__device__ __forceinline__ void multiply_units(const Output& to, const Share& share, u32 memory) {
+__device__ __forceinline__ void multiply_units(void* out, long long out_step, int columns, const float* factors,
+                                               const Share& share, u32 memory) {
   const Place at;
   Slots slots(memory);
   Stages stages(memory);
@@ -297,8 +291,8 @@ __device__ __forceinline__ void multiply_units(const Output& to, const Share& sh
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (row + i < share.rows)
-            put_sums<Out>(to.out, to.step, share.first_row + row + i, first + at.set + COLUMN_SETS * t, at.lane / 4,
-                          to.columns, to.factors, {all[i], all[i + 2]});
+            put_sums<Out>(out, out_step, share.first_row + row + i, first + at.set + COLUMN_SETS * t, at.lane / 4,
+                          columns, factors, {all[i], all[i + 2]});
       }
     sync_lanes();
     if (at.lane < CLUSTER && at.lane != share.rank) barrier_arrive(Far(sums_read(memory, at.warp), at.lane));
@@ -319,7 +313,7 @@ __device__ __forceinline__ void wide(const u16* x, long long x_step, const u16* 
   } else {
     wait_for_last();
     if (threadIdx.x < MULTIPLIERS)
-      multiply_units<Out>({out, out_step, columns, factors}, share, memory);
+      multiply_units<Out>(out, out_step, columns, factors, share, memory);
     else
       read_rows(x, x_step, share, memory);
   }
