@@ -35,6 +35,7 @@ from mpissd.engine.model.transformer.sources import config_of
 from mpissd.engine.model.transformer.stack import load_weights
 from tests.emulator.launcher import EmulatedGpu, aligned, build
 from tests.gpu.agreement import relative_error, tolerance
+from tests.gpu.inboxes import PEERS, Inboxes
 from tests.gpu.transformer_rig import (
     HEADS,
     Rig,
@@ -42,8 +43,10 @@ from tests.gpu.transformer_rig import (
     joined,
     prompt,
     tiny,
+    uneven,
     use_megakernel,
 )
+from tests.thread_group import ThreadGroup, on_ranks
 from tests.transformer_reference import stored
 
 ROOM, SMALL = 227 << 10, 99 << 10  # bytes of shared memory that a block may have
@@ -162,24 +165,22 @@ def test_the_gpu_and_the_model_decide(monkeypatch: pytest.MonkeyPatch) -> None:
         ("10.0", ROOM, True),
         ("12.0", SMALL, False),  # no room for a ring of weights
     ):
-        assert MegakernelOps.suits(device(capability, room), model(), heads=32) == expected
+        assert MegakernelOps.suits(device(capability, room), model()) == expected
     others: tuple[dict[str, Any], ...] = {"hidden": 2016}, {"qk_norm": True}, {"kind": "eagle"}
     for changed in others:
-        assert not MegakernelOps.suits(device(), model(**changed), heads=32)
+        assert not MegakernelOps.suits(device(), model(**changed))
 
 
 def test_a_gpu_under_mps_takes_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert MegakernelOps.suits(device(), model(), heads=32)
+    assert MegakernelOps.suits(device(), model())
     (tmp_path / "control").touch()
-    assert not MegakernelOps.suits(device(), model(), heads=32)
+    assert not MegakernelOps.suits(device(), model())
 
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, GRID, DONE_COUNTS = 4, 2, 8
 FOREVER_NS, ROUNDS = 10**15, 200_000
-PEERS = np.dtype([("inbox", "u8", 8), ("done", "u8"), ("rank", "i4"), ("size", "i4"),
-                  ("capacity", "i8")])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +387,33 @@ def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
     queue(kernels, rank, table, rank.memory.zeros(2, np.uint32), limit=10**6)
     run(kernels)
     assert rank.stop[0] == 1 and np.isnan(out).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, name", [(2, "five"), pytest.param(3, "three", marks=pytest.mark.long)]
+)
+def test_one_kernel_over_ranks_has_the_bits_of_many(tmp_path: Path, size: int, name: str) -> None:
+    """Ranks with unequal shares, all in one kernel, none, or only the first: the words that it sends
+    are those of the kernel `exchange`. Twelve rows are two rounds of sums, two forwards of one."""
+
+    def play(group: ThreadGroup) -> Any:
+        gpu = EmulatedGpu(tmp_path / str(group.rank))
+        found, inboxes = [], Inboxes(gpu, group.size, group.rank, blocks=GRID, threads=32)
+        inboxes.connect(int(at) for at in group.everyone(np.array(inboxes.inbox)))
+        for in_one in (range(0), range(size), range(1)):
+            rig = Rig(gpu, uneven(name), max_rows=12, group=inboxes)
+            assert isinstance(rig.ops, MegakernelOps)
+            rig.ops.most_rows = 24 if group.rank in in_one else 0
+            tokens = prompt(rig, 14)
+            found.append(np.concatenate([rig.fill(tokens[:12], 12), rig.fill(tokens[12:], 1, start=12)]))
+        assert num_whole(gpu) == (6 if group.rank == 0 else 3)
+        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+        return found[0], rig.reference(tokens)
+
+    parts = on_ranks(size, play, 300)
+    found = np.concatenate([logits for logits, _ in parts], axis=1)
+    assert relative_error(found, parts[0][1]) < 8e-3
 
 
 def test_who_waits_for_whom() -> None:

@@ -124,15 +124,24 @@ class Rig:
 
     def forward(self, tokens: Sequence[int], places: Places, bucket: int | None = None) -> Any:
         """Returns the rows' logits, of this rank's part of the vocabulary."""
-        rows = bucket or len(tokens)
+        self.start(tokens, places, bucket)
+        return self.finish(len(tokens), bucket)
+
+    def prepare(self, rows: int) -> None:
+        """Compiles the forward of so many rows, and runs it once."""
         if rows not in self._programs:
             body, capturable = self.stack.body(rows), self.stack.group.capturable
             self._programs[rows] = self.backend.program(body, self._cost, capturable=capturable)
+
+    def start(self, tokens: Sequence[int], places: Places, bucket: int | None = None) -> None:
+        self.prepare(bucket or len(tokens))
         self.stack.buffers.tokens[: len(tokens)] = tokens
         self.stack.place(places)
-        self._programs[rows].launch()
-        self._programs[rows].wait(Waiter(60.0, spin=True))
-        return self.stack.logits(range(len(tokens)))
+        self._programs[bucket or len(tokens)].launch()
+
+    def finish(self, count: int, bucket: int | None = None) -> Any:
+        self._programs[bucket or count].wait(Waiter(60.0, spin=True))
+        return self.stack.logits(range(count))
 
     def candidates(self, rows: int) -> tuple[Any, Any]:
         """Returns the (ids, logits) of the last forward's rows."""

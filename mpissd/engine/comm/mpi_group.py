@@ -256,7 +256,7 @@ class OneshotGroup(Group):
         self._waiter = waiter
         self.capacity = CAPACITY
         self._inbox_bytes = 2 * comm.size * CAPACITY * 8
-        self._limit = np.uint64(int(waiter.deadline_s * 1e9))
+        self.limit_ns = np.uint64(int(waiter.deadline_s * 1e9))
         self._inbox = 0  # the device address of this rank's inbox; 0 while there is none
         self._mapped: list[int] = []
         self._peers: Any = None
@@ -318,7 +318,7 @@ class OneshotGroup(Group):
     def _exchange(self, source: int, to: int, words: int, mode: int) -> None:
         stop = self._device.stop.ctypes.data
         pointers = self._peers, np.uintp(source), np.uintp(to)
-        args = (*pointers, np.int64(words), np.int32(mode), np.uintp(stop), self._limit)
+        args = (*pointers, np.int64(words), np.int32(mode), np.uintp(stop), self.limit_ns)
         with self._device.stream:
             self._kernel((BLOCKS,), (THREADS,), args)
 
@@ -362,8 +362,8 @@ class OneshotGroup(Group):
     def _trial(self) -> str | None:
         """Tests all_reduce: compares its sums of random numbers with MPI's sums. Collective.
         Returns None if they agree, or the relative error as text if it exceeds TOLERANCE."""
-        limit = self._limit
-        self._limit = np.uint64(int(_TRIAL_S * 1e9))
+        limit = self.limit_ns
+        self.limit_ns = np.uint64(int(_TRIAL_S * 1e9))
         worst = 0.0
         for size in _TRIAL_SIZES:
             array = self._device.activation(1, size)
@@ -377,7 +377,7 @@ class OneshotGroup(Group):
                 summed = self._device.to_host(array)
                 error = np.linalg.norm(summed - values) / np.linalg.norm(values)
                 worst = max(worst, float(error)) if np.isfinite(error) else np.inf
-        self._limit = limit
+        self.limit_ns = limit
         return f"relative error {worst:.1e}" if worst > TOLERANCE else None
 
     def _agree(self, reason: str | None, what: str) -> None:

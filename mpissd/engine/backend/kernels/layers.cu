@@ -1,6 +1,11 @@
 // The table of a forward's operations (megakernel.py), and the products of whole.cu: a block owns some columns of
 // each; the epilogue of q, k, v rotates and stores K and V, that of o and down adds to the residual stream and
 // prepares the next norm (arithmetic.cu), that of gate and up is SwiGLU.
+//
+// Macro SHARDED: o and down are sums over ranks (inbox.cu), each rank with its share of the depth.
+#ifndef SHARDED
+#define SHARDED 0
+#endif
 enum Kind { QKV, ATTEND, ADD, GATED, LOGITS };
 
 struct Operation : Product {  // an attention has no tiles
@@ -25,7 +30,7 @@ struct Model {
   long long page_layer, lane_layer;  // elements of the cache from layer to layer
   int most_rows, width;
   int norm_rows;  // of squares and powers
-  int gap;
+  u32 exchanges;  // of the inboxes before this forward
   float eps, scale;
 };
 
@@ -54,6 +59,7 @@ static_assert(TEAMS * ATTEND_BYTES <= TEAM_BYTES, "attention's shared memory");
 static_assert(WHOLE_BYTES <= SHARED_BYTES, "more shared memory than the launch gives");
 
 __device__ __forceinline__ const Model& the_model() { return *(const Model*)(block_memory() + MODEL_AT); }
+__device__ __forceinline__ Peers& the_peers() { return *(Peers*)(block_memory() + PEERS_AT); }
 __device__ __forceinline__ const Seat& seat_of(int row) {
   return ((const Seat*)(block_memory() + SEATS_AT))[row];
 }
@@ -202,9 +208,40 @@ __device__ __forceinline__ Spot spot_of(const Product& product, int r, int first
   return {row, tile, at.lane % 8, row < product.rows && tile < first + tiles};
 }
 
+// Columns c and c + 8 of a tile, as the words of two neighbouring columns that the kernel `exchange` sends, and back:
+// a lane of even c has c and c + 1, the next one those 8 behind them.
+__device__ __forceinline__ Both swapped(const Both& v, int c) {
+  const float other = __shfl_xor_sync(0xFFFFFFFFu, c % 2 ? v.a : v.b, 1);
+  return c % 2 ? Both{other, v.b} : Both{v.a, other};
+}
+
+// Adds some rounds' sums over the ranks, in float16. All words are sent before any is waited for.
+__device__ __forceinline__ void add_ranks(Both (&found)[SHARED_ROUNDS], const Operation& op, int start, int first,
+                                          int tiles, const Watch& watch, const Place& at) {
+  const Peers& peers = the_peers();
+  const u32 number = the_model().exchanges + op.exchange;
+  u32 words[SHARED_ROUNDS];
+  const auto index = [&](const Spot& spot) {
+    return (long long)spot.row * (the_model().width / 2) + 8 * spot.tile + spot.c / 2 + spot.c % 2 * 4;
+  };
+#pragma unroll
+  for (int i = 0; i < SHARED_ROUNDS; ++i) {
+    const Spot spot = spot_of(op, start + i, first, tiles, at);
+    const Both pair = swapped(found[i], spot.c);
+    words[i] = finite_halves(pair.a, pair.b);
+    if (spot.mine) send(peers, number, index(spot), words[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < SHARED_ROUNDS; ++i) {
+    const Spot spot = spot_of(op, start + i, first, tiles, at);
+    if (spot.mine) words[i] = sum_over_ranks(peers, number, index(spot), words[i], watch);
+    found[i] = swapped({low(words[i]), high(words[i])}, spot.c);
+  }
+}
+
 // Adds up and stores a unit's sums, SHARED_ROUNDS at a time.
-__device__ __forceinline__ void finish_operation(const Sums& sums, const Operation& op, int first,
-                                                 int tiles, Brought& brought, const Place& at) {
+__device__ __forceinline__ void finish_operation(const Sums& sums, const Operation& op, int first, int tiles,
+                                                 Brought& brought, const Watch& watch, const Place& at) {
   static_assert(ROUNDS % SHARED_ROUNDS == 0, "all rounds of a pass exist");
   const auto is_there = [&](int r) { return r % GROUPS * ROUND < tiles && r / GROUPS * 8 < op.rows; };
 #pragma unroll 1
@@ -221,6 +258,7 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
       found[i] = sum_of_warps(round_sums(start + i), at);
       factors[i] = factor_of(spot_of(op, start + i, first, tiles, at).row);
     }
+    if (SHARDED && op.kind == ADD) add_ranks(found, op, start, first, tiles, watch, at);
 #pragma unroll
     for (int i = 0; i < SHARED_ROUNDS; ++i) {
       if (!is_there(start + i)) continue;
@@ -249,7 +287,7 @@ __device__ __forceinline__ void run_product(const Operation& op, int number, Rin
     bring_hidden(brought, op, spot_of(op, 0, first, tiles, at));
     multiply_unit(sums, op, depth, tiles, ahead, ring, at);
     if (unit == 0) wait_for_factors(turn);
-    finish_operation(sums, op, first, tiles, brought, at);
+    finish_operation(sums, op, first, tiles, brought, watch, at);
     first = stop;
     if (unit + 1 < share.units) stop = unit_start(share, unit + 2);
   }

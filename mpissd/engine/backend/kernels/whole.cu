@@ -3,7 +3,8 @@
 // Its table holds operations. Products are those of layers.cu. Attention's tasks (a split of one KV head) are
 // divided among the blocks' teams of four warps; when all are over, all warps share the merging of queries.
 // Between two operations all blocks wait for each other, while one warp of each reads weights ahead (units.cu)
-// and others bring the factors of the next product.
+// and others bring the factors of the next product. The kernels of several ranks (SHARDED) run at the same time:
+// a block sends its sums of o and down, and waits for those of the other ranks for its own columns.
 //
 // Every number is computed as by the kernels of attention.cu, rows.cu and skinny.cu, bit for bit.
 
@@ -95,8 +96,28 @@ __device__ __forceinline__ void fetch_operation(const Operation* operations, int
   end_of_copies();
 }
 
+// The other ranks' inboxes, and how many exchanges a forward makes; see `done` in inbox.cu.
+struct Ranks {
+  const Peers* peers;
+  int exchanges, done_counts;
+};
+
+// Takes the peers, and the number of exchanges so far: all blocks read it before block 0 changes it.
+__device__ __forceinline__ void meet_ranks(const Ranks& ranks) {
+  if (threadIdx.x) return;
+  the_peers() = *ranks.peers;
+  ((Model*)(block_memory() + MODEL_AT))->exchanges = *ranks.peers->done;
+}
+
+__device__ __forceinline__ void count_exchanges(const Ranks& ranks, int operations, const Watch& watch) {
+  if (blockIdx.x) return;
+  wait_for_blocks(before(the_model(), operations), gridDim.x, watch);
+  for (int i = threadIdx.x; i < ranks.done_counts; i += MULTIPLIERS)
+    the_peers().done[i] = the_model().exchanges + ranks.exchanges;
+}
+
 __device__ __forceinline__ void run_operations(const Operation* operations, int count, const Model* given,
-                                               int rows, const Watch& watch, u32 memory) {
+                                               int rows, const Ranks& ranks, const Watch& watch, u32 memory) {
   const Place at = {(int)threadIdx.x / 32, (int)threadIdx.x % 32};
   Ring ring(memory);
   u32 turn = 0;  // of the factors' barrier
@@ -106,6 +127,7 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
   wait_for_copies<0>();
   wait_for_last();
   sync_some(MULTIPLIERS);
+  if (SHARDED) meet_ranks(ranks);
   const Model& model = the_model();
   int* positions = (int*)(block_memory() + POSITIONS_AT);
   if ((int)threadIdx.x < rows) {
@@ -136,6 +158,7 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
     if (is_product) barrier_arrive(factors_used());
     add_release(model.finished + p);
   }
+  if (SHARDED) count_exchanges(ranks, count, watch);
 }
 
 // Brings the factors of one product after another, by the helpers.
@@ -158,8 +181,10 @@ __device__ void bring_all_factors(const Operation* operations, int count, const 
 
 // grid: as many blocks as can be there at once, one a multiprocessor. Counters are 0 (late_norm).
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1)
-    whole(const Operation* operations, int count, const Model* model, int rows, int* stop, u64 limit) {
+    whole(const Operation* operations, int count, const Model* model, int rows, const Peers* peers, int exchanges,
+          int done_counts, int* stop, u64 limit) {
   const u32 memory = shared_address(block_memory());
+  const Ranks ranks = {peers, exchanges, done_counts};
   const Watch watch = {stop, limit};
   if (threadIdx.x == 0) {
     barrier_make(factors_there(), HELPERS);
@@ -172,6 +197,6 @@ extern "C" __global__ void __launch_bounds__(WHOLE_THREADS, 1)
   } else if (threadIdx.x >= MULTIPLIERS) {
     if (threadIdx.x == MULTIPLIERS) read_weights(operations, count, memory);
   } else {
-    run_operations(operations, count, model, rows, watch, memory);
+    run_operations(operations, count, model, rows, ranks, watch, memory);
   }
 }

@@ -126,10 +126,10 @@ class Ops(Protocol):
     def gated(self, x: Array, gate_up: Array, inner: Array, rows: int) -> None:
         """Sets inner, the FFN's inner vector, to silu(x·gateᵀ) · (x·upᵀ)."""
 
-    def at_once(self, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
-        """Computes all layers and the LM head in one kernel, if this device and model allow it;
-        returns whether it did. weights, memory: the model's TransformerWeights and Buffers;
-        memory.hidden is the input."""
+    def at_once(self, group: Group, weights: Any, memory: Any, cache: Array, rows: int) -> bool:
+        """Computes all layers and the LM head in one kernel, if this device, model and the ranks'
+        `group` allow it; returns whether it did. weights, memory: the model's TransformerWeights
+        and Buffers; memory.hidden is the input."""
         return False
 
     def sum_ranks(self, group: Group, delta: Array, rows: int) -> None:

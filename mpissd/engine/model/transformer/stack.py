@@ -282,7 +282,7 @@ class TransformerStack(Stack):
                 ops.sum_ranks(self.group, memory.delta, rows)
             return memory.delta
 
-        is_done = self.states is None and ops.at_once(weights, memory, cache, rows)
+        is_done = self.states is None and ops.at_once(self.group, weights, memory, cache, rows)
         for number, layer in enumerate(() if is_done else weights.layers):
             if layer.o is not None:
                 ops.norm(memory.hidden, delta, layer.attention_norm, memory.x, rows)

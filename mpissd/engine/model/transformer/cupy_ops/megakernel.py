@@ -1,7 +1,8 @@
 """One persistent kernel (a megakernel) for all layers and the LM head of up to 24 rows.
 
-The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0, a model
-on one GPU, and no norm of q and k. RMSNorm is split in two: a product's input is multiplied by the
+The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0 and no
+norm of q and k. Kernels of several ranks run at the same time and add up over the inboxes of
+OneshotGroup; with other collectives there are separate kernels. RMSNorm is split in two: a product's input is multiplied by the
 norm's weight, and the product's sums by 1 / rms. q and k are stored in the order of their rotation,
 so that no operation is needed between two products. Larger forwards use separate kernels that give
 the same bits.
@@ -50,7 +51,7 @@ MODEL = np.dtype(  # struct Model
     + [(name, np.int32) for name in ("heads", "splits")]
     + [(name, np.uint64) for name in ("queries", "task_count", "tasks", "finished", "merged")]
     + [(name, np.uint64) for name in ("page_layer", "lane_layer")]
-    + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "gap_1")]
+    + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "exchanges")]
     + [(name, np.float32) for name in ("eps", "scale")]
 )
 _SLOT_PAIRS = 16
@@ -82,9 +83,12 @@ class MegakernelGeometry(NamedTuple):
         return self.slots >= 7
 
 
-def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometry:
+def geometry_of(
+    rows: int, head: int, page: int, room: int, *, sharded: bool = False
+) -> MegakernelGeometry:
     """Returns the megakernel's parameters for `rows` rows, with as many ring slots as fit, at most
-    12. head: head_dim. page: positions of a KV page. room: bytes of a block's shared memory."""
+    12. head: head_dim. page: positions of a KV page. room: bytes of a block's shared memory.
+    sharded: whether several ranks share the model."""
     row_tiles = -(-rows // ROW_TILE)
     teams, ahead, flying, rounds = _SIZES[row_tiles]
     team_bytes = teams * task_bytes(head)
@@ -109,6 +113,7 @@ def geometry_of(rows: int, head: int, page: int, room: int) -> MegakernelGeometr
         "HEAD": head,
         "PAGE": page,
         "QUERY_TILES": QUERY_TILES,
+        "SHARDED": int(sharded),
     }
     return MegakernelGeometry(slots, slots * size + rest, tuple(macros.items()))
 
@@ -121,7 +126,13 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     by name. weights, memory: the model's TransformerWeights and Buffers."""
 
     def product(
-        kind: int, weight: PackedWeight, x: Any, out: Any, vector: Any = None, norm: int = 0
+        kind: int,
+        weight: PackedWeight,
+        x: Any,
+        out: Any,
+        vector: Any = None,
+        norm: int = 0,
+        exchange: int = 0,
     ) -> dict[str, int]:
         return {
             "weight": address(weight.values),
@@ -137,6 +148,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
             "tiles": weight.tiles,
             "group_tiles": weight.tiles,
             "norm": norm,
+            "exchange": exchange,
         }
 
     layers = weights.layers
@@ -145,9 +157,9 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
     for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
         yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
         yield {"kind": ATTEND, "layer": n}
-        yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm)
+        yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm, exchange=2 * n + 1)
         yield product(GATED, layer.gate_up, x, memory.inner, norm=FFN_NORM)
-        yield product(ADD, layer.down, memory.inner, x, following, norm=FFN_NORM)
+        yield product(ADD, layer.down, memory.inner, x, following, FFN_NORM, exchange=2 * n + 2)
     n = len(layers)
     yield product(LOGITS, weights.head, x, memory.logits)
 
@@ -164,8 +176,8 @@ class MegakernelCache(GpuCache):
 
 
 class MegakernelOps(CupyOps):
-    """A transformer's operations on one GPU (compute capability 9.0 or more), with one kernel for
-    all layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
+    """A transformer's operations on a GPU (compute capability 9.0 or more), with one kernel for all
+    layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
     megakernel, because its blocks all wait for one another five times a layer. most_rows: above it,
     separate kernels are faster (wide.cu)."""
 
@@ -174,10 +186,10 @@ class MegakernelOps(CupyOps):
     most_rows = 24
 
     @classmethod
-    def suits(cls, backend: Any, config: TransformerConfig, heads: int) -> bool:
-        """Returns whether the megakernel can run a model with `heads` query heads on this GPU."""
+    def suits(cls, backend: Any, config: TransformerConfig) -> bool:
+        """Returns whether the megakernel can run a model, or a rank's share of it, on this GPU."""
         shape = config.shape
-        if heads < shape.num_heads or shape.hidden < cls.least_hidden:
+        if shape.hidden < cls.least_hidden:
             return False
         # The kernel's blocks wait for one another, so all of them have to be on the GPU at once.
         # CUDA's MPS shares a GPU among processes, and does not promise to run all blocks at once.
@@ -227,14 +239,18 @@ class MegakernelOps(CupyOps):
         self.launcher.launch(f"late_norm_{kind}", kernels.LATE, *how)
 
     def _geometry(self, rows: int) -> MegakernelGeometry:
-        return geometry_of(rows, self._head, self.page, self.launcher.shared_bytes)
+        room = self.launcher.shared_bytes
+        return geometry_of(rows, self._head, self.page, room, sharded=self._is_shard)
 
-    def takes(self, rows: int) -> bool:
+    def _takes(self, group: Any, rows: int) -> bool:
         """Returns whether the megakernel computes a forward of `rows` rows."""
-        return rows <= self.most_rows and self._geometry(rows).fits
+        if rows > self.most_rows or not self._geometry(rows).fits:
+            return False
+        words = rows * self._config.shape.hidden // 2
+        return not self._is_shard or (group.name == "oneshot" and words <= group.capacity)
 
-    def at_once(self, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
-        if not self.takes(rows):
+    def at_once(self, group: Any, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
+        if not self._takes(group, rows):
             return False
         first = weights.layers[0].attention_norm
         self.norm(memory.hidden, None, first, memory.x, rows, cache.counters)
@@ -242,9 +258,14 @@ class MegakernelOps(CupyOps):
             cache.tables[rows] = self._tables(weights, memory, cache, rows)
         operations, model = cache.tables[rows]
         geometry = self._geometry(rows)
-        count = OPERATIONS * len(weights.layers) + 1
-        stop = np.uintp(self.backend.stop.ctypes.data)
-        args = (operations, np.int32(count), model, np.int32(rows), stop, np.uint64(_LIMIT_NS))
+        layers = len(weights.layers)
+        table = operations, np.int32(OPERATIONS * layers + 1), model, np.int32(rows)
+        ranks: tuple[Any, ...] = None, np.int32(0), np.int32(0)
+        limit_ns = np.uint64(_LIMIT_NS)
+        if self._is_shard:
+            ranks = np.uintp(group.everybody), np.int32(2 * layers), np.int32(group.done_counts)
+            limit_ns = group.limit_ns
+        args = (*table, *ranks, np.uintp(self.backend.stop.ctypes.data), limit_ns)
         grid = (self.launcher.multiprocessors,)
         how = (_THREADS,), args, geometry.shared_bytes, geometry.macros
         self.launcher.launch("whole", kernels.WHOLE, grid, *how)
@@ -297,5 +318,5 @@ class MegakernelOps(CupyOps):
 def chosen(backend: Any, config: TransformerConfig, *, heads: int, **sizes: Any) -> CupyOps:
     """Makes a model's operations on a GPU, with the megakernel if it can run the model. Raises
     ConfigError for a GPU or a model that no kernels support."""
-    kind = MegakernelOps if MegakernelOps.suits(backend, config, heads) else CupyOps
+    kind = MegakernelOps if MegakernelOps.suits(backend, config) else CupyOps
     return kind(backend, config, heads=heads, **sizes)
