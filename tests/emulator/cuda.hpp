@@ -267,6 +267,11 @@ inline u32 load_acquire(const u32* counter) {
   return *(const volatile u32*)counter;
 }
 inline u32 load_relaxed(const u32* counter) { return load_acquire(counter); }
+inline uint4 load_relaxed(const uint4* from) {
+  emulator::give_way();
+  const volatile u32* words = (const volatile u32*)from;
+  return {words[0], words[1], words[2], words[3]};
+}
 inline void push(u64* to, u64 message) { *to = message; }
 inline u64 peek(const u64* from) {
   emulator::give_way();

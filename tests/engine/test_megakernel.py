@@ -394,8 +394,8 @@ def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
     "size, name", [(2, "five"), pytest.param(3, "three", marks=pytest.mark.long)]
 )
 def test_one_kernel_over_ranks_has_the_bits_of_many(tmp_path: Path, size: int, name: str) -> None:
-    """Ranks with unequal shares, all in one kernel, none, or only the first: the words that it sends
-    are those of the kernel `exchange`. Twelve rows are two rounds of sums, two forwards of one."""
+    """Unequal shares; no rank, all or only the first in one kernel: the words that it sends are
+    those of the kernel `exchange`. Twelve rows are two rounds of sums, two forwards of one."""
 
     def play(group: ThreadGroup) -> Any:
         gpu = EmulatedGpu(tmp_path / str(group.rank))
@@ -406,7 +406,9 @@ def test_one_kernel_over_ranks_has_the_bits_of_many(tmp_path: Path, size: int, n
             assert isinstance(rig.ops, MegakernelOps)
             rig.ops.most_rows = 24 if group.rank in in_one else 0
             tokens = prompt(rig, 14)
-            found.append(np.concatenate([rig.fill(tokens[:12], 12), rig.fill(tokens[12:], 1, start=12)]))
+            found.append(
+                np.concatenate([rig.fill(tokens[:12], 12), rig.fill(tokens[12:], 1, start=12)])
+            )
         assert num_whole(gpu) == (6 if group.rank == 0 else 3)
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
         return found[0], rig.reference(tokens)

@@ -1,4 +1,4 @@
-"""OneshotGroup without MPI: the inboxes and kernels of ranks in one process, emulated or on one GPU."""
+"""OneshotGroup without MPI: inboxes and kernels of ranks in one process, emulated or on a GPU."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply(const Product* products, int count, u32
     if (share.units) ahead.start(product, depth, share.units);
     for (int unit = 0; unit < share.units; ++unit) {
       const int first = unit_start(share, unit), tiles = unit_start(share, unit + 1) - first;
-      multiply_unit(sums, product, depth, tiles, ahead, ring, at);
+      multiply_unit(sums, product, depth, tiles, ahead, ring, watch, at);
       finish_unit(sums, product, first, tiles, number, watch, at);
     }
     if (product.awaited) {

@@ -74,6 +74,13 @@ __device__ __forceinline__ u32 load_relaxed(const u32* counter) {
   return value;
 }
 
+__device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ u32 load_acquire(const u32* counter) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");

@@ -18,7 +18,9 @@ struct Operation : Product {  // an attention has no tiles
 
 struct Model {
   float* hidden;          // [rows][width]
-  float *squares, *powers;  // [2 norms][norm_rows][width / 16] and [2 norms][norm_rows]
+  float* squares;         // [2 norms][norm_rows][width / 16]
+  const float* powers;    // [rows], of the first x
+  u16 *x, *other_x, *inner;  // what products write and the next ones read as they arrive; see UNWRITTEN
   Cache cache;            // of layer 0
   const int* seats;
   const float2* turns;
@@ -29,7 +31,8 @@ struct Model {
   u32 *finished, *merged;  // blocks by operation; tasks by layer
   long long page_layer, lane_layer;  // elements of the cache from layer to layer
   int most_rows, width;
-  int norm_rows;  // of squares and powers
+  int inner_width;
+  int norm_rows;  // of squares
   u32 exchanges;  // of the inboxes before this forward
   float eps, scale;
 };
@@ -43,13 +46,13 @@ struct Seat {
 };
 
 // TEAMS: that attend tasks in a block. HELPERS: warps beside those that multiply and the one that reads weights.
-constexpr int HELPERS_BARRIER = 4;  // 0 is the block's, 1 the multipliers', 2 and 3 their teams'
 constexpr int WHOLE_THREADS = CHAIN_THREADS + 32 * HELPERS;
 constexpr int MODEL_AT = (CHAIN_BYTES + 15) / 16 * 16;
 constexpr int SEATS_AT = MODEL_AT + (int)sizeof(Model);
 constexpr int OPERATIONS_AT = (SEATS_AT + 8 * ROW_TILES * (int)sizeof(Seat) + 15) / 16 * 16;
 constexpr int FACTORS_AT = OPERATIONS_AT + 2 * (int)sizeof(Operation);
-constexpr int POSITIONS_AT = FACTORS_AT + 8 * ROW_TILES * 4;  // of rows
+constexpr int POWERS_AT = FACTORS_AT + 8 * ROW_TILES * 4;
+constexpr int POSITIONS_AT = POWERS_AT + 8 * ROW_TILES * 4;  // of rows
 constexpr int KEPT = 16, ITEM_BYTES = 48;                     // of attention, see whole.cu
 constexpr int ITEMS_AT = POSITIONS_AT + 8 * ROW_TILES * 4;
 constexpr int WHOLE_BYTES = ITEMS_AT + TEAMS * KEPT * ITEM_BYTES;
@@ -85,8 +88,9 @@ struct Brought {
   Both hidden, weight;
 };
 
-// The factor of a row's sums (ADD: the power of two of the next x); see bring_factors.
+// The factor of a row's sums, and the power of two in the next x of that row; see bring_factors.
 __device__ __forceinline__ float& factor_of(int row) { return ((float*)(block_memory() + FACTORS_AT))[row]; }
+__device__ __forceinline__ float& power_of(int row) { return ((float*)(block_memory() + POWERS_AT))[row]; }
 
 // Where a pair of sums goes: a row, and columns 16 tile + c and 8 behind it. mine: whether it exists.
 struct Spot {
@@ -99,31 +103,52 @@ struct Spot {
 __device__ __forceinline__ u32 factors_there() { return shared_address(block_memory()) + FACTORS_BARRIERS; }
 __device__ __forceinline__ u32 factors_used() { return factors_there() + 8; }
 
-// The counter of the blocks that have finished the operation before this one.
-__device__ __forceinline__ const u32* before(const Model& model, int number) { return model.finished + number - 1; }
+// Values that are not written yet: float16 that are not finite, and sums of squares below 0. A reader loads them until
+// they are there, which is faster than to count blocks: a fence, the count and its reader's fence fall away. They are
+// marked again while the layer attends, between the waits of all blocks before and after it.
+constexpr u32 UNWRITTEN = 0xFFFFFFFFu, UNWRITTEN_SQUARES = 0xFF7FFFFFu;
 
-// Brings a product's factors; each of the HELPERS has some rows, FEW of which are under way together.
-__device__ __forceinline__ void bring_factors(const Operation& op, const Model& model, const Place& at) {
+__device__ __forceinline__ void mark_unwritten(const Model& model, int rows) {
+  const auto mark = [&](void* memory, long long words, u32 word) {
+    for (long long i = blockIdx.x * MULTIPLIERS + threadIdx.x; i < words; i += gridDim.x * MULTIPLIERS)
+      ((u32*)memory)[i] = word;
+  };
+  const long long words = (long long)rows * model.width / 2, tiles = (long long)rows * (model.width / 16);
+  mark(model.x, words, UNWRITTEN);
+  mark(model.other_x, words, UNWRITTEN);
+  mark(model.inner, (long long)rows * model.inner_width / 2, UNWRITTEN);
+  mark(model.squares, tiles, UNWRITTEN_SQUARES);
+  mark(model.squares + (long long)model.norm_rows * (model.width / 16), tiles, UNWRITTEN_SQUARES);
+}
+
+// Brings the factors of a product behind a norm; each of the HELPERS has some rows, FEW of which are under way together.
+__device__ __forceinline__ void bring_factors(const Operation& op, const Model& model, const Watch& watch,
+                                              const Place& at) {
   constexpr int FEW = 3;
   const int tiles = model.width / 16, first = op.norm * model.norm_rows;
 #pragma unroll 1
   for (int start = at.warp; start < op.rows; start += HELPERS * FEW) {
-    float powers[FEW], squares[FEW];
+    float squares[FEW];
     const auto row = [&](int i) { return min(start + HELPERS * i, op.rows - 1); };
+    Patience patience(watch);
+    bool whole = false;
+    while (!whole && !patience.over()) {
+      squares_of_lane(squares, tiles, [&](int i, int tile) {
+        return __uint_as_float(load_relaxed((const u32*)model.squares + (long long)(first + row(i)) * tiles + tile));
+      });
+      whole = true;
 #pragma unroll
-    for (int i = 0; i < FEW; ++i) powers[i] = load_fresh_one(model.powers + first + row(i));
-    squares_of_lane(squares, tiles, [&](int i, int tile) {
-      return load_fresh_one(model.squares + (long long)(first + row(i)) * tiles + tile);
-    });
+      for (int i = 0; i < FEW; ++i) whole = whole && !(squares[i] < 0);
+    }
+    sync_lanes();
 #pragma unroll
     for (int i = 0; i < FEW; ++i) {
       const float norm = norm_of_row(squares[i], tiles, model.eps);
-      if (at.lane == 0)
-        factor_of(row(i)) = op.kind == ADD ? power_of_two(norm) : __fmul_rn(norm, inverse(powers[i]));
+      if (at.lane || start + HELPERS * i >= op.rows) continue;
+      factor_of(row(i)) = __fmul_rn(norm, inverse(power_of(row(i))));
+      power_of(row(i)) = power_of_two(norm);
     }
   }
-  sync_lanes();
-  if (at.lane == 0) barrier_arrive(factors_there());
 }
 
 __device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& op, const Spot& spot) {
@@ -164,7 +189,6 @@ __device__ __forceinline__ void store_qkv(const Operation& op, const Spot& spot,
 __device__ __forceinline__ void store_added(const Operation& op, const Spot& spot, const Brought& brought,
                                             float power, const Both& sum) {
   const Model& model = the_model();
-  const int next = (1 - op.norm) * model.norm_rows + spot.row;
   Both v = {0, 0};
   if (spot.mine) {
     v = {__fadd_rn(brought.hidden.a, sum.a), __fadd_rn(brought.hidden.b, sum.b)};
@@ -176,8 +200,8 @@ __device__ __forceinline__ void store_added(const Operation& op, const Spot& spo
   }
   const float squares = squares_of_tile(v);
   if (!spot.mine || spot.c) return;
+  const int next = (1 - op.norm) * model.norm_rows + spot.row;
   model.squares[(long long)next * (model.width / 16) + spot.tile] = squares;
-  if (spot.tile == 0) model.powers[next] = power;
 }
 
 __device__ __forceinline__ void store_round(const Operation& op, const Spot& spot, const Brought& brought,
@@ -256,7 +280,8 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
 #pragma unroll
     for (int i = 0; i < SHARED_ROUNDS; ++i) {
       found[i] = sum_of_warps(round_sums(start + i), at);
-      factors[i] = factor_of(spot_of(op, start + i, first, tiles, at).row);
+      const int row = spot_of(op, start + i, first, tiles, at).row;
+      factors[i] = op.kind == ADD ? power_of(row) : factor_of(row);
     }
     if (SHARDED && op.kind == ADD) add_ranks(found, op, start, first, tiles, watch, at);
 #pragma unroll
@@ -269,23 +294,27 @@ __device__ __forceinline__ void finish_operation(const Sums& sums, const Operati
   }
 }
 
-__device__ __forceinline__ void run_product(const Operation& op, int number, Ring& ring, u32& turn,
-                                            const Watch& watch, const Place& at) {
+__device__ __forceinline__ void run_product(const Operation& op, Ring& ring, u32& turn, const Watch& watch,
+                                            const Place& at) {
   const Share share = share_of(op);
-  if (!share.units) return wait_for_factors(turn);
+  const u32* awaited = the_model().finished + op.after;
+  if (!share.units) {
+    if (op.after >= 0) wait_for_blocks(awaited, gridDim.x, watch);
+    return wait_for_factors(turn);
+  }
   const Depth depth(op);
   if (op.kind == ADD && threadIdx.x <= (unsigned)(share.last - share.first) / 2)  // 128 bytes: 2 tiles
     fetch_ahead(op.vector + 16 * min(share.first + 2 * (int)threadIdx.x, share.last - 1));
   int first = share.first, stop = unit_start(share, 1);
   ColumnsAhead ahead(shared_address(block_memory()), at);
-  if (number) wait_for_blocks(before(the_model(), number), gridDim.x, watch);
+  if (op.after >= 0) wait_for_blocks(awaited, gridDim.x, watch);
   ahead.start(op, depth, share.units);
   Sums sums;
   for (int unit = 0; unit < share.units; ++unit) {
     const int tiles = stop - first;
     Brought brought;
     bring_hidden(brought, op, spot_of(op, 0, first, tiles, at));
-    multiply_unit(sums, op, depth, tiles, ahead, ring, at);
+    multiply_unit(sums, op, depth, tiles, ahead, ring, watch, at);
     if (unit == 0) wait_for_factors(turn);
     finish_operation(sums, op, first, tiles, brought, watch, at);
     first = stop;

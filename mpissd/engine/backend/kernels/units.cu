@@ -73,11 +73,11 @@ __device__ __forceinline__ void set_zero(Sums& sums) {
 
 __device__ __forceinline__ void multiply_unit(Sums& sums, const Product& product, const Depth& depth,
                                               int tiles, ColumnsAhead& ahead, Ring& ring,
-                                              const Place& at) {
+                                              const Watch& watch, const Place& at) {
   set_zero(sums);
   for (int i = 0; i < depth.slots; ++i) {
     Columns x;
-    ahead.take(x, product, depth);
+    ahead.take(x, product, depth, watch);
     const int pairs = depth.pairs - depth.start(i);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {

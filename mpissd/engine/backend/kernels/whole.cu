@@ -2,9 +2,10 @@
 //
 // Its table holds operations. Products are those of layers.cu. Attention's tasks (a split of one KV head) are
 // divided among the blocks' teams of four warps; when all are over, all warps share the merging of queries.
-// Between two operations all blocks wait for each other, while one warp of each reads weights ahead (units.cu)
-// and others bring the factors of the next product. The kernels of several ranks (SHARDED) run at the same time:
-// a block sends its sums of o and down, and waits for those of the other ranks for its own columns.
+// Before and after attention all blocks wait for each other; other products begin as their input arrives
+// (UNWRITTEN). Meanwhile one warp of each block reads weights ahead (units.cu), and others bring the factors of
+// the next product. The kernels of several ranks (SHARDED) run at the same time: a block sends its sums of o and
+// down, and waits for those of the other ranks for its own columns.
 //
 // Every number is computed as by the kernels of attention.cu, rows.cu and skinny.cu, bit for bit.
 
@@ -52,7 +53,7 @@ __device__ __forceinline__ void merge_queries(const Operation& op, int rows_here
 }
 
 // items: how many tasks there are, of all KV heads. (Not inline, so that it has the registers for itself.)
-__device__ __noinline__ void run_attention(const Operation& op, int number, int rows_here, int items, bool merges,
+__device__ __noinline__ void run_attention(const Operation& op, int rows_here, int items, bool merges,
                                            const Items& own, const Watch& watch) {
   const Model& model = the_model();
   const int* positions = (const int*)(block_memory() + POSITIONS_AT);
@@ -61,14 +62,13 @@ __device__ __noinline__ void run_attention(const Operation& op, int number, int 
   const auto sources_of = [&](const Reach& reach) {
     return Sources(model.cache, reach, op.layer * model.page_layer, op.layer * model.lane_layer);
   };
-  if ((int)blockIdx.x < items) {
-    if (own.count) {  // what is there already comes during the wait
-      const Sources sources = sources_of(own.kept->reach);
-      copy_values(sources.values, 0, team);
-      if (team.thread == 0) fetch(sources.keys);
-    }
-    if (number) wait_for_blocks(before(model, number), gridDim.x, watch);
+  if (own.count) {  // what is there already comes during the wait
+    const Sources sources = sources_of(own.kept->reach);
+    copy_values(sources.values, 0, team);
+    if (team.thread == 0) fetch(sources.keys);
   }
+  wait_for_blocks(model.finished + op.after, gridDim.x, watch);
+  mark_unwritten(model, rows_here);
   for (int k = 0; k < own.count; ++k) {
     const Item item = own.at(k, model);
     const Sources sources = sources_of(item.reach);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void meet_ranks(const Ranks& ranks) {
 
 __device__ __forceinline__ void count_exchanges(const Ranks& ranks, int operations, const Watch& watch) {
   if (blockIdx.x) return;
-  wait_for_blocks(before(the_model(), operations), gridDim.x, watch);
+  wait_for_blocks(the_model().finished + operations - 1, gridDim.x, watch);
   for (int i = threadIdx.x; i < ranks.done_counts; i += MULTIPLIERS)
     the_peers().done[i] = the_model().exchanges + ranks.exchanges;
 }
@@ -148,15 +148,15 @@ __device__ __forceinline__ void run_operations(const Operation* operations, int 
     const Operation& op = operation(p);
     if (p + 1 < count) fetch_operation(operations, p + 1);
     if (op.kind == ATTEND)
-      run_attention(op, p, rows, items, merges, own, watch);
+      run_attention(op, rows, items, merges, own, watch);
     else
-      run_product(Operation(op), p, ring, turn, watch, at);
+      run_product(Operation(op), ring, turn, watch, at);
     wait_for_copies<0>();
-    const bool is_product = op.kind != ATTEND;
+    const bool is_product = op.kind != ATTEND, is_awaited = op.awaited;
     sync_some(MULTIPLIERS);  // the place of op is used again behind the barrier
     if (threadIdx.x) continue;
     if (is_product) barrier_arrive(factors_used());
-    add_release(model.finished + p);
+    if (is_awaited) add_release(model.finished + p);
   }
   if (SHARDED) count_exchanges(ranks, count, watch);
 }
@@ -166,6 +166,8 @@ __device__ void bring_all_factors(const Operation* operations, int count, const 
   const Place at = {(int)threadIdx.x / 32 - WARPS - 1, (int)threadIdx.x % 32};
   u32 turn = 0;
   wait_for_last();
+  for (int row = at.warp + HELPERS * at.lane; row < operations->rows; row += 32 * HELPERS)
+    power_of(row) = model.powers[row];
   for (int number = 0; number < count; ++number) {
     const Operation& op = operations[number];
     if (op.kind == ATTEND) continue;
@@ -173,9 +175,9 @@ __device__ void bring_all_factors(const Operation* operations, int count, const 
       barrier_wait(factors_used(), turn);
       turn ^= 1;
     }
-    if (number && at.warp + at.lane == 0) wait_for_count(before(model, number), gridDim.x, watch);
-    sync_team(HELPERS_BARRIER, 32 * HELPERS);
-    bring_factors(op, model, at);
+    if (op.kind != ADD) bring_factors(op, model, watch, at);
+    sync_lanes();
+    if (at.lane == 0) barrier_arrive(factors_there());
   }
 }
 

@@ -1,11 +1,11 @@
 """One persistent kernel (a megakernel) for all layers and the LM head of up to 24 rows.
 
 The kernel, kernels/whole.cu, reads a table of operations. It needs compute capability 9.0 and no
-norm of q and k. Kernels of several ranks run at the same time and add up over the inboxes of
-OneshotGroup; with other collectives there are separate kernels. RMSNorm is split in two: a product's input is multiplied by the
-norm's weight, and the product's sums by 1 / rms. q and k are stored in the order of their rotation,
-so that no operation is needed between two products. Larger forwards use separate kernels that give
-the same bits.
+norm of q and k. Those of several ranks run at the same time and add up over the inboxes of
+OneshotGroup. RMSNorm is split in two: a product's input is multiplied by the norm's weight, and the
+product's sums by 1 / rms. q and k are stored in the order of their rotation, so that no operation
+is needed between two products. Larger forwards, and other collectives, use separate kernels that
+give the same bits.
 """
 
 import os
@@ -44,20 +44,21 @@ OPERATION = np.dtype(  # struct Operation
     + [("padding", np.uint64)]
 )
 MODEL = np.dtype(  # struct Model
-    [(name, np.uint64) for name in ("hidden", "squares", "powers")]
+    [(name, np.uint64) for name in ("hidden", "squares", "powers", "x", "other_x", "inner")]
     + [(name, np.uint64) for name in ("keys", "values", "lane_keys", "lane_values", "table")]
     + [(name, np.int32) for name in ("most_pages", "kv_heads", "steps", "gap")]
     + [(name, np.uint64) for name in ("seats", "turns", "attend_queries", "out", "partial", "tops")]
     + [(name, np.int32) for name in ("heads", "splits")]
     + [(name, np.uint64) for name in ("queries", "task_count", "tasks", "finished", "merged")]
     + [(name, np.uint64) for name in ("page_layer", "lane_layer")]
-    + [(name, np.int32) for name in ("most_rows", "width", "norm_rows", "exchanges")]
+    + [(name, np.int32) for name in ("most_rows", "width", "inner_width", "norm_rows", "exchanges")]
     + [(name, np.float32) for name in ("eps", "scale")]
+    + [("gap_1", np.int32)]
 )
 _SLOT_PAIRS = 16
 _PEERS_BYTES = 88
 _SUM_BYTES = 8 * 4 * 129 * 4
-_ROW_BYTES = 32
+_ROW_BYTES = 36
 _ITEM_BYTES = 16 * 48
 _HELPERS = 3  # warps beside those that multiply and the one that reads weights
 _THREADS = THREADS + 32 * _HELPERS
@@ -65,7 +66,7 @@ _THREADS = THREADS + 32 * _HELPERS
 
 # By number of 8-row tiles: (4-warp teams for attention, prefetched slots of x, weight copies, tiles
 # whose sums are finished at once). More rows need more teams; each takes two slots of weights.
-_SIZES = {1: (1, 3, 3, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3)}
+_SIZES = {1: (1, 3, 4, 1), 2: (2, 3, 4, 2), 3: (2, 2, 4, 3)}
 
 
 class MegakernelGeometry(NamedTuple):
@@ -132,7 +133,7 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
         out: Any,
         vector: Any = None,
         norm: int = 0,
-        exchange: int = 0,
+        **more: int,
     ) -> dict[str, int]:
         return {
             "weight": address(weight.values),
@@ -148,20 +149,24 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
             "tiles": weight.tiles,
             "group_tiles": weight.tiles,
             "norm": norm,
-            "exchange": exchange,
+            "after": -1,
+            **more,
         }
 
     layers = weights.layers
     x = memory.x.values
+    other = memory.x.other
     norms = [*(layer.attention_norm for layer in layers[1:]), weights.norm]
     for n, (layer, following) in enumerate(zip(layers, norms, strict=True)):
-        yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias)
-        yield {"kind": ATTEND, "layer": n}
-        yield product(ADD, layer.o, memory.attended, x, layer.ffn_norm, exchange=2 * n + 1)
-        yield product(GATED, layer.gate_up, x, memory.inner, norm=FFN_NORM)
+        at = OPERATIONS * n
+        yield product(QKV, layer.qkv, x, memory.q, layer.qkv_bias, awaited=1)
+        yield {"kind": ATTEND, "layer": n, "after": at, "awaited": 1}
+        sums = {"after": at + 1, "exchange": 2 * n + 1}
+        yield product(ADD, layer.o, memory.attended, other, layer.ffn_norm, **sums)
+        yield product(GATED, layer.gate_up, other, memory.inner, norm=FFN_NORM)
         yield product(ADD, layer.down, memory.inner, x, following, FFN_NORM, exchange=2 * n + 2)
     n = len(layers)
-    yield product(LOGITS, weights.head, x, memory.logits)
+    yield product(LOGITS, weights.head, x, memory.logits, awaited=1)
 
 
 @dataclass(frozen=True)
@@ -238,16 +243,16 @@ class MegakernelOps(CupyOps):
         how = (rows,), (_NORM_THREADS,), args, _NORM_BYTES
         self.launcher.launch(f"late_norm_{kind}", kernels.LATE, *how)
 
-    def _geometry(self, rows: int) -> MegakernelGeometry:
+    def _geometry(self, group: Any, rows: int) -> MegakernelGeometry:
         room = self.launcher.shared_bytes
-        return geometry_of(rows, self._head, self.page, room, sharded=self._is_shard)
+        return geometry_of(rows, self._head, self.page, room, sharded=group.size > 1)
 
     def _takes(self, group: Any, rows: int) -> bool:
-        """Returns whether the megakernel computes a forward of `rows` rows."""
-        if rows > self.most_rows or not self._geometry(rows).fits:
+        """Returns whether the megakernel computes a forward of `rows` rows on the group's ranks."""
+        if rows > self.most_rows or not self._geometry(group, rows).fits:
             return False
         words = rows * self._config.shape.hidden // 2
-        return not self._is_shard or (group.name == "oneshot" and words <= group.capacity)
+        return bool(group.size == 1 or (group.name == "oneshot" and words <= group.capacity))
 
     def at_once(self, group: Any, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self._takes(group, rows):
@@ -257,12 +262,12 @@ class MegakernelOps(CupyOps):
         if rows not in cache.tables:
             cache.tables[rows] = self._tables(weights, memory, cache, rows)
         operations, model = cache.tables[rows]
-        geometry = self._geometry(rows)
+        geometry = self._geometry(group, rows)
         layers = len(weights.layers)
         table = operations, np.int32(OPERATIONS * layers + 1), model, np.int32(rows)
         ranks: tuple[Any, ...] = None, np.int32(0), np.int32(0)
         limit_ns = np.uint64(_LIMIT_NS)
-        if self._is_shard:
+        if group.size > 1:
             ranks = np.uintp(group.everybody), np.int32(2 * layers), np.int32(group.done_counts)
             limit_ns = group.limit_ns
         args = (*table, *ranks, np.uintp(self.backend.stop.ctypes.data), limit_ns)
@@ -287,6 +292,10 @@ class MegakernelOps(CupyOps):
             "hidden": address(memory.hidden),
             "squares": address(memory.x.squares),
             "powers": address(memory.x.powers),
+            "x": address(memory.x.values),
+            "other_x": address(memory.x.other),
+            "inner": address(memory.inner),
+            "inner_width": memory.inner.shape[1],
             "table": words + 4 * 4 * max_rows,
             "seats": words,
             "attend_queries": address(memory.q),

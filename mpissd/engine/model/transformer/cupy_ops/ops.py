@@ -83,11 +83,12 @@ class Normed:
     """An RMSNorm's output, without the factor 1 / rms, which is applied to the next product's sums.
     values: float16 [rows, width], rows of the residual stream times the norm's weight and a power
     of two that keeps them in float16's range. squares: float32 [2, rows, width / 16], each tile's
-    sum of squares. norms: float32 [rows], 1 / rms. powers: float32 [2, rows], the powers of two.
-    factors: float32 [rows], what sums over `values` are multiplied by. The megakernel uses both
-    halves of squares and powers in turn; separate kernels use the first."""
+    sum of squares. norms: float32 [rows], 1 / rms. powers: float32 [rows], the powers of two.
+    factors: float32 [rows], what sums over `values` are multiplied by. The megakernel uses `values`
+    and `other`, and both halves of squares in turn; separate kernels use the first."""
 
     values: Any
+    other: Any
     squares: Any
     norms: Any
     powers: Any
@@ -97,8 +98,9 @@ class Normed:
     def over(cls, launcher: Launcher, values: Any) -> Normed:
         """Makes a Normed whose values are this buffer, and allocates its factors."""
         rows, width = values.shape
-        shapes = (2, rows, width // TILE), (rows,), (2, rows), (rows,)
-        return cls(values, *(launcher.zeros(shape, np.float32) for shape in shapes))
+        shapes = (2, rows, width // TILE), (rows,), (rows,), (rows,)
+        other = launcher.empty((rows, width), np.float16)
+        return cls(values, other, *(launcher.zeros(shape, np.float32) for shape in shapes))
 
     @property
     def shape(self) -> tuple[int, int]:
