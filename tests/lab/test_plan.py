@@ -272,7 +272,7 @@ def test_a_draft_of_one_forward_is_offered_where_its_acceptance_is_measured(
     plans = [advised(2, laws=each, **whole)[1] for each in laws]
     assert not any(choice.parallel for choice in plans[0].judged)
     used = {choice.family.mode for choice in plans[1].judged if choice.parallel}
-    assert used == {"sd", "ssd"} and "in one forward" in str(plans[1].best)
+    assert used == {"sd"} and "in one forward" in str(plans[1].best)
     flags = "--profile=h200", "--gpus=2", "--pair=8b/1b", "--measured=none"
     assert main(["plan", *flags, f"--acceptance=laws:{laws[1]}"]) == 0
     assert "in one forward" in capsys.readouterr().out
@@ -365,7 +365,7 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
-        ("h200 2 8b/1b", ["The draft pays: SSD on 1 + 1 makes ", "measured times, some derived"]),
+        ("h200 2 8b/1b", ["may or may not pay: SSD on 1 + 1 makes ", "measured times, some derived"]),
         ("h100 5 70b/1b", ["times of other models than llama-3.1-70b (±30%)", "T=1 does not fit",
                            "Your cell of docs/map.md (T = 1, 2, 4 or 8): SSD on 4 + 1 makes"]),
         (f"v100-32 8 8b/1b {EARLIER}", ["A datasheet cannot tell: probe first."]),
@@ -458,11 +458,11 @@ def test_an_assumed_alpha_gives_way_to_measured_rows(capsys: pytest.CaptureFixtu
     _, first, second, *lines, last = capsys.readouterr().out.splitlines()
     assert "does not pay, as measured with this pair on 2 GPUs: SSD makes .70 to" in first
     assert second.startswith("  .97 times the strongest other use (tree, tree in one forward), by ")
-    assert "without it is SD with a tree on 2" in "".join(lines[:2])
-    assert re.search(r"assumed: these gains are at .60 1\.\d+ and .9\d, at .90 1.", "".join(lines))
+    assert "the first is SD with a tree on 2" in "".join(lines[:2])
+    assert re.search(r"assumed: these gains are at .60 1\.\d+ and .8\d, at .90 1.", "".join(lines))
     told = json.loads(last)
-    assert told["best"]["mode"] == "tree" and told["judged"][0]["mode"] == "ssd"
-    assert main([*flags, "--alpha=.8"]) == 0
+    assert told["best"]["mode"] == "tree"
+    assert main([*flags, "--alpha=.9"]) == 0
     out = capsys.readouterr().out
     assert "With other acceptance, a GPU of its own" in out and "is assumed" not in out
     assert json.loads(out.splitlines()[-1])["best"]["mode"] == "ssd"

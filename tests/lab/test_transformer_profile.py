@@ -147,7 +147,7 @@ def test_a_probe_on_a_processor_names_the_kernel_and_finds_no_wrong_data() -> No
 
 def test_what_does_not_fit_beside_the_weights_is_not_probed() -> None:
     found = job(mode="ar", draft=None, target="8b", rounds=1)
-    backend = EmulatedBackend(replace(load_profile("h200"), memory_bytes=18 * 10**9))
+    backend = EmulatedBackend(replace(load_profile("h200"), memory_bytes=18 * 10**9 + (1 << 30)))
     forwards, _ = probed(backend, found)
     contexts_of = {(e["sequences"], e["kv_tokens"] // e["sequences"]) for e in forwards}
     assert contexts_of == {(1, 64), (1, 500), (1, 2000), (8, 64), (8, 500), (1, 1000), (8, 1000)}

@@ -31,6 +31,7 @@ TRANSFORMER_ROWS = (*ROWS, 24)  # row counts for transformers, each timed at sev
 LARGE_BYTES = 1 << 20
 NEAR, FAR = 64, 1024  # shortest and longest context in tokens at which transformers are timed
 _LISTS = (1, 4, 16, 32, 64)  # values of k for which the selection of the top k tokens is timed
+_KERNEL_BYTES = 1 << 30  # device memory for kernels, graphs and activations, beyond weights and KV
 _CHAIN = {"gpu": 16, "cpu": 8, "emulated": 16}  # number of operations in one timed launch
 # {device: (seconds of warm-up, seconds to time for, fewest launches, most launches)}
 # GPUs are warmed up, because an H200 reads slowly for some ms after an allocation.
@@ -198,7 +199,8 @@ class GroupProbe:
                 needed = shard.weight_bytes(past, itemsize)
                 needed += shard.cache_bytes(most, batch, past, itemsize)
                 room = self._backend.info.memory_bytes
-                fits = self._comm.allreduce(room is None or needed <= room, op=MPI.LAND)
+                lacks = room is not None and needed + _KERNEL_BYTES > room
+                fits = not self._comm.allreduce(lacks, op=MPI.LOR)
                 if fits:
                     model = source, weights
                     entries.append(self.forwards(group, shard, past, rows, batch, model=model))
