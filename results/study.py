@@ -61,7 +61,7 @@ from mpissd.lab.measure.verdict import (  # noqa: E402
     TimedUse,
     UseComparison,
 )
-from mpissd.lab.tables.load import LeftOut, load_rows  # noqa: E402
+from mpissd.lab.tables.load import LeftOut, load_rows, of_one_group  # noqa: E402
 from mpissd.lab.tables.uses import Family, mode_of, unit  # noqa: E402
 from results import pages  # noqa: E402
 
@@ -133,14 +133,14 @@ def disturbed(out: Path, count: int) -> list[str]:
 
 
 def cells_in(out: Path) -> dict[str, list[Row]]:
-    """Returns {configuration, as `cell` names it: its rows} of a folder; ends the program if the
-    folder has no rows."""
+    """Returns {configuration, as `cell` names it: its rows} of a folder; ends without any row."""
     files = [p for name in ("runs", "measured") for p in sorted(out.rglob(f"{name}*.jsonl"))]
     cells: dict[str, list[Row]] = {}
     with LeftOut() as left_out:
         for row in load_rows(files, left_out):
             flags = (row.sweep or {}).get("flags", {"run": row.get("config_digest")})
-            cells.setdefault(cell(row["tp"], flags), []).append(row)
+            pool = {"groups": row.groups} if not of_one_group([row]) else {}
+            cells.setdefault(cell(row["tp"], {**flags, **pool}), []).append(row)
     if not cells:
         raise SystemExit(f"{out}: no rows there yet: allowed: the OUT of results/study.py run")
     return cells
@@ -165,12 +165,12 @@ def verdicts(
     cells: Mapping[str, list[Row]], busy: list[str], failed: Sequence[str] = ()
 ) -> Iterator[str]:
     """Yields sentences on whether a GPU for the draft pays, for each kind of device and setting
-    (model pair, acceptance, …) with SSD rows. cells: {configuration: its rows}. busy: what
-    disturbed the machine. failed: steps that did not end; then nothing is said to pay, because an
-    alternative that they would have measured may be faster."""
-    for device in sorted({row["device_name"] for rows in cells.values() for row in rows}):
+    (model pair, acceptance, …) with SSD rows of one target. cells: {configuration: its rows}. busy:
+    what disturbed the machine. failed: steps that did not end; then nothing is said to pay."""
+    single = {name: of_one_group(rows) for name, rows in cells.items()}
+    for device in sorted({row["device_name"] for rows in single.values() for row in rows}):
         own = {name: [row for row in rows if row["device_name"] == device]
-               for name, rows in cells.items()}  # fmt: skip
+               for name, rows in single.items()}  # fmt: skip
         yield from _verdicts({name: rows for name, rows in own.items() if rows}, busy, failed)
 
 

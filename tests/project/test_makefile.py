@@ -276,9 +276,9 @@ def test_a_study_answers_in_sentences(speeds: list[Any], busy: list[str], senten
     uses = [("ssd", 1, 1, [20.0] * len(turns)), ("ssd", 1, 1, speeds), ("ar", 2, 0, turns)]
     uses += [("sd", 1, 0, [5.0] * len(turns)), ("ar", 4, 0, [400.0] * len(turns))]
     cells = {str(n): rows(*use) for n, use in enumerate(uses)}
+    cells["p"] = [row | {"groups": 2, "tok_per_s": 1e4} for row in cells["1"]]  # of two targets
     said, trust, *more = study.verdicts(cells, busy)
-    alone, *_ = study.verdicts({key: cells[key] for key in "013"}, busy)  # no use of both cores
-    assert alone.startswith("Trust: ")
+    assert next(study.verdicts({key: cells[key] for key in "013p"}, busy)).startswith("Trust: ")
     others = [row | {"device_name": "a faster CPU", "tok_per_s": 1e3} for row in cells["2"]]
     if [str(speed) for speed in speeds[:1]] == ["110"]:
         lacking, *_ = study.verdicts(cells, busy, ["a-T2D0"])
