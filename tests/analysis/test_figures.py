@@ -393,12 +393,13 @@ def test_a_cell_of_the_map_is_the_fastest_predicted_use(place: Place) -> None:
 
 
 def test_the_map_errs_in_the_sign_of_one_measured_cell_alone() -> None:
-    """Which loses 3%: docs/map.md says so."""
+    """Which loses 3%, as predicted for the kernels that were measured: docs/map.md says so."""
     data = on_machine(study(), "NVIDIA H200")
+    cells = pd.read_json(RESULTS / "extra-gpu/cells_before.jsonl", lines=True)
     wrong = {}
     for (name, column), seen in measured_gains(data).items():
         place = next(of for of in PLACES if of.name == name)
-        told, _ = gain_of(place.uses(data.cells, *COLUMNS[column]))
+        told, _ = gain_of(place.uses(cells, *COLUMNS[column]))
         assert abs(told / seen - 1) < 0.16
         if (told > 1) != (seen > 1):
             wrong[name, column] = 1 - seen

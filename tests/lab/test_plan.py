@@ -365,7 +365,7 @@ def test_measured_rows_of_the_case_are_shown(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
-        ("h200 2 8b/1b", ["may or may not pay: SSD on 1 + 1 makes ", "measured times, some derived"]),
+        ("h200 2 8b/1b", ["may or may not pay: SSD on 1 + 1", "measured times, some derived"]),
         ("h100 5 70b/1b", ["times of other models than llama-3.1-70b (±30%)", "T=1 does not fit",
                            "Your cell of docs/map.md (T = 1, 2, 4 or 8): SSD on 4 + 1 makes"]),
         (f"v100-32 8 8b/1b {EARLIER}", ["A datasheet cannot tell: probe first."]),
