@@ -78,6 +78,18 @@ def test_one_kernel_has_the_bits_of_many(gpu: Any, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def test_inputs_of_several_slots_arrive(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slots of the hidden vector, two of the FFN's, of which some units have copies early."""
+    shape = replace(tiny("llama").shape, hidden=1056, ffn=544)
+    found, before = [], num_whole(gpu)
+    for most_rows in (0, 24):
+        monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
+        rig = Rig(gpu, replace(tiny("llama"), shape=shape))
+        found.append(rig.fill(prompt(rig, 6), 3))
+    assert np.array_equal(*found) and num_whole(gpu) - before == 2
+
+
+@pytest.mark.slow
 def test_many_sequences_have_the_bits_of_separate_kernels(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,8 +406,8 @@ def test_a_peer_that_never_comes_poisons_the_sum(library: Any) -> None:
     "size, name", [(2, "five"), pytest.param(3, "three", marks=pytest.mark.long)]
 )
 def test_one_kernel_over_ranks_has_the_bits_of_many(tmp_path: Path, size: int, name: str) -> None:
-    """Unequal shares; no rank, all or only the first in one kernel: the words that it sends are
-    those of the kernel `exchange`. Twelve rows are two rounds of sums, two forwards of one."""
+    """Unequal shares, of heads or the vocabulary; no rank, all or only the first in one kernel: the
+    words that it sends are those of the kernel `exchange`. Twelve rows are two rounds of sums."""
 
     def play(group: ThreadGroup) -> Any:
         gpu = EmulatedGpu(tmp_path / str(group.rank))

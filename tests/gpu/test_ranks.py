@@ -39,6 +39,7 @@ def prepared(ranks: list[tuple[Any, Inboxes]], in_one: int) -> list[Rig]:
     for rank, (backend, own) in enumerate(ranks):
         rig = Rig(backend, uneven("five"), max_rows=24, group=own)
         rig.ops.most_rows = 24 if rank < in_one else 0
+        assert all(rig.ops._takes(own, rows) == (rank < in_one) for rows in SIZES)
         rig.ops.launcher.multiprocessors //= len(ranks)
         backend.stop[0] = 1
         for rows in SIZES:

@@ -101,7 +101,7 @@ def test_the_megakernel_has_the_bits_of_separate_kernels(
         monkeypatch.setattr(MegakernelOps, "most_rows", most_rows)
         rig = Rig(backend, config_of(where), max_rows=32, num_lanes=0, page=None)
         ops = rig.stack.weights.ops
-        assert isinstance(ops, MegakernelOps) and ops.takes(5) == bool(most_rows)
+        assert isinstance(ops, MegakernelOps) and ops._takes(rig.stack.group, 5) == bool(most_rows)
         found.append(rig.fill(prompt(rig, 200), 5))
     assert np.array_equal(*found)
 

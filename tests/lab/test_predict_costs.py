@@ -251,12 +251,19 @@ def test_near_to_what_was_measured_there(have: int, want: int) -> None:
 
 
 def test_two_ranks_take_the_measured_share_of_one() -> None:
-    """From only the profile's numbers 70B was 12% too fast."""
-    config = RunConfig(pair="70b/1b", mode="ar", forward="transformer")
+    """In one kernel for few rows, two all-reduces a layer are part of it."""
+    config = RunConfig(pair="70b/1b", mode="ar", forward="transformer", context=64)
     job = resolve(config, 2, backend="emulated", memory_bytes=None)
-    profile = with_derived(load_profile("h200"), job.target_shard, 1, job.options)
-    curve = profile.measured(job.target_shard.cost(1, 1, 2, job.options))
-    assert curve is not None and curve.source.startswith("derived: one rank's share")
+    shard, options = job.target_shard, job.options
+    profile = with_derived(load_profile("h200"), shard, 1, options)
+    (alone,) = profile.kernels(shard.key(1, options), shard.num_params(options), alone=True)
+    for rows, within in ((8, 160), (32, 0)):
+        cost = shard.cost(rows, 1, 2, options)
+        curve, latency_s = profile.measured(cost), profile.all_reduce_s(2, 0)
+        assert curve is not None and curve.source.startswith("derived: one rank's share")
+        beside = (cost.num_all_reduces - within) * profile.all_reduce_s(2, cost.all_reduce_bytes)
+        expected = alone.seconds(rows) + within * (latency_s - 1.2e-6) + beside
+        assert curve(rows) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("pair", "tp"), [("70b/1b", 1), ("70b/1b", 4), ("8b/1b", 1), ("8b/1b", 2)])

@@ -15,6 +15,7 @@ by MPI.Abort. Device memory is freed last, because freeing it waits for the devi
 device pointer: a library that cannot read device memory crashes on it.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from time import perf_counter
@@ -237,8 +238,8 @@ class OneshotGroup(Group):
     Each rank has an inbox in its GPU memory, into which all others write (kernels/inbox.cu). One
     store carries a data word and the number of its exchange, so that data cross NVLink once and no
     handshake is needed. Sums are made in float32 in rank order, so that all ranks get the same
-    bits. The kernel `exchange` sums one array; the kernel that computes several matrix products
-    sums its own result.
+    bits. The kernel `exchange` sums one array; the persistent kernels sum their own results.
+    is_alike: whether all ranks have the same kind of GPU, and so the same kernels.
 
     If a rank never arrives, the kernels stop waiting at the waiter's deadline, or when `abort` sets
     the backend's stop word. The sums are then NaN, and the wait for the forward raises FaultError.
@@ -257,6 +258,8 @@ class OneshotGroup(Group):
         self.capacity = CAPACITY
         self._inbox_bytes = 2 * comm.size * CAPACITY * 8
         self.limit_ns = np.uint64(int(waiter.deadline_s * 1e9))
+        mps = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+        self.is_alike = len({*comm.allgather((device.info.name, mps))}) == 1
         self._inbox = 0  # the device address of this rank's inbox; 0 while there is none
         self._mapped: list[int] = []
         self._peers: Any = None

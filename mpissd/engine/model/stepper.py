@@ -158,7 +158,10 @@ class Stepper(Forwards):
     @property
     def kernel(self) -> str:
         """Names of the kernels that read the weights, joined by "+" if they differ."""
-        return str(self.stack.weights.kernel)
+        kernel = str(self.stack.weights.kernel)
+        group = self.stack.group
+        is_split = kernel == "whole" and group.size > 1 and group.name != "oneshot"
+        return "cuda" if is_split else kernel
 
     def cost(self, rows: int, k: int = 1) -> Cost:
         """Returns the cost of a forward of `rows` rows on this rank, with k candidates a row."""

@@ -72,19 +72,21 @@ def _of_shares(
 ) -> list[Forward]:
     """Returns the forwards of a model shard, derived from measurements in which one rank computed
     such a share alone, by adding the duration of the all-reduces; [] if it was not measured. Within
-    one kernel an all-reduce is taken to last as long for more rows as for one."""
+    one kernel, one-shot all-reduces are taken to last their latency less _WITHIN_S, whatever the
+    rows."""
     derived = []
     key = shard.key(sequences, options)
     for alone in profile.kernels(key, shard.num_params(options), alone=True):
         reduces = all_reduces_of(profile, shard.tp)
         share = alone.seconds
+        is_one = alone.kernel == "whole" and "oneshot" in reduces.sources["all_reduce"]
         seconds = list[float]()
         for rows, time in zip(share.points, share.seconds, strict=True):
             cost = shard.cost(rows, sequences, EMULATED_ITEMSIZE, options)
-            if alone.kernel == "whole" and rows <= _ONE_KERNEL_ROWS:
-                cost = replace(cost, all_reduce_bytes=0)
-                time -= cost.num_all_reduces * _WITHIN_S
-            seconds.append(time + _all_reduces_s(reduces, cost))
+            within = is_one * 2 * shard.shape.num_layers if rows <= _ONE_KERNEL_ROWS else 0
+            beside = replace(cost, num_all_reduces=cost.num_all_reduces - within)
+            least_s = max(0.0, reduces.all_reduce_s(shard.tp, 0) - _WITHIN_S)
+            seconds.append(time + within * least_s + _all_reduces_s(reduces, beside))
         source = f"{DERIVED}: one rank's share ({share.source}) and the all-reduces of "
         curve = Curve(share.points, tuple(seconds), source + reduces.name)
         derived.append(replace(alone, seconds=curve))

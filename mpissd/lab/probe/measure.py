@@ -199,8 +199,8 @@ class GroupProbe:
                 needed = shard.weight_bytes(past, itemsize)
                 needed += shard.cache_bytes(most, batch, past, itemsize)
                 room = self._backend.info.memory_bytes
-                lacks = room is not None and needed + _KERNEL_BYTES > room
-                fits = not self._comm.allreduce(lacks, op=MPI.LOR)
+                fits = room is None or needed + _KERNEL_BYTES <= room
+                fits = self._comm.allreduce(fits, op=MPI.LAND)
                 if fits:
                     model = source, weights
                     entries.append(self.forwards(group, shard, past, rows, batch, model=model))

@@ -56,8 +56,7 @@ __device__ __forceinline__ u32 halves(float a, float b) {
 
 constexpr u32 POISON = 0x7FFF7FFFu;  // two NaN
 
-// Sends a word to all other ranks. (Not inline, so that this rarely run code does not separate the
-// code that always runs.)
+// Sends a word to all other ranks. (Not inline, so that it does not separate the code of one rank.)
 __device__ __noinline__ void send(const Peers& peers, u32 number, long long index, u32 own) {
 #pragma unroll
   for (int r = 0; r < MAX_RANKS; ++r)

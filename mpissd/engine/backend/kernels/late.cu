@@ -1,5 +1,5 @@
 // RMSNorm in two parts (arithmetic.cu) as a separate kernel with the bits of whole.cu, for forwards of more
-// rows than Megakernel.suits.
+// rows than MegakernelOps.most_rows.
 constexpr int NORM_THREADS = 512, NORM_TILES = 16;  // tiles a thread: rows of up to 16384
 
 __device__ __forceinline__ float one(const float* from, long long i) { return from[i]; }

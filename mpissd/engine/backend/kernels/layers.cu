@@ -151,6 +151,7 @@ __device__ __forceinline__ void bring_factors(const Operation& op, const Model& 
   }
 }
 
+// The thread that adds to these columns after attention does so after the FFN, too: o and down have equal tiles.
 __device__ __forceinline__ void bring_hidden(Brought& brought, const Operation& op, const Spot& spot) {
   const Model& model = the_model();
   if (op.kind != ADD || !spot.mine) return;

@@ -1,8 +1,8 @@
 // The chain's table of products (chain_plan.py), its division among blocks, and the layout of a
 // block's shared memory.
 //
-// Macro ORDERED: with 1, all blocks begin at depth 0, so that a sum is added in the order of skinny.cu; a
-// thread then adds up columns c and c + 8 of a tile. SHARED_ROUNDS: rounds whose sums lie in shared memory at once.
+// Macro ORDERED: with 1 (whole.cu), all blocks begin at depth 0, so that a sum is added in the order of skinny.cu;
+// a thread then adds up columns c and c + 8 of a tile; and x itself says where it is not written, if after < 0. SHARED_ROUNDS: rounds whose sums lie in shared memory at once.
 #ifndef ORDERED
 #define ORDERED 0
 #endif
@@ -39,7 +39,7 @@ struct Product {
   int rows, pairs, tiles;
   int after;        // the product that all blocks must have finished before this one; or -1
   int awaited;      // whether some product waits for this one
-  int exchange;     // n: out is the n-th sum over the ranks in this chain; 0: it is not summed
+  int exchange;     // n: out is the n-th sum over the ranks, if there are several; 0: it is not summed
   int group_tiles;  // tiles of its group: products with the same x, divided as one
   int before;       // tiles of the group before this product's
 };

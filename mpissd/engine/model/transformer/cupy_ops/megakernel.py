@@ -172,9 +172,9 @@ def _steps(weights: Any, memory: Any) -> Iterator[dict[str, int]]:
 @dataclass(frozen=True)
 class MegakernelCache(GpuCache):
     """The KV cache, with counters and tables of the kernel for all layers (megakernel). counters:
-    how many thread blocks have finished each operation, then how many attention tasks of each layer
-    are finished; all are 0 when the kernel starts. tables: for each number of rows, the kernel's
-    list of operations and its struct Model on the device."""
+    how many thread blocks have finished each awaited operation, then how many attention tasks of
+    each layer are finished; all are 0 when the kernel starts. tables: for each number of rows, the
+    kernel's list of operations and its struct Model on the device."""
 
     counters: Any = None
     tables: dict[int, tuple[Any, Any]] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class MegakernelCache(GpuCache):
 class MegakernelOps(CupyOps):
     """A transformer's operations on a GPU (compute capability 9.0 or more), with one kernel for all
     layers, the megakernel. least_hidden: the smallest hidden width of a model that uses the
-    megakernel, because its blocks all wait for one another five times a layer. most_rows: above it,
+    megakernel, because its blocks all wait for one another twice a layer. most_rows: above it,
     separate kernels are faster (wide.cu)."""
 
     kernel = "whole"
@@ -248,11 +248,14 @@ class MegakernelOps(CupyOps):
         return geometry_of(rows, self._head, self.page, room, sharded=group.size > 1)
 
     def _takes(self, group: Any, rows: int) -> bool:
-        """Returns whether the megakernel computes a forward of `rows` rows on the group's ranks."""
+        """Returns whether the megakernel computes a forward of `rows` rows on all ranks of the
+        group: a rank without it could wait for a word that the others send after its own."""
         if rows > self.most_rows or not self._geometry(group, rows).fits:
             return False
+        if group.size == 1:
+            return True
         words = rows * self._config.shape.hidden // 2
-        return bool(group.size == 1 or (group.name == "oneshot" and words <= group.capacity))
+        return bool(group.name == "oneshot" and group.is_alike and words <= group.capacity)
 
     def at_once(self, group: Any, weights: Any, memory: Any, cache: Any, rows: int) -> bool:
         if not self._takes(group, rows):
