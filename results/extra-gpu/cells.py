@@ -4,8 +4,7 @@
 A line of OUT is what `plan` printed about one use at one T, for a *cell*: a model pair, a device
 profile, a law (acceptance and hits of a real pair, by prompts and temperature), whether drafts may
 take one forward, the batch size, factors of the host's and the draft's measured durations, the GPUs
-and the link to the last of them. FIRST:LAST takes some cells only. It needs results/recordings and
-results/real-pair/warm.jsonl, and takes a quarter of an hour of one core.
+and the link to the last of them. FIRST:LAST takes some cells only. All take 20 minutes of a core.
 """
 
 from __future__ import annotations
