@@ -368,10 +368,10 @@ def answers() -> Lines:
             for one in (False, True)]  # fmt: skip
     yield (
         "- **A GPU that the target cannot use** (engines offer T = 1, 2, 4, 8): **predicted to "
-        "pay for 70B/1B, not for 8B/1B, and hardly measured.** On 2 + 1, 4 + 1 and 8 + 1 H200s "
+        "pay for 70B/1B, hardly for 8B/1B, and hardly measured.** On 2 + 1, 4 + 1 and 8 + 1 H200s "
         f"70B's SSD makes {parts[0]} of the strongest other use by drafts of K forwards, "
         f"{parts[1]} if they may take one, 8B's on 2 + 1 {parts[2]} and {parts[3]} (elsewhere up "
-        f"to {high[0]:.0%} and {high[1]:.0%} too high): [the map](docs/map.md)."
+        f"to {high[0]:.0%} and {high[1]:.0%} too high): small gains are open: [map](docs/map.md)."
     )
     places: dict[str, list[Answer]] = {}
     for answer in _answers():

@@ -267,9 +267,9 @@ class Screen:
             measured = self.plan.measured.get(choice.family)
             low, high = self.plan.rate(choice).ends
             if measured is not None and not low <= measured.tok_per_s <= high:
-                outside.append(f"{choice.family} {number(measured.tok_per_s)}")
+                outside.append(f"{choice.family} {number(measured.tok_per_s)} tok/s")
         if outside:
-            yield f"Measured rows are outside the predicted interval: {_some(outside)}."
+            yield f"Rows, by the kernels of their time, are outside the interval: {_some(outside)}."
         yield self._limits()
 
     def _by_rows(self) -> str:

@@ -151,15 +151,13 @@ __device__ __forceinline__ void add_up(Both (&both)[ROUNDS], const Sums& sums, c
   }
 }
 
-// By one thread: waits until `count` blocks have counted.
-__device__ __forceinline__ void wait_for_count(const u32* counter, u32 count, const Watch& watch) {
-  Patience patience(watch);
-  while ((int)(load_relaxed(counter) - count) < 0 && !patience.over()) {
-  }
-  load_acquire(counter);
-}
-
+// Waits until `count` blocks have counted.
 __device__ __forceinline__ void wait_for_blocks(const u32* counter, u32 count, const Watch& watch) {
-  if (threadIdx.x == 0) wait_for_count(counter, count, watch);
+  if (threadIdx.x == 0) {
+    Patience patience(watch);
+    while ((int)(load_relaxed(counter) - count) < 0 && !patience.over()) {
+    }
+    load_acquire(counter);
+  }
   sync_some(MULTIPLIERS);
 }
