@@ -20,13 +20,13 @@ from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
 from mpissd.serve.replicas import Entry, Member
 from tests.needs import missing, module, needs, needs_linux
-from tests.scripts import until
+from tests.scripts import ROOT, until
 from tests.serve.rig import answered
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
 httpx = module("httpx", "the extra serve")
-from tests.serve.test_front import ROOT, Serving, started  # noqa: E402
+from tests.serve.test_front import Serving, started  # noqa: E402
 
 ONE = Entry("r-one", "node1", 8001)
 TWO = Entry("r-two", "::1", 8002)
