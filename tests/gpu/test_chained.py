@@ -17,13 +17,7 @@ from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from tests.gpu.transformer_rig import (
-    COPIES,
-    STAGES,
-    check_growing,
-    check_stages,
-    use_megakernel,
-)
+from tests.gpu.transformer_rig import COPIES, STAGES, check_growing, check_stages, use_megakernel
 from tests.text.test_chained import PARALLEL, counting, imposed
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
