@@ -115,14 +115,11 @@ def test_ar_is_chained_too(pair: TinyPair, counts: Counter[str]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"tree": 15},
-        {"tree": 9, "batch_size": 1},
-        {"parallel_drafting": True, "lookahead": 6},
+        {}, {"tree": 15}, {"tree": 9, "batch_size": 1}, {"parallel_drafting": True, "lookahead": 6},
         {"backup": "fast", "acceptance_fast": "alpha:.7"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, Any]) -> None:
     models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
     told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}

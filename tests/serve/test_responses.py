@@ -10,7 +10,7 @@ from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving
-from tests.serve.test_openai import STOP, TOOLS, client, rig
+from tests.serve.test_openai import QUESTION, STOP, TOOLS, client, rig
 from tests.text import tiny
 
 __all__ = ["rig"]  # a fixture
@@ -28,10 +28,7 @@ def test_a_response_and_its_stream(rig: Rig, words: Tokenizer) -> None:
     used, said = answer.usage, len(rig.script.answer)
     assert used.output_tokens == said and used.total_tokens == used.input_tokens + said
     asked = rig.script.submitted[0]
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hello?"},
-    ]
+    conversation = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert list(asked.prompt) == words.chat(conversation)
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.5, 0.9)
     events = list(ask(rig, stream=True))
