@@ -68,6 +68,13 @@ def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, words)], **told)
 
 
+def spawn(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Starts a command in a session of its own, with nothing on stdin; options: of Popen."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    told: dict[str, Any] = {"cwd": ROOT, **pipes, "text": True, "start_new_session": True}
+    return subprocess.Popen([*map(str, words)], **told | options)
+
+
 def refused(capfd: Any, *words: object) -> str:
     """Returns the one line that a refused command prints; it ends with exit code 2."""
     from mpissd.__main__ import main

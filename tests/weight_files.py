@@ -13,18 +13,10 @@ from mpissd.engine.model.transformer.checkpoint import Checkpoint, tensors
 from mpissd.engine.model.transformer.sources import config_of, gguf_name, open_checkpoint
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-}
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def refused(where: Path, message: str = "") -> str:

@@ -230,8 +230,7 @@ def test_ctrl_c_is_a_code_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     assert main(["serve"]) == 130
 
 
-RESULTS = Path(__file__).resolve().parents[2] / "results"
-PROBED = RESULTS / "h200/profiles"
+PROBED = ROOT / "results/h200/profiles"
 EIGHT = f"--profile={PROBED / 'h200-8b-1b-T1D1.json'}"  # 8B at T=1 and 1B, fused
 TWO = f"--profile={PROBED / 'h200-70b-1b-T2D1.json'}"  # 70B at T=2 and 1B, fused
 SEVENTY = f"--profile={PROBED / 'h200-70b-T4.json'}"  # 70B at T=4, no draft
@@ -314,9 +313,8 @@ def test_without_an_all_reduce_nothing_is_best(capfd: pytest.CaptureFixture[str]
     told, out = plan(capfd, "--profile=./other.json", "--gpus=2", "--alpha=.5")
     assert "Not judged: AR T=2, lookup T=2, SD inline T=2" in out and "The fastest use" not in out
     assert "→" not in out and told["best"] is None
-    assert {(u["mode"], u["tp"]) for u in told["unjudged"]} == {
-        *(("ar", 2), ("lookup", 2), ("sd", 2))
-    }
+    uses = {(use["mode"], use["tp"]) for use in told["unjudged"]}
+    assert uses == {("ar", 2), ("lookup", 2), ("sd", 2)}
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,10 @@ from mpissd.engine.model.shard import ForwardOptions, Shard
 from tests.weight_files import CONFIG
 
 LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
+    "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 32, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
     "vocab_size": 128256,
-}
+}  # fmt: skip
 
 
 def gemm_params(shape: ModelShape) -> int:

@@ -148,15 +148,8 @@ def test_nothing_is_likelier_than_the_fit(outcomes: list[tuple[int, int]], seed:
     assert fit is not None
     top = log_likelihood(ranks, limits, fit[0], fit[1])
     rng = np.random.default_rng(seed)
-    others = [
-        *zip(np.exp(rng.uniform(-4, 3, 20)), np.exp(rng.uniform(-4, 3, 20)), strict=True),
-        *zip(
-            fit[0] * np.exp(rng.normal(0, 0.02, 20)),
-            fit[1] * np.exp(rng.normal(0, 0.02, 20)),
-            strict=True,
-        ),
-    ]
-    for a, r in others:
+    near = np.array(fit) * np.exp(rng.normal(0, 0.02, (20, 2)))
+    for a, r in (*np.exp(rng.uniform(-4, 3, (20, 2))), *near):
         assert log_likelihood(ranks, limits, float(a), float(r)) <= top + 1e-6
 
 

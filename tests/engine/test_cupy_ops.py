@@ -88,11 +88,9 @@ def test_clusters_have_the_bits_of_blocks(
     values = launcher.uploaded(random.standard_normal(16 * tiles * depth) / 32, np.float16)
     columns = (8 if kind == "gated" else 16) * tiles - 3
     weight = gpu_ops.PackedWeight(values, depth, columns, gated=kind == "gated")
-    outs = []
+    outs, dtype = [], np.float32 if kind == "float32" else np.float16
     for launcher.clusters in (0, clusters):
-        outs.append(
-            launcher.empty((rows, columns), np.float32 if kind == "float32" else np.float16)
-        )
+        outs.append(launcher.empty((rows, columns), dtype))
         gpu_ops.multiply(launcher, x, weight, outs[-1], rows)
     assert launcher.launches[-2:] == [f"skinny_{kind}", f"wide_{kind}"]
     assert np.array_equal(*(out.view(np.uint16) for out in outs)) and not np.isnan(outs[0]).any()
@@ -132,10 +130,8 @@ def test_top_k_of_float32(gpu: Any, width: int, k: int) -> None:
     warps = min(16, -(-width // 256))
     launcher, chunk = gpu.launcher(early=False), 4096
     chunks = -(-width // chunk)
-    row, merged = (
-        launcher.uploaded(values, np.float32),
-        launcher.zeros((2 * chunks * k,), np.uint64),
-    )
+    row = launcher.uploaded(values, np.float32)
+    merged = launcher.zeros((2 * chunks * k,), np.uint64)
     ids, tops = launcher.zeros((2, k), np.int32), launcher.zeros((2, k), np.float32)
     sizes = (np.int64(width), np.int32(width), np.int32(chunk), np.int32(k))
     files = ("types", "top_k")

@@ -123,7 +123,6 @@ binding.get_process_triple = lambda: triple
 from mpissd.engine.model.transformer.numba_ops import tiles
 binding.get_process_triple = own
 from mpissd.engine.model.transformer.numba_ops import packed
-from tests.scripts import python
 module = ir.Module()
 module.triple = triple
 packed.kernel(module, int(kind), int(rows)).linkage = "external"

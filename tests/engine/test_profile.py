@@ -32,18 +32,14 @@ def forward(shard: Shard = SHARD, options: ForwardOptions = OPTIONS, **changes: 
     return {**identity, "from": "measured: here", "seconds": SECONDS, **changes}
 
 
+NUMBERS = {"read_bytes_per_s": 1e12, "peak_flops_per_s": 1e14, "product_overhead_s": 5e-6}
+NUMBERS |= {"launch_s": 1e-6, "memory_bytes": None}  # type: ignore[dict-item]
 GOOD: dict[str, Any] = {
     "schema": 1,
     "kind": "device",
     "name": "box",
     "device_name": "A box",
-    "numbers": {
-        "read_bytes_per_s": {"value": 1e12, "from": "measured"},
-        "peak_flops_per_s": {"value": 1e14, "from": "measured"},
-        "product_overhead_s": {"value": 5e-6, "from": "measured"},
-        "launch_s": {"value": 1e-6, "from": "measured"},
-        "memory_bytes": {"value": None, "from": "measured"},
-    },
+    "numbers": {name: {"value": value, "from": "measured"} for name, value in NUMBERS.items()},
     "all_reduce": {"from": "not known", "latency_s": None, "bytes_per_s": None},
     "tables": {
         "bandwidths": [{"rank": 0, "bytes": 8, "from": "m", "read_bytes_per_s": 1e12}],
@@ -94,16 +90,8 @@ def test_the_profiles_that_come_along() -> None:
 
 
 def test_a_forward_is_its_roofline_products_all_reduces_and_launch(box: Any) -> None:
-    cost = Cost(
-        rows=8,
-        weight_bytes=900,
-        kv_bytes=100,
-        flops=16_000,
-        num_products=7,
-        num_all_reduces=4,
-        all_reduce_bytes=64,
-        tp=2,
-    )
+    sizes = {"rows": 8, "weight_bytes": 900, "kv_bytes": 100, "flops": 16_000, "tp": 2}
+    cost = Cost(**sizes, num_products=7, num_all_reduces=4, all_reduce_bytes=64)
     numbers = {"read_bytes_per_s": 10.0, "peak_flops_per_s": 100.0, "product_overhead_s": 2.0}
     changes: dict[str, Any] = {f"numbers/{n}/value": v for n, v in numbers.items()}
     changes |= {"numbers/launch_s/value": 3.0, "all_reduce/latency_s": {"2": 5.0}}

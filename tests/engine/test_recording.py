@@ -21,10 +21,10 @@ from mpissd.engine.model.transformer.sources import SafetensorsFiles
 from mpissd.engine.oracle.markov import MarkovLaws, MarkovModel
 from mpissd.engine.oracle.replay import Recording, load, save
 from tests.loop.recorded import recording_of
+from tests.scripts import ROOT
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, tiny_pair
 
-ROOT = Path(__file__).parents[2]
 LAWS = MarkovLaws(MarkovModel(12, 2, 0), MarkovModel(12, 2, 0, 0.3), 0.0, 0, prompt_tokens=3)
 MACHINE = {"pair": "toy", "backend": "emulated", "device": "null", "workload": "replay"}
 

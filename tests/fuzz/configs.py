@@ -15,11 +15,8 @@ MOST_TRIES = 60
 ALWAYS = {"backend": "emulated", "device": "null", "progress": "off"}
 PAIRS = ["toy", "toy", "8b/1b", "70b/1b", "toy-target/toy-target", "8b@2L/eagle:8b"]
 LENGTHS = [
-    {"rounds": "1"},
-    {"rounds": "7"},
-    {"rounds": "30"},
-    {"num_tokens": "1"},
-    {"num_tokens": "40"},
+    *({"rounds": count} for count in ("1", "7", "30")),
+    *({"num_tokens": count} for count in ("1", "40")),
     {"num_tokens": "60", "rounds": "25"},
 ]
 # {flag: (chance, values)}; {K} is lookahead numbers, {F} one fan-out more.

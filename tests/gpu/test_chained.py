@@ -17,13 +17,7 @@ from mpissd.engine.round.rows import DraftWorker
 from mpissd.engine.round.target import TargetLoop
 from mpissd.engine.session.rank import Rank
 from mpissd.engine.session.session import opened
-from tests.gpu.transformer_rig import (
-    COPIES,
-    STAGES,
-    check_growing,
-    check_stages,
-    use_megakernel,
-)
+from tests.gpu.transformer_rig import COPIES, STAGES, check_growing, check_stages, use_megakernel
 from tests.text.test_chained import PARALLEL, counting, imposed
 from tests.text_config import finished
 from tests.tiny_pair import TinyPair, masked_pair, tiny_pair
@@ -121,14 +115,11 @@ def test_ar_is_chained_too(pair: TinyPair, counts: Counter[str]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"tree": 15},
-        {"tree": 9, "batch_size": 1},
-        {"parallel_drafting": True, "lookahead": 6},
+        {}, {"tree": 15}, {"tree": 9, "batch_size": 1}, {"parallel_drafting": True, "lookahead": 6},
         {"backup": "fast", "acceptance_fast": "alpha:.7"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_imposed_outcomes_stay(counts: Counter[str], gpu: None, more: dict[str, Any]) -> None:
     models = {"target": "llama-3.2-1b@2L", "draft": "llama-3.2-1b@1L"}
     told = {"mode": "sd", "num_drafts": 0, "forward": "transformer", "context": 300}

@@ -68,6 +68,14 @@ def make() -> tuple[Line, Rounds]:
     return make_row(rounds), rounds
 
 
+SOUND: Line = {
+    "schema": 1, "mode": "ssd", "backend": "cupy", "world_size": 2, "tp": 1, "num_drafts": 1,
+    "lookahead": K, "batch_size": 1, "fan_out": [3, 3, 3, 3, 3], "backup_lookahead": K,
+    "token_limit": None, "floor_bytes": 8.0e9, "floor_flops": 8e10, "peak_flops_per_s": 8e14,
+    "cache_bytes": 5e7, "read_bytes_per_s": 4.5e12, "rank_digests": ["5f1c93a0", "5f1c93a0"],
+}  # fmt: skip
+
+
 def make_row(rounds: Rounds) -> Line:
     """The row that lab/measure/row.py makes of these rounds."""
     lead, rows, round_s = rounds["lead_ledger_ns"], rounds["sequences"], rounds["round_s"]
@@ -75,31 +83,15 @@ def make_row(rounds: Rounds) -> Line:
     num_tokens = int((rows[:, 3] + 1).sum())
     wall_s = round(float(round_s.sum()), 6)
     return {
-        "schema": 1,
-        "mode": "ssd",
-        "backend": "cupy",
-        "world_size": 2,
-        "tp": 1,
-        "num_drafts": 1,
-        "lookahead": K,
-        "batch_size": 1,
-        "fan_out": [3, 3, 3, 3, 3],
-        "backup_lookahead": K,
+        **SOUND,
         "num_rounds": count,
         "num_tokens": num_tokens,
-        "token_limit": None,
         "wall_s": wall_s,
         "tok_per_s": round(num_tokens / wall_s, 3),
         "round_us": percentiles_us((lead[:, 1] * 1e-9).tolist()),
         "device_us": device_means(rounds),
         "accept_histogram": np.bincount(rows[:, 3], minlength=K + 1).tolist(),
         "t_target_s": median(rounds["t_target_s"]),
-        "floor_bytes": 8.0e9,
-        "floor_flops": 8e10,
-        "peak_flops_per_s": 8e14,
-        "cache_bytes": 5e7,
-        "read_bytes_per_s": 4.5e12,
-        "rank_digests": ["5f1c93a0", "5f1c93a0"],
     }
 
 

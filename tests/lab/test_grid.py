@@ -175,9 +175,9 @@ def test_a_real_pair_is_planned_on_every_backend(tmp_path: Path, backend: str) -
     """A machine with CuPy resolves the job before it knows whether there is a GPU."""
     pair = tiny_pair(tmp_path)
     flags = {"target": str(pair.target), "draft": str(pair.draft), "prompt_ids": "1,2"}
-    job = resolve(parse_flags(flags), 1, backend=backend, memory_bytes=None)
-    assert max(job.target_buckets()) == (32 if backend == "numpy" else 128)
     run = parse_flags(flags)
+    job = resolve(run, 1, backend=backend, memory_bytes=None)
+    assert max(job.target_buckets()) == (32 if backend == "numpy" else 128)
     plan = planned(SweepConfig(run=run, grid="mode=ar,sd,ssd; lookahead=2,3"))
     assert len(plan.points) == 5
 

@@ -36,19 +36,11 @@ TWO = "1,2,3;4,5"
 
 def answered(pair: TinyPair, out: Path, **flags: Any) -> dict[str, Any]:
     """The row of a run of text in this process."""
-    given = {"mode": "ar", "prompt_ids": TWO, "num_tokens": 8, **flags}
+    told = {"workload": "text", "backend": "numpy", "forward": "transformer", "progress": "off"}
+    given = {**told, "mode": "ar", "prompt_ids": TWO, "num_tokens": 8, **flags}
     if given["mode"] != "ar":
         given |= {"draft": str(pair.draft), "num_drafts": 0}
-    config = RunConfig(
-        workload="text",
-        backend="numpy",
-        forward="transformer",
-        target=str(pair.target),
-        progress="off",
-        out=str(out),
-        **given,
-    )
-    assert run.execute(config) == 0
+    assert run.execute(RunConfig(target=str(pair.target), out=str(out), **given)) == 0
     return flat(json.loads((out / "runs.jsonl").read_text().splitlines()[-1]))
 
 
@@ -123,9 +115,8 @@ def test_rivals_answer_the_same_prompt(
     assert "core, on 3 of 4 prompts." in " ".join(capsys.readouterr().out.split())
     rows = [json.loads(x) for x in (tmp_path / "all/beside/runs.jsonl").read_text().splitlines()]
     turns = {(row["provenance"]["sweep"]["turn"], flat(row)["prompts_sha256"]) for row in rows}
-    assert [turn for turn, _ in sorted(turns)] == [0, 1, 2, 3] and len(
-        {own for _, own in turns}
-    ) == 3
+    assert [turn for turn, _ in sorted(turns)] == [0, 1, 2, 3]
+    assert len({own for _, own in turns}) == 3
     answered(pair, tmp_path, mode="ar", beside="ar")
     assert "→ Cannot tell what pays: no two uses were measured" in capsys.readouterr().out
     (tmp_path / "beside" / "beside").touch()

@@ -55,14 +55,10 @@ def at(context: int) -> ForwardOptions:
 
 
 def entries(shard: AnyShard = SHARD) -> list[dict[str, Any]]:
+    told = {"params": shard.num_params(OPTIONS), "kernel": "k", "most_rows": None}
+    told["from"] = "measured"
     return [
-        vars(shard.key(batch, at(context)))
-        | {
-            "params": shard.num_params(OPTIONS),
-            "kernel": "k",
-            "most_rows": None,
-            "from": "measured",
-        }
+        {**vars(shard.key(batch, at(context))), **told}
         | {"seconds": {str(n): truth(n, context, batch) for n in TRANSFORMER_ROWS}}
         for batch in BATCHES
         for context in CONTEXTS
@@ -88,13 +84,9 @@ def test_times_between_contexts_are_found(rows: int, context: int, batch: int) -
 def test_beyond_measured_ones_it_is_derived(context: int, batch: int, *, is_derived: bool) -> None:
     """The job's mean context is its --context and half of its one round."""
     found = job(mode="ar", draft=None, context=context, batch_size=batch, rounds=1)
-    label = derived_from(PROBED, PROBED, found)
-    assert label == (
-        f"derived: transformer {SHARD.shape.name} T=1 context={context} b={batch}, measured up to "
-        "context=2000 b=8"
-        if is_derived
-        else None
-    )
+    label = f"derived: transformer {SHARD.shape.name} T=1 context={context} b={batch}, measured up"
+    told = f"{label} to context=2000 b=8" if is_derived else None
+    assert derived_from(PROBED, PROBED, found) == told
 
 
 def test_a_probe_of_products_says_nothing_of_transformers_nor_of_another_model() -> None:
@@ -128,12 +120,8 @@ def test_an_emulated_probe_finds_its_own_profile_again_and_the_predictor_uses_it
         cost = found.target_shard.cost(rows, 4, 2, found.options)
         assert profile.forward_s(cost) == pytest.approx(h200.forward_s(cost), rel=0.003)
         assert profile.measured(cost) is not None
-    rates = [
-        predict_row(found, DeviceCosts.from_profile(known, found), HostCosts())[
-            "expected_tok_per_s"
-        ]
-        for known in (profile, h200)
-    ]
+    costs = [DeviceCosts.from_profile(known, found) for known in (profile, h200)]
+    rates = [predict_row(found, of, HostCosts())["expected_tok_per_s"] for of in costs]
     assert rates[0] == pytest.approx(rates[1], rel=0.003)
 
 

@@ -15,14 +15,7 @@ from mpissd.common.rounds import Event, Outcome, Speculation
 from mpissd.common.trace import DraftLog
 from mpissd.engine.comm.link import DraftEnd
 from mpissd.engine.round.draft import serve
-from tests.loop.harness import (
-    Forward,
-    Rig,
-    Scenario,
-    check_against_the_law,
-    requests,
-    run_stepped,
-)
+from tests.loop.harness import Forward, Rig, Scenario, check_against_the_law, requests, run_stepped
 
 K = 4
 MIXED = Scenario("ssd", batch=6, lookahead=K, p_hit=0.5, rounds=12, seed=5, fan_out=(2, 1, 3, 1, 2))

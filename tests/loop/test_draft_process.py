@@ -316,11 +316,8 @@ def test_only_the_key_gets_drafts(flags: str, where: str, caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("event", "bonus", "token", "seed"),
     [
-        (4, 2, 5, 0),
-        (0, 2, 5, 0),
-        (9, 2, 5, 0),
-        (1, V, 5, 0),
-        (1, -1, 5, 0),
+        *((event, 2, 5, 0) for event in (0, 4, 9)),
+        *((1, bonus, 5, 0) for bonus in (V, -1)),
         (1, 2, V, 0),
         (1, 2, 5, -1),
     ],

@@ -37,70 +37,47 @@ def none(decoding: Decoding) -> int:
 
 
 CACHE, JIT, FAST = Source.CACHE, Source.JIT, Source.FAST
+BOTH, TREES = {(CACHE, 2), (JIT, 2)}, {(CACHE, 4), (JIT, 4)}
+PAST = Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past)
+LOST = Case(SMALL, confirms=lambda decoding: bool(decoding.choices.among(2)))
 # name: (case, what must have been served in it)
 LOSSLESS: dict[str, tuple[Case, set[tuple[Source, int]]]] = {
     "jit": (Case(SD), {(JIT, 2)}),
     "jit, short": (Case(replace(SD, backup_lookahead=1)), {(JIT, 1)}),
-    "hit or jit": (Case(SSD), {(CACHE, 2), (JIT, 2)}),
-    "hit, finished late": (Case(SSD, steps=none), {(CACHE, 2), (JIT, 2)}),
-    "hit": (Case(replace(SSD, fan_out=(4, 4, 4))), {(CACHE, 2), (JIT, 2)}),
+    "hit or jit": (Case(SSD), BOTH),
+    "hit, finished late": (Case(SSD, steps=none), BOTH),
+    "hit": (Case(replace(SSD, fan_out=(4, 4, 4))), BOTH),
     "fast": (Case(replace(SSD, fan_out=(1, 0, 0), backup="fast")), {(CACHE, 2), (FAST, 2)}),
     "fast alone": (Case(replace(SD, backup="fast")), {(FAST, 2)}),
-    "all by past k": (
-        Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past),
-        {(CACHE, 1), (CACHE, 2), (JIT, 2)},
-    ),
-    "hit at the lead, or jit": (Case(SSD, pushes=True), {(CACHE, 2), (JIT, 2)}),
-    "hit at the lead, by past k": (
-        Case(replace(SSD, fan_out=(1, 2, 3), saguaro_c=0.5), control=by_past, pushes=True),
-        {(CACHE, 1), (CACHE, 2), (JIT, 2)},
-    ),
-    "hit at the lead, distributions lost at random": (
-        Case(SMALL, confirms=lambda decoding: bool(decoding.choices.among(2)), pushes=True),
-        {(CACHE, 2), (JIT, 2)},
-    ),
-    "a tree, hit at the lead": (
-        Case(replace(SMALL, tree=FORKED), pushes=True),
-        {(CACHE, 4), (JIT, 4)},
-    ),
+    "all by past k": (PAST, {(CACHE, 1), *BOTH}),
+    "hit at the lead, or jit": (Case(SSD, pushes=True), BOTH),
+    "hit at the lead, by past k": (replace(PAST, pushes=True), {(CACHE, 1), *BOTH}),
+    "hit at the lead, distributions lost at random": (replace(LOST, pushes=True), BOTH),
+    "a tree, hit at the lead": (Case(replace(SMALL, tree=FORKED), pushes=True), TREES),
     "deeper": (
         Case(Pair(vocab=3, lookahead=3, fan_out=(1, 1, 1, 2)), count=4),
         {(CACHE, 3), (JIT, 3)},
     ),
-    "order 2, longer prompt": (
-        Case(replace(SSD, order=2, prompt_tokens=3)),
-        {(CACHE, 2), (JIT, 2)},
-    ),
-    "cold": (Case(replace(SSD, temperature=0.4)), {(CACHE, 2), (JIT, 2)}),
-    "hot": (Case(replace(SSD, temperature=3.0, divergence=1.0)), {(CACHE, 2), (JIT, 2)}),
-    "one model": (Case(replace(SSD, divergence=0.0)), {(CACHE, 2), (JIT, 2)}),
-    **{
-        f"C={c}": (Case(replace(SSD, saguaro_c=c, fan_out=(2, 1, 3))), {(CACHE, 2), (JIT, 2)})
-        for c in (0.5, 0.0)
-    },
-    "C=0 over everything": (
-        Case(replace(SMALL, saguaro_c=0.0, fan_out=(3, 3, 3))),
-        {(CACHE, 2), (JIT, 2)},
-    ),
-    "distributions lost at random": (
-        Case(SMALL, confirms=lambda decoding: bool(decoding.choices.among(2))),
-        {(CACHE, 2), (JIT, 2)},
-    ),
+    "order 2, longer prompt": (Case(replace(SSD, order=2, prompt_tokens=3)), BOTH),
+    "cold": (Case(replace(SSD, temperature=0.4)), BOTH),
+    "hot": (Case(replace(SSD, temperature=3.0, divergence=1.0)), BOTH),
+    "one model": (Case(replace(SSD, divergence=0.0)), BOTH),
+    "C=0.5": (Case(replace(SSD, saguaro_c=0.5, fan_out=(2, 1, 3))), BOTH),
+    "C=0.0": (Case(replace(SSD, saguaro_c=0.0, fan_out=(2, 1, 3))), BOTH),
+    "C=0 over everything": (Case(replace(SMALL, saguaro_c=0.0, fan_out=(3, 3, 3))), BOTH),
+    "distributions lost at random": (LOST, BOTH),
     "a tree": (Case(replace(SD, tree=FORKED)), {(JIT, 4)}),
     "a bush": (Case(replace(SD, vocab=3, tree=Shape((0, 0, 0, 1, 1, 2)))), {(JIT, 6)}),
     "a tree, every distribution lost": (
         Case(replace(SD, vocab=3, tree=FORKED), confirms=lambda decoding: False),
         {(JIT, 4)},
     ),
-    "a tree, hit or jit": (Case(replace(SMALL, tree=FORKED)), {(CACHE, 4), (JIT, 4)}),
+    "a tree, hit or jit": (Case(replace(SMALL, tree=FORKED)), TREES),
     "a tree, C=0.5": (
         Case(replace(SMALL, tree=FORKED, fan_out=(1, 0, 2, 1, 1), saguaro_c=0.5)),
-        {(CACHE, 4), (JIT, 4)},
+        TREES,
     ),
-    "every distribution lost": (
-        Case(SMALL, confirms=lambda decoding: False),
-        {(CACHE, 2), (JIT, 2)},
-    ),
+    "every distribution lost": (Case(SMALL, confirms=lambda decoding: False), BOTH),
 }
 
 

@@ -29,17 +29,17 @@ PAIRS = {
 }
 
 
+Change = Callable[[ReadyBranches], ReadyBranches | None]
+
+
 class Watch:
     """Makes the lead wait until the draft has sent its branches, and counts those it took.
 
     change: alters what the lead finds. taken: the rounds served by the lead itself.
     """
 
-    def __init__(
-        self, change: Callable[[ReadyBranches], ReadyBranches | None] | None = None
-    ) -> None:
-        self.change = change
-        self.taken: list[int] = []
+    def __init__(self, change: Change | None = None) -> None:
+        self.change, self.taken = change, list[int]()
 
     def __call__(self, lead: LeadEnd, draft: DraftEnd) -> None:
         find, send = lead.branches, lead.send_outcome
@@ -95,7 +95,7 @@ def test_the_lead_serves_hits_if_each_round_has_the_same_limit(
     assert watch.taken
 
 
-def delayed(rounds: int) -> Callable[[ReadyBranches], ReadyBranches | None]:
+def delayed(rounds: int) -> Change:
     """Each round the lead finds the branches of so many rounds ago, under this round's number."""
     past: list[ReadyBranches] = []
 

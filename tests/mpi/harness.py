@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from mpissd.common.row import flat
 from tests.needs import needs
-from tests.scripts import ROOT, until
+from tests.scripts import ROOT, spawn, until
 
 DEADLINE_S = 120.0  # of a job; an idle machine needs two seconds
 
@@ -91,16 +90,7 @@ class Started:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         self._tag = f"MPISSD_TEST_JOB={uuid4().hex}"
         name, _, value = self._tag.partition("=")
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**kept, **ALWAYS, **(env or {}), name: value},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        self.process = spawn(*command, env={**kept, **ALWAYS, **(env or {}), name: value})
         self.late = False
         self._deadline = threading.Timer(deadline_s, self._end_late)
         self._deadline.daemon = True

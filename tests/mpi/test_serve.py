@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,15 +146,10 @@ def answered(pair: TinyPair, folder: Path, asked: Sequence[Sequence[dict[str, st
 
 def test_answers_of_a_chat_are_those_of_a_run(pair: TinyPair, tmp_path: Path) -> None:
     lines = ["one", "two", "/mode sd", "three", "/mode ar", "four", "/stats", "/quit"]
-    done = subprocess.run(
-        ["launch/chat.sh", *models(pair), "--num_tokens=24"],
-        input="".join(f"{line}\n" for line in lines),
-        cwd=ROOT,
-        env={**os.environ, **ALWAYS},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["launch/chat.sh", *models(pair), "--num_tokens=24"]
+    told: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **ALWAYS}, "capture_output": True}
+    typed = "".join(f"{line}\n" for line in lines)
+    done = subprocess.run(command, input=typed, text=True, timeout=120, **told)
     assert done.returncode == 0, done.stderr
     history: list[dict[str, str]] = []
     for text, mode in (("one", "ssd"), ("two", "ssd"), ("three", "sd"), ("four", "ar")):

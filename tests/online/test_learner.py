@@ -32,10 +32,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 def answers(pair: TinyPair, count: int, first: int) -> list[Example]:
     """The target's greedy answers to prompts of three tokens, and its distributions there."""
     checkpoint = open_checkpoint(str(pair.target))
-    model, blocks = (
-        load(checkpoint, "cpu", torch.float32),
-        blocks_of(checkpoint.config, torch.float32),
-    )
+    model = load(checkpoint, "cpu", torch.float32)
+    blocks = blocks_of(checkpoint.config, torch.float32)
     table = angles(checkpoint.config, LENGTH, "cpu")
     tokens = torch.tensor([[n % 5, (first + n) % V, 1] for n in range(count)])
     with torch.no_grad():

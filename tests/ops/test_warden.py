@@ -18,7 +18,7 @@ import pytest
 from mpissd.common.stage import SIZE, STAGE, WAITING, Page, Stage
 from mpissd.ops.warden import Peer, Warden
 from tests.needs import missing, needs, needs_linux
-from tests.scripts import ROOT
+from tests.scripts import ROOT, spawn
 
 pytestmark = needs_linux
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -242,17 +242,9 @@ def two_ranks(then: str, inside: Sequence[str] = ()) -> list[subprocess.Popen[st
     """Two ranks of one job that have joined, and then do `then`; inside: what starts each."""
     env = {**os.environ, "PMI_JOBID": uuid4().hex, "MPI_LOCALNRANKS": "2", "PYTHONPATH": str(ROOT)}
     env.pop("OMPI_COMM_WORLD_LOCAL_SIZE", None)
-    ranks = [
-        subprocess.Popen(
-            [*inside, sys.executable, "-c", RANK.format(then=then), str(rank)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    options = {"env": env, "stdin": subprocess.PIPE, "start_new_session": False}
+    command = (*inside, sys.executable, "-c", RANK.format(then=then))
+    ranks = [spawn(*command, rank, **options) for rank in range(2)]
     for one in ranks:
         assert one.stdout is not None and one.stdout.readline() == "joined\n"
     for one in ranks:

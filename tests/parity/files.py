@@ -67,10 +67,8 @@ OF_FOLDER += """
 
 def change_tensors(dice: random.Random, values: dict[str, np.ndarray]) -> str:
     """Adds or removes tensors; returns what it did."""
-    numbers, change = (
-        np.random.default_rng(dice.randrange(99)),
-        dice.choice([*EXTRA, "biases", ""]),
-    )
+    numbers = np.random.default_rng(dice.randrange(99))
+    change = dice.choice([*EXTRA, "biases", ""])
     if not change:
         name = dice.choice(list(values))
         del values[name]
@@ -160,12 +158,8 @@ def write_case(dice: random.Random, folder: Path, is_gguf: bool) -> dict[str, An
         return {"changes": changes, "path": folder.name, "reference": folder.name}
     shards, kind = (9, "F32") if layout == "split" else (0, layout)
     name = "m.gguf" if shards else dice.choice(["m.gguf", "m.GGUF", "sha256-0123"])
-    vocabulary = {"vocab_size": 50, "tokenizer.ggml.model": "no_vocab"}
-    options: dict[str, Any] = {
-        "shards": shards,
-        "architecture": family,
-        "metadata": keys | vocabulary,
-    }
+    options: dict[str, Any] = {"shards": shards, "architecture": family}
+    options["metadata"] = keys | {"vocab_size": 50, "tokenizer.ggml.model": "no_vocab"}
     path = write_gguf(folder / name, values, kind, **options)
     number = gguf.GGMLQuantizationType[kind]
     for name, value in values.items():  # the reference reads the same values in float32

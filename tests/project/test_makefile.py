@@ -50,9 +50,11 @@ def test_a_gpu_check_skips_what_needs_more_gpus(tmp_path: Path, gpus: int) -> No
     )
 
 
+FAKES = "PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"
+
+
 def make_run(box: Path, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
-    fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
-    return call(box, "make", "run", *fakes, *variables, **env)
+    return call(box, "make", "run", *FAKES, *variables, **env)
 
 
 def launched(box: Path, *variables: str, **env: str) -> tuple[int, list[str]]:
@@ -115,27 +117,25 @@ def test_refuses_a_bad_count(box: Path, bad: str) -> None:
 
 
 def test_ctrl_c_while_python_starts_leaves_no_traceback(box: Path) -> None:
-    tools = {"PYTHON": "fakes/bin/python", "MPIRUN": "fakes/bin/mpirun"}
     # A shell that runs this in the background has SIGINT ignored, which no trap changes.
     started = "setsid", "--wait", "env", "--default-signal=INT", "launch/local.sh"
-    done = call(box, *started, "2", "--out=ctrl-c", **tools)
+    done = call(box, *started, "2", "--out=ctrl-c", **dict(each.split("=") for each in FAKES))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_sweep_takes_its_own_variables_beside_those_of_run(box: Path) -> None:
-    fakes = ["PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"]
     grid = "mode=ar,sd; fan_out='list:4,4,3'"
     given = [f"GRID={grid}", "REPEATS=2", "SHARD=1/4", "PAIR=toy", "DRAFTS=1", "TP=4"]
-    done = call(box, "make", "sweep", *fakes, *given)
+    done = call(box, "make", "sweep", *FAKES, *given)
     assert done.returncode == 0, done.stderr
     argv = json.loads(done.stdout.splitlines()[-1])[0]
     assert argv[:8] == ["-n", "5", "fakes/bin/python", "-m", "mpi4py", "-m", "mpissd", "sweep"]
     told = {f"--grid={grid}", "--repeats=2", "--shard=1/4", "--pair=toy", "--num_drafts=1"}
     assert set(argv[8:]) == told
-    done = call(box, "make", "sweep", *fakes, "GRID=mode=ar", "TP=2")
+    done = call(box, "make", "sweep", *FAKES, "GRID=mode=ar", "TP=2")
     argv = json.loads(done.stdout.splitlines()[-1])[0]  # the default D is added
     assert argv[1] == "3" and set(argv[8:]) == {"--grid=mode=ar", "--num_drafts=1"}
-    refused = call(box, "make", "sweep", *fakes, "GRIDS=x")
+    refused = call(box, "make", "sweep", *FAKES, "GRIDS=x")
     assert refused.returncode == 2 and "GRIDS is no variable of sweep" in refused.stderr
     assert "GRID is no variable of run" in make_run(box, "GRID=x").stderr
 
@@ -175,7 +175,7 @@ print(json.dumps({{"best": {{"tp": 1, "num_drafts": 0}}, "probe_first": first, "
 def test_make_pair_probes_what_decides_once(box: Path) -> None:
     """Ends with the counts and the answer; a second call only plans. One probe fails."""
     fake_tools(box, PAIR)
-    words = "PAIR=smollm2", "PROMPTS=p", "PYTHON=fakes/bin/python", "MPIRUN=fakes/bin/mpirun"
+    words = "PAIR=smollm2", "PROMPTS=p", *FAKES
     first = call(box, "make", "pair", *words, "GPUS=3")
     ways = ["probe T2D1 ssd", "probe T3D0 sd", "probe T1D0 sd", "plan", "probe T2D0 sd", "plan"]
     assert (box / "called").read_text().splitlines() == ["pair", "pair", *ways], first.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import lack
-from tests.scripts import ROOT, until
+from tests.scripts import ROOT, spawn, until
 
 TOOLS = "bash env awk cat cksum timeout tail rm mv mkdir cp chmod sleep flock readlink".split()
 
@@ -56,15 +56,8 @@ class Machine:
             self.stamp.write_text(f"{key}\n{extras}\nanother node\n{cuda}\n")
 
     def start(self, *args: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [self.home / "launch" / "setup.sh", *args],
-            env={"PATH": str(self.bin), **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        told = {"PATH": str(self.bin), **env}
+        return spawn(self.home / "launch" / "setup.sh", *args, env=told)
 
     def setup(self, *args: str, code: int = 0, **env: str) -> tuple[str, str]:
         process = self.start(*args, **env)

@@ -128,9 +128,8 @@ def test_a_prompt_comes_back_with_its_log_probabilities(
     plain = completion(rig, prompt="one", echo=True)
     assert plain.choices[0].text == "onehello wörld" and plain.choices[0].logprobs is None
     control = words.decode([STOP], specials=True)
-    assert (
-        completion(rig, prompt=f" a{control}", echo=True).choices[0].text.startswith(f" a{control}")
-    )
+    (echoed,) = completion(rig, prompt=f" a{control}", echo=True).choices
+    assert echoed.text.startswith(f" a{control}")
 
 
 def test_usage_goes_along(rig: Rig) -> None:

@@ -448,14 +448,8 @@ def test_cached_tokens_are_counted_and_not_computed_again(pair: TinyPair, mode: 
     """Pages of prompts and of answers: the last one that is full is read once more if the prompt
     ends with it, and one is found only after the tokens that it followed."""
     first, second = after(pair, SYSTEM, 30), SYSTEM[64:128]
-    prompts = (
-        SYSTEM,
-        [*first, 5, 6],
-        SYSTEM[:127],
-        SYSTEM[:128],
-        SYSTEM[:129],
-        [*second, *second, 5],
-    )
+    cut = (SYSTEM[:length] for length in (127, 128, 129))
+    prompts = (SYSTEM, [*first, 5, 6], *cut, [*second, *second, 5])
     asked = [Submit(n, prompt, 20 + 10 * (n == 0)) for n, prompt in enumerate(prompts)]
     rows, cached = zip(*(rows_of(pair, mode, asked, on) for on in (False, True)), strict=True)
     assert cached == ([0] * 6, [0, 128, 64, 64, 128, 0])
@@ -482,16 +476,9 @@ class Wild(Goodput):
 @pytest.mark.parametrize(
     ("mode", "kv_tokens", "is_wild"),
     [
-        ("ar", 0, False),
-        ("sd", 0, False),
-        ("ssd", 0, False),
-        ("ssd", 448, False),
-        ("ssd", 448, True),
-        ("inline", 448, True),
-        ("tree", 448, False),
-        ("parallel ssd", 448, True),
-        ("parallel inline", 448, True),
-        ("parallel branches of trees", 448, False),
+        *((mode, 0, False) for mode in ("ar", "sd", "ssd")),
+        *((mode, 448, False) for mode in ("ssd", "tree", "parallel branches of trees")),
+        *((mode, 448, True) for mode in ("ssd", "inline", "parallel ssd", "parallel inline")),
     ],
 )
 def test_shared_beginnings(pair: TinyPair, mode: str, kv_tokens: int, is_wild: bool) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from mpissd.cli.arguments import parse
 from tests.needs import module
-from tests.scripts import ROOT, refused, until
+from tests.scripts import refused, spawn, until
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
@@ -77,16 +77,8 @@ def started(
     own.mkdir()
     with (folder / "log").open("w") as log:
         variables = {"MPIRUN": FAKE, "FAKE_PID": str(folder / "pid"), "TMPDIR": str(own)}
-        process = subprocess.Popen(
-            command(pair, *flags),
-            cwd=ROOT,
-            env={**os.environ, **variables, **env},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        with process:
+        env = {**os.environ, **variables, **env}
+        with spawn(*command(pair, *flags), env=env, stderr=log) as process:
             try:
                 serving = Serving(process, folder)
                 if reads:

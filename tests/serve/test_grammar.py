@@ -114,11 +114,9 @@ def requests(count: int) -> list[tuple[Submit, Asked | None]]:
     for n in range(count):
         asked: Asked | None = ("json", json.dumps(schema_of(rng)))
         if n % 7 == 5:
-            regex = (
-                "regex",
-                rng.choice(["[a-c]{3}(hello)?", "(ab|c)d*e{2}|x", r"[xy]<\|s\|>z", "é?"]),
-            )
-            asked = rng.choice([None, regex, ("choice", ["yes", "<|pad|>", "hello (all) | wörld"])])
+            regex = rng.choice(["[a-c]{3}(hello)?", "(ab|c)d*e{2}|x", r"[xy]<\|s\|>z", "é?"])
+            choice = "choice", ["yes", "<|pad|>", "hello (all) | wörld"]
+            asked = rng.choice([None, ("regex", regex), choice])
         grammar = "" if asked is None else make_grammar("x", *asked)
         prompt = [rng.randrange(3, len(tiny.tokens())) for _ in range(rng.randint(1, 20))]
         is_long = asked is not None and asked[0] != "regex"

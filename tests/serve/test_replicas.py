@@ -20,13 +20,13 @@ from mpissd.common.errors import ConfigError
 from mpissd.serve import replicas
 from mpissd.serve.replicas import Entry, Member
 from tests.needs import missing, module, needs, needs_linux
-from tests.scripts import until
+from tests.scripts import ROOT, until
 from tests.serve.rig import answered
 from tests.tiny_pair import TinyPair
 
 module("uvicorn", "the extra serve")
 httpx = module("httpx", "the extra serve")
-from tests.serve.test_front import ROOT, Serving, started  # noqa: E402
+from tests.serve.test_front import Serving, started  # noqa: E402
 
 ONE = Entry("r-one", "node1", 8001)
 TWO = Entry("r-two", "::1", 8002)
@@ -45,16 +45,10 @@ def test_an_entry_is_written_whole_and_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"host": "node1\n    server evil 10.0.0.1:80"},
-        {"host": "node1 check"},
-        {"host": ""},
-        {"host": 5},
+        *({"host": host} for host in ("node1\n    server evil 10.0.0.1:80", "node1 check", "", 5)),
+        *({"port": port} for port in (0, "80 weight 256", True)),
+        *({"max_wait_s": longest} for longest in ("1s\n", -1)),
         {"id": "../r-one"},
-        {"port": 0},
-        {"port": "80 weight 256"},
-        {"port": True},
-        {"max_wait_s": "1s\n"},
-        {"max_wait_s": -1},
         {"schema": 2},
         {"about": ["mode"]},
     ],

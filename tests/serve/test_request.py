@@ -22,15 +22,9 @@ NAMES = (
     "top_logprobs response_format tools store best_of echo suffix role content type text other "
     "tool_choice tool_calls function arguments continue_final_message add_generation_prompt"
 ).split()
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 300),
-    st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.sampled_from(["user", "assistant", "text", "x", ""]),
-    st.text(max_size=4),
-)
+SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.integers()
+SCALARS |= st.floats(allow_nan=False, allow_infinity=False)
+SCALARS |= st.sampled_from(["user", "assistant", "text", "x", ""]) | st.text(max_size=4)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(

@@ -1,7 +1,6 @@
 """/v1/responses over a fake lead, asked by OpenAI's own client."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ from mpissd.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.needs import module
 from tests.serve.fake_lead import Script
 from tests.serve.rig import Rig, serving
-from tests.serve.test_openai import STOP, TOOLS, client
+from tests.serve.test_openai import QUESTION, STOP, TOOLS, client, rig
 from tests.text import tiny
 
+__all__ = ["rig"]  # a fixture
 openai = module("openai", "the openai client")
 TOOL = {"type": "function", "name": "rain", "parameters": {"type": "object"}}
-
-
-@pytest.fixture
-def rig(words: Tokenizer) -> Iterator[Rig]:
-    answer = [*words.encode("hello wörld\nand more"), STOP]
-    with serving(words, Script(answer)) as found:
-        yield found
 
 
 def ask(rig: Rig, **asked: Any) -> Any:
@@ -35,10 +28,7 @@ def test_a_response_and_its_stream(rig: Rig, words: Tokenizer) -> None:
     used, said = answer.usage, len(rig.script.answer)
     assert used.output_tokens == said and used.total_tokens == used.input_tokens + said
     asked = rig.script.submitted[0]
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hello?"},
-    ]
+    conversation = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert list(asked.prompt) == words.chat(conversation)
     assert (asked.sampling.temperature, asked.sampling.top_p) == (0.5, 0.9)
     events = list(ask(rig, stream=True))

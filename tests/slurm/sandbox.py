@@ -16,7 +16,7 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests.scripts import until
+from tests.scripts import spawn, until
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
 START_S = 30.0  # of a daemon; a second on an idle machine
@@ -85,7 +85,7 @@ class Sandbox:
     def __init__(self) -> None:
         self.env: dict[str, str] = {}
         self.left: list[int] = []  # what had to be killed at the end
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons: list[subprocess.Popen[str]] = []
         self._held = ExitStack()
 
     def __enter__(self) -> Sandbox:
@@ -153,18 +153,9 @@ class Sandbox:
     def _start(self, program: str, *arguments: str) -> None:
         found = which(program)
         assert found is not None
-        log = (self.folder / f"{program}.log").open("wb")
-        with log:
-            self._daemons.append(
-                subprocess.Popen(
-                    [found, *arguments],
-                    env=self.env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
+        with (self.folder / f"{program}.log").open("wb") as log:
+            made = spawn(found, *arguments, env=self.env, stdout=log, stderr=log)
+        self._daemons.append(made)
 
     def _end(self) -> None:
         """Jobs first, by their own Slurm; then the daemons; then whatever is left."""

@@ -19,12 +19,11 @@ import pytest
 
 from mpissd.common.row import flat
 from tests.mpi.harness import needs_mpi
-from tests.scripts import call, until
+from tests.scripts import ROOT, call, spawn, until
 from tests.slurm.sandbox import Sandbox
 
 pytestmark = [*needs_mpi, pytest.mark.slurm]
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0  # of a job; a minute on two idle cores
 # Nothing lasts, nothing is computed.
 NULL = {"BACKEND": "emulated", "DEVICE": "null", "ROUNDS": "5"}
@@ -48,18 +47,9 @@ class Job:
         """sbatch --wait WORDS… in the project's folder; its log and rows go to `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         told = {"PYTHON": sys.executable, "OUT": str(folder / "out"), **(env or {})}
-        command = ("sbatch", "--wait", f"--chdir={ROOT}", f"--output={folder}/%x-%j.log")
-        waiting = subprocess.Popen(
-            [*command, *words],
-            cwd=ROOT,
-            env={**slurm.env, **told},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return cls(slurm, folder, waiting)
+        command = ("sbatch", "--wait", f"--chdir={ROOT}", f"--output={folder}/%x-%j.log", *words)
+        options = {"env": {**slurm.env, **told}, "stderr": subprocess.STDOUT}
+        return cls(slurm, folder, spawn(*command, **options))
 
     @property
     def number(self) -> str:
