@@ -364,8 +364,7 @@ class Batch:
         later = self.lengths - 1
         if self.placement.window is not None:
             later %= self.placement.window
-        position: Index = self._base[self.slots] + later
-        return position
+        return self._base[self.slots] + later
 
     def gaps(self, rows: Sequence[int] | Index, spare: int = 0) -> list[Gap]:
         """Returns the positions that are not stored in the KV cache, as one Gap for each batch row
