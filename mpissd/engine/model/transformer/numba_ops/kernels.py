@@ -222,17 +222,6 @@ def turn_heads(qkv, first, heads, width, weight, eps, cosines, sines, position, 
 
 
 @njit(**JIT)
-def sum_parts(parts, delta, rows):
-    """Sets delta[:rows] to the sum of all ranks' parts, [T, rows, width], in order of ranks."""
-    for m in range(rows):
-        for k in range(parts.shape[2]):
-            total = parts[0, m, k]
-            for rank in range(1, parts.shape[0]):
-                total += parts[rank, m, k]
-            delta[m, k] = total
-
-
-@njit(**JIT)
 def top_k(logits, width, k, ids, values, rows):
     """Writes the k largest of each row's first `width` logits to `values`, largest first, and their
     columns to `ids`; of equal logits the lower column comes first. Blocks whose largest logit does

@@ -238,7 +238,9 @@ class NumbaOps(Ops):
     def sum_ranks(self, group: Group, delta: Floats, count: int) -> None:
         parts = np.empty((group.size, count, delta.shape[1]), np.float32)
         group.all_gather(delta[:count], parts)
-        kernels.sum_parts(parts, delta, count)
+        delta[:count] = parts[0]
+        for part in parts[1:]:  # in order of ranks, so that every rank gets the same bits
+            delta[:count] += part
 
     def top_k(self, logits: Logits, k: int, ids: Ints, values: Floats, count: int) -> None:
         kernels.top_k(logits.scores, logits.width, k, ids, values, count)
