@@ -514,9 +514,4 @@ def trunk_places(slots: Index, positions: Index) -> Places:
 
 def int32_places(slots: Index, positions: Index, lanes: Index, trunks: Index) -> Places:
     """Returns the arguments, one number a row of a forward, as int32 fields of Places."""
-    return Places(
-        slots.astype(np.int32),
-        positions.astype(np.int32),
-        lanes.astype(np.int32),
-        trunks.astype(np.int32),
-    )
+    return Places(*np.array((slots, positions, lanes, trunks), np.int32))
